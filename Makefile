@@ -1,0 +1,60 @@
+# Needs make, and Python >= 3.10 with venv and pip. Everything else goes into .venv; nothing outside it is touched.
+
+# python3.11 may be a shim that does not run, so ask it instead of looking for it. Another one: make PY=python3.12 ...
+PY ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+READY := $(VENV)/.ready
+TRAIN = $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_text.py --verify --overwrite
+
+# Several ranks share the cores of one machine: one thread each, or they fight over them.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo demo-short test check format docs behaviours clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
+		printf '  %-12s %s\n' "$$target" "$$text"; done
+
+# torch comes first, by itself, so that no later package can have another torch installed.
+$(READY): pyproject.toml constraints.txt
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PY=/path/to/python")'
+	@echo "installing into $(VENV); the first time this takes some minutes"
+	$(PY) -m venv $(VENV)
+	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(READY) ## make .venv with torch, the package and its tools
+
+demo: $(READY) ## train a small model on real text on 2 ranks, and check it against an unsharded run (DEMO_ARGS=...)
+	$(TRAIN) --out runs/demo $(DEMO_ARGS)
+
+demo-short: $(READY) ## the same in few steps
+	$(TRAIN) --out runs/demo-short --steps 60 $(DEMO_ARGS)
+
+test: $(READY) ## run the tests (TEST_ARGS=... goes to pytest)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+check: $(READY) ## lint, format, types, layering
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_layering.py
+
+format: $(READY) ## mend what ruff can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(READY) ## build the documentation into docs/_build/html; a warning is an error
+	$(BIN)/sphinx-build -q -W --keep-going -E -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+behaviours: $(READY) ## run the tests, then say which rows of tests/behaviours.toml they show
+	$(BIN)/python -m pytest -q --behaviours $(TEST_ARGS)
+
+clean: ## remove caches and build output; .venv and runs/ stay
+	rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

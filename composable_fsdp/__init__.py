@@ -1,0 +1,41 @@
+"""Fully sharded data parallel training for PyTorch, with the interface of torch's FSDP2.
+
+Shard every block, then the whole::
+
+    from composable_fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+from composable_fsdp.api import fully_shard, register_fsdp_forward_method
+from composable_fsdp.errors import (
+    ConfigurationError,
+    FSDPError,
+    LifecycleError,
+    MeshError,
+    ParameterError,
+    UnsupportedError,
+)
+from composable_fsdp.module import FSDPModule, UnshardHandle
+from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "ConfigurationError",
+    "FSDPError",
+    "FSDPModule",
+    "LifecycleError",
+    "MeshError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParameterError",
+    "UnshardHandle",
+    "UnsupportedError",
+    "fully_shard",
+    "register_fsdp_forward_method",
+]
+
+__version__ = "0.1.0"

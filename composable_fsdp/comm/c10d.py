@@ -1,0 +1,87 @@
+"""The communicator over a ``torch.distributed`` process group, whatever its backend.
+
+The only file that knows which names c10d's collectives have in which release: torch 2.13 renamed
+``all_gather_into_tensor`` and ``reduce_scatter_tensor`` and warns about the old names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.comm.protocol import Transfer, Work
+from composable_fsdp.layout.reduction import ReduceOp
+
+__all__ = ["ProcessGroupCommunicator"]
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
+
+_DIRECT_BYTES = {"nccl": 1 << 19, "gloo": 1 << 20}
+"""Measured with ``benchmarks/collectives.py``; a backend that is not listed takes gloo's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Several works as one."""
+
+    works: tuple[Work, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class ProcessGroupCommunicator:
+    """Collectives of ``group`` for tensors on ``device_type``. Final."""
+
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
+        self._group = group
+        self._device = torch.device(device_type)
+        self._backend = dist.get_backend(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.aliases = False
+        # gloo sums and divides in one pass more; a sum with the division folded into the shard-sized result is cheaper.
+        self.averages = self._backend == "nccl"
+        self.direct_bytes = _DIRECT_BYTES.get(self._backend, _DIRECT_BYTES["gloo"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"
+
+    def all_gather(self, transfers: Sequence[Transfer]) -> Work:
+        return self._launch([(_all_gather, (t.output, t.input), {}) for t in transfers])
+
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
+        operation = {"op": _OPERATIONS[op]}
+        return self._launch([(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
+        operation = {"op": _OPERATIONS[op]}
+        return self._launch([(dist.all_reduce, (tensor,), operation) for tensor in tensors])
+
+    def _launch(self, calls: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]]) -> Work:
+        if len(calls) > 1 and self._backend == "nccl":
+            with self._coalesced() as works:
+                for collective, tensors, options in calls:
+                    collective(*tensors, group=self._group, **options)
+            return works[0]
+        return _Together(tuple(
+            cast(Work, collective(*tensors, group=self._group, async_op=True, **options))
+            for collective, tensors, options in calls
+        ))
+
+    @contextmanager
+    def _coalesced(self) -> Iterator[list[Work]]:
+        """One launch for all collectives inside; the work is in the list after the block."""
+        works: list[Work] = []
+        with dist._coalescing_manager(group=self._group, device=self._device, async_ops=True) as manager:
+            yield works
+        works.append(cast(Work, manager))

@@ -1,0 +1,70 @@
+"""What a communicator is: the collectives of one mesh axis, launched without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp.memory.lanes import Work
+
+__all__ = ["Communicator", "Transfer", "Work"]
+
+
+class Transfer(NamedTuple):
+    """One tensor of a coalesced collective; both contiguous and 1-d.
+
+    All-gather: ``output`` has ``size`` times the elements of ``input``, in rank order.
+    Reduce-scatter: ``input`` has ``size`` times the elements of ``output``; rank r gets the r-th part.
+    """
+
+    output: torch.Tensor
+    input: torch.Tensor
+
+
+class Communicator(Protocol):
+    """Collectives over the ranks of one mesh axis.
+
+    Every method launches all of its transfers at once and returns a :class:`Work`; every rank of the axis must make the
+    same calls in the same order. Tensors stay untouched by the caller until the work has been waited for. An empty list
+    moves nothing.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's place on the axis."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks on the axis."""
+        ...
+
+    @property
+    def averages(self) -> bool:
+        """Whether ``ReduceOp.AVERAGE`` is supported."""
+        ...
+
+    @property
+    def aliases(self) -> bool:
+        """Whether an all-gather moves nothing, so that its output may be its input."""
+        ...
+
+    @property
+    def direct_bytes(self) -> int:
+        """Full size in bytes from which a tensor of its own transfer beats a copy into a packed one."""
+        ...
+
+    def all_gather(self, transfers: Sequence[Transfer]) -> Work:
+        """Every rank's ``input``, in rank order, in every rank's ``output``."""
+        ...
+
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
+        """This rank's part of the reduced ``input`` in ``output``."""
+        ...
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
+        """Reduces in place."""
+        ...

@@ -1,0 +1,39 @@
+"""Exceptions. The type says whose fault it is; the text says where, what, and what to do.
+
+Each also derives from the builtin that fits, so that ``except ValueError`` written for torch's own API still catches it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigurationError",
+    "FSDPError",
+    "LifecycleError",
+    "MeshError",
+    "ParameterError",
+    "UnsupportedError",
+]
+
+
+class FSDPError(Exception):
+    """Base of every exception that this library raises on purpose."""
+
+
+class ConfigurationError(FSDPError, ValueError):
+    """An argument of ``fully_shard`` or of one of its setters does not make sense."""
+
+
+class MeshError(ConfigurationError):
+    """The device mesh, or the process groups under it, cannot serve the request."""
+
+
+class ParameterError(FSDPError, ValueError):
+    """A parameter cannot be sharded, or is not what it was when it was sharded. The text names it."""
+
+
+class LifecycleError(FSDPError, RuntimeError):
+    """An operation came in a state in which it is not legal."""
+
+
+class UnsupportedError(FSDPError, NotImplementedError):
+    """A part of the FSDP2 interface that this version does not offer. The text says what to do instead."""

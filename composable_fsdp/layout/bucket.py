@@ -1,0 +1,129 @@
+"""Where each tensor of a bucket lies: in the flat shard store, on the wire, in the flat unsharded buffer.
+
+A bucket holds the parameters of one group that share their dtypes. Large ones travel *direct*: the all-gather of one
+lands in its place in the unsharded buffer, padded tail included. Small ones are *packed* into one transfer, since a
+launch costs more than a copy there. All offsets and lengths are in elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from composable_fsdp.layout.shard import TensorShards
+
+__all__ = ["ALIGNMENT_BYTES", "FlatLayout", "GatherLayout", "ReduceLayout", "plan_gather", "plan_reduce"]
+
+ALIGNMENT_BYTES = 16
+"""Every tensor starts on this boundary: vectorised and fused kernels, and NCCL, fall back to slow paths otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Segments of one flat buffer. Invariant: segments are disjoint, in ``offsets``' order only where said so."""
+
+    offsets: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherLayout:
+    """From shards to full parameters.
+
+    Invariants: the packed parameters' shards are the first ``packed_numel`` elements of the store, so that they are one
+    message without a copy; ``places`` fits the padded gather of every direct parameter.
+    """
+
+    shards: tuple[TensorShards, ...]
+    store: FlatLayout
+    places: FlatLayout
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+    packed_numel: int
+
+    @property
+    def num_shards(self) -> int:
+        return self.shards[0].num_shards
+
+    @property
+    def wire_numel(self) -> int:
+        """Elements that one gather moves in total, over all ranks' shares."""
+        return self.num_shards * (self.packed_numel + sum(self.shards[i].padded_numel for i in self.direct))
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLayout:
+    """From full gradients to this rank's reduced shards.
+
+    ``output.offsets[k]`` belongs to parameter ``indices[k]``. Invariant: the packed gradients' shards are the first
+    ``packed_numel`` elements of the output, and of each rank's row of the packed message.
+    """
+
+    indices: tuple[int, ...]
+    shards: tuple[TensorShards, ...]
+    output: FlatLayout
+    direct: tuple[int, ...]
+    packed: tuple[int, ...]
+    packed_numel: int
+    has_padding: bool
+
+
+def plan_gather(
+    shards: Sequence[TensorShards], *, itemsize: int, direct_bytes: int, places: FlatLayout | None = None
+) -> GatherLayout:
+    """Lays out one bucket.
+
+    Args:
+        shards: the bucket's parameters, at least one.
+        itemsize: bytes per element on the wire.
+        direct_bytes: parameters whose full size reaches this travel direct.
+        places: an unsharded buffer that is there already, laid out for a multiple of this number of shards.
+    """
+    direct = tuple(i for i, s in enumerate(shards) if s.concatenates and 0 < s.numel and s.numel * itemsize >= direct_bytes)
+    store, packed, packed_numel = _packed_first([s.padded_numel for s in shards], direct, itemsize)
+    if places is None:
+        offsets, end = _aligned([s.full_numel for s in shards], itemsize)
+        places = FlatLayout(offsets, end)
+    return GatherLayout(tuple(shards), store, places, direct, packed, packed_numel)
+
+
+def plan_reduce(
+    shards: Sequence[TensorShards], indices: Sequence[int], *, itemsize: int, direct_bytes: int
+) -> ReduceLayout:
+    """Lays out the reduction of the gradients of the parameters ``indices`` among ``shards``.
+
+    A gradient has no padded tail, so only even shards can be reduced straight out of it.
+    """
+    chosen = tuple(shards[i] for i in indices)
+    direct = tuple(
+        k
+        for k, s in enumerate(chosen)
+        if s.concatenates and s.layout.is_even and 0 < s.numel and s.numel * itemsize >= direct_bytes
+    )
+    output, packed, packed_numel = _packed_first([s.padded_numel for s in chosen], direct, itemsize)
+    payload = sum(chosen[k].numel for k in packed)
+    padded = bool(packed) and packed_numel * chosen[packed[0]].num_shards != payload
+    return ReduceLayout(tuple(indices), chosen, output, direct, packed, packed_numel, padded)
+
+
+def _packed_first(
+    lengths: Sequence[int], direct: tuple[int, ...], itemsize: int
+) -> tuple[FlatLayout, tuple[int, ...], int]:
+    """Segments with the packed ones in front; also which are packed and where their part ends."""
+    packed = tuple(i for i in range(len(lengths)) if i not in direct)
+    order = (*packed, *direct)
+    starts, end = _aligned([lengths[i] for i in order], itemsize)
+    offsets = dict(zip(order, starts, strict=True))
+    packed_end = starts[len(packed)] if direct else end
+    layout = FlatLayout(tuple(offsets[i] for i in range(len(lengths))), end)
+    return layout, packed, packed_end
+
+
+def _aligned(lengths: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], int]:
+    """Start of each of consecutive segments, each start and the end on an aligned boundary."""
+    step = max(1, ALIGNMENT_BYTES // itemsize)
+    starts, end = [], 0
+    for length in lengths:
+        starts.append(end)
+        end += -(-length // step) * step
+    return tuple(starts), end

@@ -1,0 +1,100 @@
+"""How one tensor dim is cut over the ranks of one mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from composable_fsdp.errors import ParameterError
+
+__all__ = ["ShardLayout", "TensorShards", "resolve_dim"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One tensor dim cut into ``num_shards`` equal pieces, the tail zero-padded (the rule of ``torch.chunk``).
+
+    Invariant: the ranges of ranks 0..n-1, in order, tile ``range(length)`` exactly.
+    """
+
+    length: int
+    num_shards: int
+
+    @property
+    def padded_shard(self) -> int:
+        """Rows in every rank's piece, padding included."""
+        return -(-self.length // self.num_shards)
+
+    @property
+    def padded_length(self) -> int:
+        return self.padded_shard * self.num_shards
+
+    @property
+    def is_even(self) -> bool:
+        return self.padded_length == self.length
+
+    def owned_by(self, rank: int) -> range:
+        """Indices of the dim that ``rank`` holds; empty for the last ranks of a short dim."""
+        start = min(rank * self.padded_shard, self.length)
+        return range(start, min(start + self.padded_shard, self.length))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShards:
+    """A tensor of ``shape`` cut on ``dim`` into ``num_shards`` pieces.
+
+    Invariant: every rank's piece has ``padded_numel`` elements: first the ones it owns, contiguous in the order of a
+    tensor of ``shard_shape(rank)``, then padding. (On a dim other than the first this is *not* a narrowed view of a
+    tensor of ``padded_shape``: local shards stay contiguous however uneven the cut is.)
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    num_shards: int
+
+    @property
+    def layout(self) -> ShardLayout:
+        return ShardLayout(self.shape[self.dim], self.num_shards)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of one rank's piece with its padding."""
+        return (*self.shape[: self.dim], self.layout.padded_shard, *self.shape[self.dim + 1 :])
+
+    @property
+    def padded_numel(self) -> int:
+        return prod(self.padded_shape)
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what ``rank`` owns, without padding."""
+        return (*self.shape[: self.dim], len(self.layout.owned_by(rank)), *self.shape[self.dim + 1 :])
+
+    @property
+    def concatenates(self) -> bool:
+        """Whether the padded pieces, one after the other, are the tensor's own memory followed by padding."""
+        return prod(self.shape[: self.dim]) == 1
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the region in which the full tensor can be gathered: with the padded tail where it lands there."""
+        return self.padded_numel * self.num_shards if self.concatenates else self.numel
+
+
+def resolve_dim(dim: int, shape: Sequence[int], name: str) -> int:
+    """``dim`` counted from the front, or a ``ParameterError`` that names the parameter."""
+    if not shape:
+        raise ParameterError(
+            f"parameter {name!r} is a scalar (0-d) and has no dim to shard. Make it 1-d with one element "
+            "(for example nn.Parameter(value.reshape(1))), or pass it in ignored_params."
+        )
+    if not -len(shape) <= dim < len(shape):
+        raise ParameterError(
+            f"parameter {name!r} of shape {tuple(shape)} has no dim {dim}: "
+            f"shard_placement_fn may return Shard(d) with {-len(shape)} <= d < {len(shape)}."
+        )
+    return dim % len(shape)

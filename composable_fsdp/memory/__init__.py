@@ -1,0 +1,1 @@
+"""Streams, and the memory in which shards rest and parameters are gathered."""

@@ -1,0 +1,126 @@
+"""Streams by what they are for, and work in flight on them.
+
+Every stream is taken from the device's own module at run time, also on CPU, so that a simulated device sees the true
+schedule. A device whose streams are *null* (the real CPU) orders work by the host instead: there, waiting blocks, and
+what follows a collective runs when somebody waits for it.
+
+Memory safety needs no ``record_stream``: every run on a lane begins by waiting for all that the current stream has been
+given so far, and the current stream waits for a run before the run's buffers are dropped. So whatever the host has
+released by the time a lane allocates again is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+
+__all__ = ["Lane", "Lanes", "Pending", "Work"]
+
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """A launched collective."""
+
+    def wait(self) -> object:
+        """Returns when the outputs may be read: by the host on backends that run there, by the current stream on others."""
+        ...
+
+
+class Pending(Generic[T]):
+    """Work in flight. Owns the buffers that it uses until :meth:`wait` returns.
+
+    Invariant: ``launch`` runs exactly once and ``finish`` exactly once, after it, however often the methods are called.
+    """
+
+    def __init__(self, launch: Callable[[], Work], finish: Callable[[], T], after: Pending[Any] | None) -> None:
+        self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
+        self._after = after
+        self._work: Work | None = None
+        self._result: T | None = None
+        self._done = False
+        self._event: Any = None
+        self._current_stream: Callable[[], Any] | None = None
+
+    def start(self) -> None:
+        """Launches work that had to wait for other work. Blocks on null streams while that is still in flight."""
+        if self._owned is None or self._work is not None:
+            return
+        if self._after is not None:
+            self._after.wait()
+            self._after = None
+        self._work = self._owned[0]()
+
+    def wait(self) -> T:
+        """The result. The current stream (on null streams: the host) continues only once the work is done."""
+        self._complete()
+        if self._event is not None and self._current_stream is not None:
+            self._current_stream().wait_event(self._event)
+        self._owned = self._work = None
+        return cast(T, self._result)
+
+    def synchronize(self) -> T:
+        """As :meth:`wait`, and the host waits too: for results that it will read."""
+        result = self.wait()
+        if self._event is not None:
+            self._event.synchronize()
+        return result
+
+    def put_on(self, stream: Any, current_stream: Callable[[], Any]) -> None:
+        """All of the work on ``stream``, which is the current one, now and without blocking the host."""
+        if self._after is not None:
+            stream.wait_event(self._after._event)
+            self._after = None
+        self._complete()
+        self._event, self._current_stream = stream.record_event(), current_stream
+
+    def _complete(self) -> None:
+        if self._done:
+            return
+        self.start()
+        assert self._owned is not None and self._work is not None
+        self._work.wait()
+        self._result = self._owned[1]()
+        self._done = True
+
+
+class Lane:
+    """One stream and what it is called."""
+
+    def __init__(self, name: str, module: ModuleType, priority: int) -> None:
+        self.name = name
+        self._module = module
+        self._stream = module.Stream(priority=priority)
+        self._is_null = self._stream.record_event() is None
+
+    def run(
+        self, launch: Callable[[], Work], finish: Callable[[], T], *, after: Pending[Any] | None = None
+    ) -> Pending[T]:
+        """Launches a collective and, when it is done, ``finish`` in the same lane.
+
+        Args:
+            launch: prepares buffers and launches; what it closes over stays alive until the work has been waited for.
+            finish: makes the result out of what arrived.
+            after: work on another lane that must be done first.
+        """
+        pending = Pending(launch, finish, after)
+        if not self._is_null:
+            self._stream.wait_stream(self._module.current_stream())
+            with self._module.stream(self._stream):
+                pending.put_on(self._stream, self._module.current_stream)
+        elif after is None:
+            pending.start()
+        return pending
+
+
+class Lanes:
+    """The lanes of one device: all-gathers, reduce-scatters, and the all-reduces of replicated shards."""
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device)
+        self.gather = Lane("gather", module, priority=-1)
+        self.reduce = Lane("reduce", module, priority=-1)
+        self.replicate = Lane("replicate", module, priority=-1)

@@ -1,0 +1,94 @@
+"""The flat buffer in which a bucket's parameters are gathered, taken and given back without losing its views.
+
+Autograd saves the unsharded tensors and views of them. They stay valid only while their *storage object* lives, so
+giving memory back is ``resize_(0)`` on that storage, and gathering again fills the same storage.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+__all__ = ["AliasedBuffer", "OwnedBuffer", "UnshardedBuffer", "allocate_storage", "free_storage"]
+
+
+def allocate_storage(tensor: torch.Tensor, nbytes: int) -> None:
+    """Gives ``tensor``'s storage ``nbytes`` bytes, contents undefined. The only place that does, so that it can be replaced."""
+    tensor.untyped_storage().resize_(nbytes)
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    """Gives ``tensor``'s storage back. Its views keep their shapes and must not be read until it is allocated again."""
+    tensor.untyped_storage().resize_(0)
+
+
+class UnshardedBuffer(Protocol):
+    """Where the full parameters of one bucket are while they are needed."""
+
+    nbytes: int
+
+    def allocate(self) -> None:
+        """Makes the memory usable; contents undefined. Legal when it already is."""
+        ...
+
+    def free(self) -> None:
+        """Gives the memory back. Legal when it already is."""
+        ...
+
+    def region(self, offset: int, length: int) -> torch.Tensor:
+        """1-d view for writing. Does not touch the version counters of the parameters that lie there."""
+        ...
+
+    def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """View for one parameter, with a version counter of its own."""
+        ...
+
+
+class OwnedBuffer:
+    """Memory beside the shards, freed to zero bytes between uses. Allocated when made, so that views can be taken."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = torch.empty(numel, dtype=dtype, device=device)
+        self._writable = self._flat.data
+        self.nbytes = numel * dtype.itemsize
+
+    def allocate(self) -> None:
+        allocate_storage(self._flat, self.nbytes)
+
+    def free(self) -> None:
+        free_storage(self._flat)
+
+    def region(self, offset: int, length: int) -> torch.Tensor:
+        return self._writable[offset : offset + length]
+
+    def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return _shaped(self._flat.data, offset, shape)
+
+
+class AliasedBuffer:
+    """The shards themselves, where one rank holds all: nothing is gathered, nothing freed."""
+
+    def __init__(self, store: torch.Tensor) -> None:
+        self._flat = store
+        self.nbytes = 0
+
+    def allocate(self) -> None:
+        pass
+
+    def free(self) -> None:
+        pass
+
+    def region(self, offset: int, length: int) -> torch.Tensor:
+        return self._flat.data[offset : offset + length]
+
+    def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return _shaped(self._flat.data, offset, shape)
+
+
+def _shaped(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return flat.as_strided(shape, strides[::-1], offset)

@@ -1,0 +1,53 @@
+"""Where the shards of one bucket rest: one flat tensor, of which every local shard is a view.
+
+So a cast, or a copy to or from host memory, is one kernel, and the all-gather of the packed parameters needs no copy
+in. When somebody replaces a local shard (``to_empty``, ``.to(dtype)``, loading with ``assign``), a new store adopts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from composable_fsdp.layout.bucket import FlatLayout
+from composable_fsdp.layout.shard import TensorShards
+
+__all__ = ["ShardStore"]
+
+
+class ShardStore:
+    """The flat shards of ``rank``. Invariant: padding is zero until somebody writes to it on purpose."""
+
+    def __init__(
+        self,
+        shards: Sequence[TensorShards],
+        layout: FlatLayout,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        self._shards = tuple(shards)
+        self._layout = layout
+        self._rank = rank
+        self.flat = torch.zeros(layout.numel, dtype=dtype, device=device, pin_memory=pin_memory)
+
+    def segment(self, index: int) -> torch.Tensor:
+        """1-d view of one parameter's padded shard."""
+        offset = self._layout.offsets[index]
+        return self.flat[offset : offset + self._shards[index].padded_numel]
+
+    def local(self, index: int) -> torch.Tensor:
+        """View of one parameter's shard, contiguous, shaped, without padding."""
+        return shaped_shard(self.flat, self._layout.offsets[index], self._shards[index], self._rank)
+
+
+def shaped_shard(flat: torch.Tensor, offset: int, shards: TensorShards, rank: int) -> torch.Tensor:
+    """The part of ``flat`` at ``offset`` that ``rank`` owns, in its shape."""
+    shape = shards.shard_shape(rank)
+    numel = 1
+    for length in shape:
+        numel *= length
+    return flat[offset : offset + numel].view(shape)

@@ -1,0 +1,126 @@
+"""What the user chooses, as frozen values: precision, offload, when to reshard.
+
+``MixedPrecisionPolicy``, ``OffloadPolicy`` and ``CPUOffloadPolicy`` keep the names, fields and meanings of
+``torch.distributed.fsdp``; torch's own objects are accepted wherever ours are (see ``interop``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = [
+    "AUTO_RESHARD",
+    "CPUOffloadPolicy",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Reshard",
+    "ReshardKind",
+]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes in which a group's parameters travel and compute, its gradients are reduced, its outputs leave.
+
+    Sharded parameters, and with them optimizer and checkpoints, always stay in the dtype they were built with.
+
+    Args:
+        param_dtype: dtype of the unsharded floating-point parameters, and so of the all-gather and of the computation;
+            ``None`` keeps the original dtype. Integer and boolean parameters are never cast.
+        reduce_dtype: dtype of the gradient reduction; ``None`` reduces in the dtype of the computation.
+        output_dtype: dtype to which floating-point tensors in the module's output are cast; ``None`` leaves them.
+        cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, where that is set.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def compute_dtype(self, original: torch.dtype) -> torch.dtype:
+        """Dtype of an unsharded parameter whose shard rests in ``original``."""
+        if self.param_dtype is None or not original.is_floating_point:
+            return original
+        return self.param_dtype
+
+    def gradient_reduce_dtype(self, original: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of such a parameter are reduced."""
+        if self.reduce_dtype is None or not original.is_floating_point:
+            return self.compute_dtype(original)
+        return self.reduce_dtype
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """Dtype to which floating-point inputs are cast, or ``None`` to leave them."""
+        return self.param_dtype if self.cast_forward_inputs else None
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Shards rest on the mesh's device: no offload."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and so the optimizer state rest in host memory; computation stays on the mesh's device.
+
+    On a CPU mesh there is nothing to offload and the policy changes nothing.
+
+    Args:
+        pin_memory: keep the shards in page-locked memory, so that copies overlap with computation. Costs host memory
+            that cannot be swapped.
+    """
+
+    pin_memory: bool = True
+
+
+class ReshardKind(Enum):
+    """What happens to the unsharded parameters after forward."""
+
+    AUTO = "auto"
+    """Free them, except in the outermost module, whose backward begins at once."""
+    ALWAYS = "always"
+    """Free them; backward gathers again over the whole shard axis."""
+    NEVER = "never"
+    """Keep them until after backward."""
+    SMALLER = "smaller"
+    """Keep one slice of ``Reshard.mesh_size``; backward gathers over that many neighbouring ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """``reshard_after_forward`` once parsed. Invariant: ``mesh_size`` > 1 exactly where ``kind`` is SMALLER."""
+
+    kind: ReshardKind
+    mesh_size: int = 1
+
+    @staticmethod
+    def parse(value: object, shard_size: int) -> Reshard:
+        """Reads the ``bool | int | None`` of the public interface for a shard axis of ``shard_size`` ranks."""
+        if value is None:
+            return AUTO_RESHARD
+        if isinstance(value, bool):
+            return Reshard(ReshardKind.ALWAYS if value else ReshardKind.NEVER)
+        if not isinstance(value, int):
+            raise ConfigurationError(
+                f"reshard_after_forward must be True, False, None or an int, not {value!r} ({type(value).__name__})."
+            )
+        if value < 1 or shard_size % value:
+            factors = [n for n in range(1, shard_size + 1) if shard_size % n == 0]
+            raise ConfigurationError(
+                f"reshard_after_forward={value} does not divide the shard axis of {shard_size} ranks. "
+                f"Use one of {factors}, True or False."
+            )
+        if value == 1:
+            return Reshard(ReshardKind.NEVER)
+        if value == shard_size:
+            return Reshard(ReshardKind.ALWAYS)
+        return Reshard(ReshardKind.SMALLER, value)
+
+
+AUTO_RESHARD = Reshard(ReshardKind.AUTO)

@@ -1,0 +1,179 @@
+"""The tensors of one bucket: the shards at rest, the full parameters while in use, the messages in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from composable_fsdp.codec.cast import Cast
+from composable_fsdp.codec.protocol import Codec
+from composable_fsdp.comm.protocol import Communicator, Transfer
+from composable_fsdp.layout.bucket import GatherLayout
+from composable_fsdp.layout.pack import pack_gradient, take_shard, unpack_parameter
+from composable_fsdp.layout.plan import BucketPlan, plan_smaller
+from composable_fsdp.layout.reduction import Reduction
+from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer
+from composable_fsdp.memory.store import ShardStore, shaped_shard
+from composable_fsdp.runtime.parameter import ShardedParameter
+
+__all__ = ["Bucket", "Gather", "ReducedBucket", "Scatter"]
+
+
+@dataclass(slots=True)
+class Gather:
+    """One bucket's part of a group's all-gather: what to send, and the packed message that must still be unpacked."""
+
+    layout: GatherLayout
+    transfers: list[Transfer]
+    packed: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Scatter:
+    """One bucket's part of a group's gradient reduction. ``present`` are the parameters that had a gradient."""
+
+    transfers: list[Transfer]
+    output: torch.Tensor
+    present: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedBucket:
+    """Parameters and this rank's shards of their reduced gradients, in the dtype of the parameters."""
+
+    parameters: list[ShardedParameter]
+    gradients: list[torch.Tensor]
+
+
+class Bucket:
+    """The parameters of one group that share their dtypes.
+
+    Invariant: the local tensor of every parameter is a view of ``store``, its unsharded tensor one of ``buffer``.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[ShardedParameter], shard: Communicator, store: ShardStore,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.parameters = [parameters[i] for i in plan.indices]
+        self.store = store
+        self._shard = shard
+        self._device = device
+        self._codec: Codec = Cast(plan.compute_dtype)
+        self.buffer: UnshardedBuffer = (
+            AliasedBuffer(store.flat)
+            if plan.aliased
+            else OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
+        )
+        self._slice: tuple[torch.Tensor, GatherLayout] | None = None
+
+    @property
+    def gradient_device(self) -> torch.device:
+        """Where reduced gradients must end: with the shards."""
+        return self.store.flat.device
+
+    def parameter_data(self, k: int) -> torch.Tensor:
+        """The view of the unsharded buffer for the ``k``-th parameter."""
+        layout = self.plan.gather.store if self.plan.aliased else self.plan.gather.places
+        return self.buffer.parameter_data(layout.offsets[k], self.parameters[k].shape)
+
+    # -- shards to full parameters
+
+    def prepare_gather(self) -> Gather:
+        """Encodes the shards, or takes the slice kept on the smaller mesh, and says what must travel."""
+        if self.plan.aliased:
+            return Gather(self.plan.gather, [])
+        if self._slice is not None:
+            wire, layout = self._slice
+        else:
+            wire, layout = self._codec.encode(self.store.flat, self._device), self.plan.gather
+        gather = Gather(layout, [])
+        for i in layout.direct:
+            length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
+            place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
+            gather.transfers.append(Transfer(place, wire[offset : offset + length]))
+        if layout.packed_numel:
+            gather.packed = wire.new_empty(layout.num_shards * layout.packed_numel)
+            gather.transfers.append(Transfer(gather.packed, wire[: layout.packed_numel]))
+        return gather
+
+    def finish_gather(self, gather: Gather) -> None:
+        """Copies packed parameters to their places."""
+        self._slice = None
+        if gather.packed is None:
+            return
+        layout = gather.layout
+        rows = gather.packed.view(layout.num_shards, layout.packed_numel)
+        for i in layout.packed:
+            shards, start = layout.shards[i], layout.store.offsets[i]
+            place = self.buffer.region(layout.places.offsets[i], self.plan.gather.shards[i].full_numel)
+            unpack_parameter(shards, rows[:, start : start + shards.padded_numel], place)
+
+    def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
+        """Keeps the slice of ``rank`` on a smaller mesh of ``num_shards``, from which backward gathers again."""
+        if self.plan.aliased:
+            return
+        layout = plan_smaller(self.plan, num_shards, direct_bytes)
+        kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
+        for shards, start, parameter in zip(layout.shards, layout.store.offsets, self.parameters, strict=True):
+            take_shard(shards, parameter.unsharded.data, rank, kept[start : start + shards.padded_numel])
+        self._slice = (kept, layout)
+
+    def drop_slice(self) -> None:
+        """Releases what :meth:`keep_slice` kept."""
+        self._slice = None
+
+    # -- full gradients to reduced shards
+
+    def prepare_scatter(self, reduction: Reduction) -> Scatter | None:
+        """Takes the gradients that autograd left and says what must travel; ``None`` where there are none.
+
+        The message always holds every trainable parameter, zeros for those without a gradient, so that its size is the
+        same on every rank whatever part each of them used.
+        """
+        layout, plan = self.plan.reduce, self.plan
+        gradients = [self.parameters[i].take_gradient() for i in layout.indices]
+        present = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        if not present:
+            return None
+        output = torch.empty(layout.output.numel, dtype=plan.reduce_dtype, device=self._device)
+        scatter = Scatter([], output, present)
+        for k in layout.direct:
+            start, length = layout.output.offsets[k], layout.shards[k].padded_numel
+            full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction)
+            scatter.transfers.append(Transfer(output[start : start + length], full))
+        if layout.packed_numel:
+            num_shards = self._shard.size
+            new = torch.zeros if layout.has_padding else torch.empty
+            message = new(num_shards * layout.packed_numel, dtype=plan.reduce_dtype, device=self._device)
+            rows = message.view(num_shards, layout.packed_numel)
+            for k in layout.packed:
+                shards, start = layout.shards[k], layout.output.offsets[k]
+                pack_gradient(shards, gradients[k], rows[:, start : start + shards.padded_numel])
+            if reduction.pre_divide != 1.0:
+                message.div_(reduction.pre_divide)
+            scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
+        return scatter
+
+    def finish_scatter(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
+        """Scales what arrived, casts it to the dtype of the shards and brings it to where they rest."""
+        if reduction.post_divide != 1.0:
+            scatter.output.div_(reduction.post_divide)
+        flat = scatter.output.to(self.plan.dtype)
+        if flat.device != self.gradient_device:
+            host = torch.empty_like(flat, device=self.gradient_device, pin_memory=self.store.flat.is_pinned())
+            flat = host.copy_(flat, non_blocking=True)
+        layout, rank = self.plan.reduce, self._shard.rank
+        return ReducedBucket(
+            [self.parameters[layout.indices[k]] for k in scatter.present],
+            [shaped_shard(flat, layout.output.offsets[k], layout.shards[k], rank) for k in scatter.present],
+        )
+
+    def _wire_gradient(self, gradient: torch.Tensor | None, numel: int, reduction: Reduction) -> torch.Tensor:
+        if gradient is None:
+            return torch.zeros(numel, dtype=self.plan.reduce_dtype, device=self._device)
+        flat = gradient.reshape(-1).to(self.plan.reduce_dtype)
+        return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide

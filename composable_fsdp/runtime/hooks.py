@@ -1,0 +1,179 @@
+"""The only code that registers hooks on modules and on autograd's graph.
+
+Where a gradient enters a call is seen by hooks on the *nodes* that made its outputs, for an output that is a view also on
+the node of its base: hooks on output tensors are lost when a view is changed in place. Where it leaves is seen on views
+of the inputs, made just for the call, so that other uses of the same tensors do not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.containers import map_tensors, tensors_in
+from composable_fsdp.runtime.iteration import Call
+from composable_fsdp.runtime.unit import Unit
+
+__all__ = ["install_hooks", "wrap_forward_method"]
+
+
+def install_hooks(unit: Unit) -> None:
+    """Makes ``unit``'s module unshard before it computes, reshard after it, and come back in backward."""
+    module, hooks = unit.module, _ModuleHooks(unit)
+    module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(hooks.post_forward, always_call=True)
+    module.register_state_dict_pre_hook(hooks.before_state_dict)
+    module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
+    module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
+
+
+def wrap_forward_method(unit: Unit, method_name: str) -> None:
+    """Gives a method of the module other than ``forward`` the same treatment as ``forward``."""
+    module, hooks = unit.module, _ModuleHooks(unit)
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register.")
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            args, kwargs = hooks.pre_forward(module, args, kwargs)
+            output = method(*args, **kwargs)
+        except Exception:
+            hooks.abort()
+            raise
+        return hooks.finish(output)
+
+    setattr(module, method_name, wrapped)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """One forward call under way."""
+
+    handling: BaseException | None
+    """The exception that was being handled when the call began; another one at its end is the call's own."""
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    """Views of the inputs that need gradients, made for this call."""
+
+
+class _ModuleHooks:
+    """The hooks of one unit. Final. ``_frames`` are its calls under way, innermost last."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._frames: list[_Frame] = []
+
+    # -- forward
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        unit, frame = self._unit, _Frame(sys.exc_info()[1])
+        self._frames.append(frame)
+        iteration_of(unit).pre_forward(unit)
+        dtype = unit.precision.input_dtype
+        if dtype is not None or torch.is_grad_enabled():
+            args, kwargs = map_tensors(_InputMap(dtype, frame.inputs), (args, kwargs))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if sys.exc_info()[1] is not self._frames[-1].handling:
+            self.abort()
+            return None
+        return self.finish(output)
+
+    def finish(self, output: Any) -> Any:
+        """After a forward that returned: reshards, and arranges for the way back."""
+        unit, frame = self._unit, self._frames.pop()
+        if unit.precision.output_dtype is not None:
+            output = map_tensors(_cast_to(unit.precision.output_dtype), output)
+        call = iteration_of(unit).post_forward(unit)
+        return output if call is None else _watch_backward(call, frame.inputs, output)
+
+    def abort(self) -> None:
+        """After a forward that raised."""
+        self._frames.pop()
+        iteration_of(self._unit).abort_forward(self._unit)
+
+    # -- state dicts: their values are the sharded parameters
+
+    def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._unit.group.reshard()
+
+    def before_load_state_dict(self, *_: Any) -> None:
+        self._unit.group.reshard()
+
+    def after_load_state_dict(self, *_: Any) -> None:
+        self._unit.group.refresh()
+
+
+class _InputMap:
+    """Casts floating-point inputs, and notes a view of each that needs a gradient. One view per tensor, however often it occurs."""
+
+    def __init__(self, dtype: torch.dtype | None, watched: list[torch.Tensor]) -> None:
+        self._dtype = dtype
+        self._watched = watched
+        self._mapped: dict[int, torch.Tensor] = {}
+        self._grad_enabled = torch.is_grad_enabled()
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        known = self._mapped.get(id(tensor))
+        if known is not None:
+            return known
+        mapped = tensor
+        if self._dtype is not None and tensor.is_floating_point():
+            mapped = tensor.to(self._dtype)
+        if self._grad_enabled and mapped.requires_grad:
+            mapped = mapped.view_as(mapped) if mapped is tensor else mapped
+            self._watched.append(mapped)
+        self._mapped[id(tensor)] = mapped
+        return mapped
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
+    """Hooks the nodes where gradients enter ``call`` and the tensors where they leave it."""
+    unit = call.unit
+    if any(tensor.requires_grad and tensor.grad_fn is None for tensor in tensors_in(output)):
+        output = map_tensors(_off_the_leaf, output)
+    nodes: dict[int, Any] = {}
+    for tensor in tensors_in(output):
+        if not tensor.requires_grad:
+            continue
+        for made in (tensor, tensor._base if tensor._is_view() else None):
+            if made is not None and made.grad_fn is not None:
+                nodes[id(made.grad_fn)] = made.grad_fn
+    if not nodes:
+        return output
+
+    def entered(_: Any) -> None:
+        iteration_of(unit).pre_backward(call)
+
+    def left(_: Any) -> None:
+        iteration_of(unit).post_backward(call)
+
+    for node in nodes.values():
+        node.register_prehook(entered)
+    if inputs:
+        unit.open_calls += 1
+        if len(inputs) == 1:
+            inputs[0].register_hook(left)
+        else:
+            register_multi_grad_hook(inputs, left)
+    return output
+
+
+def _off_the_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with a node of its own in place of a leaf: hooks on a leaf would outlive the call."""
+    return tensor.view_as(tensor) if tensor.requires_grad and tensor.grad_fn is None else tensor

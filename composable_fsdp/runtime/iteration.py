@@ -1,0 +1,278 @@
+"""What each hook does in the current pass, and how everything in flight is brought to an end.
+
+States: IDLE, FORWARD (from the outermost module's pre-forward to its post-forward), BACKWARD (from the first gradient
+that reaches a unit to the end of autograd's run). What a hook does is a row of ``_ACTIONS``, so recomputation under
+activation checkpointing (a forward inside BACKWARD) is a row too.
+
+Invariants: outside of passes nothing is in flight. After backward every gradient that autograd left has been reduced,
+or held where its unit does not synchronise, and every unit is sharded unless it asked to be kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+
+import torch
+from torch.autograd import Variable
+
+from composable_fsdp.errors import LifecycleError
+from composable_fsdp.lifecycle import GradientState, ParameterState
+from composable_fsdp.memory.lanes import Lanes
+from composable_fsdp.policy import ReshardKind
+from composable_fsdp.runtime.group import PendingReduction
+from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
+from composable_fsdp.runtime.unit import Unit
+
+__all__ = ["Call", "Iteration", "note_optimizer_step"]
+
+REDUCTIONS_IN_FLIGHT = 2
+"""Groups whose gradients may be on the wire at once; the buffers of that many are alive."""
+
+_optimizer_steps = 0
+
+
+def note_optimizer_step(*_: object) -> None:
+    """Hook for after every optimizer step: parameters kept unsharded until now have become stale."""
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+class Pass(Enum):
+    """Where an iteration is."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Hook(Enum):
+    """What called."""
+
+    PRE_FORWARD = "pre-forward"
+    POST_FORWARD = "post-forward"
+
+
+class Call:
+    """One forward call of a unit that autograd will come back to. Kept alive by the graph."""
+
+    __slots__ = ("entered", "position", "record", "unit")
+
+    def __init__(self, unit: Unit, record: ForwardRecord, position: int) -> None:
+        self.unit = unit
+        self.record = record
+        self.position = position
+        self.entered = -1
+        """The backward in which a gradient last reached this call's outputs."""
+
+
+class Iteration:
+    """The passes of one root. ``units`` are all below it, in module order."""
+
+    def __init__(self, root: Unit, units: Mapping[str, Unit], lanes: Lanes) -> None:
+        self.root = root
+        self.units = units
+        self.lanes = lanes
+        self.is_last_backward = True
+        self._scheduler = PrefetchScheduler()
+        self._pass = Pass.IDLE
+        self._around_backward = Pass.IDLE
+        self._outermost: Unit | None = None
+        self._record = ForwardRecord()
+        self._backwards = 0
+        self._seen_steps = _optimizer_steps
+        self._reductions: deque[PendingReduction] = deque()
+        for unit in units.values():
+            unit.group.on_last_gradient = _bound(self._last_gradient, unit)
+
+    # -- what hooks call
+
+    def pre_forward(self, unit: Unit) -> None:
+        """``unit`` is about to compute."""
+        self._check_alive(unit)
+        self._run(Hook.PRE_FORWARD, unit)
+
+    def post_forward(self, unit: Unit) -> Call | None:
+        """``unit`` has computed. The call to hand to the autograd hooks, where a backward may come."""
+        call = None
+        if torch.is_grad_enabled():
+            recorded = self._pass is Pass.FORWARD and unit.group.parameters
+            record = self._record if recorded else ForwardRecord()
+            call = Call(unit, record, record.append(unit.name))
+        self._run(Hook.POST_FORWARD, unit)
+        return call
+
+    def abort_forward(self, unit: Unit) -> None:
+        """``unit``'s forward raised: once the outermost one has, everything is sharded again."""
+        if unit is self._outermost:
+            self._back_to_idle()
+
+    def pre_backward(self, call: Call) -> None:
+        """A gradient reached an output of ``call``."""
+        if self._pass is not Pass.BACKWARD:
+            self._begin_backward()
+        if call.entered == self._backwards:
+            return
+        call.entered = self._backwards
+        unit = call.unit
+        if not unit.unshard_in_backward:
+            return
+        ahead = unit.backward_prefetch
+        if ahead is None:
+            names = self._scheduler.backward(call.record, call.position)
+            ahead = [self.units[name] for name in names]
+        self._unshard(unit, (u for u in ahead if u.unshard_in_backward))
+
+    def post_backward(self, call: Call) -> None:
+        """The gradients of ``call``'s inputs are complete, and so all that this call adds to its unit's parameters."""
+        if self._pass is not Pass.BACKWARD:
+            self._begin_backward()
+        unit = call.unit
+        unit.open_calls -= 1
+        if unit.open_calls <= 0:
+            self._settle_gradients(unit)
+        if unit.reshard_after_backward:
+            unit.group.reshard()
+
+    def _last_gradient(self, unit: Unit) -> None:
+        """Every trainable parameter of ``unit`` has its gradient: reduction need not wait for anything else."""
+        if self._pass is not Pass.BACKWARD:
+            self._begin_backward()
+        if unit.gradient_sync:
+            self._settle_gradients(unit)
+        if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
+            unit.group.reshard()
+
+    # -- actions
+
+    def _run(self, hook: Hook, unit: Unit) -> None:
+        for action in _ACTIONS[self._pass, hook]:
+            action(self, unit)
+
+    def _begin_forward(self, unit: Unit) -> None:
+        self._pass, self._outermost = Pass.FORWARD, unit
+        self._record = ForwardRecord()
+        self._scheduler.begin_forward()
+        stepped, self._seen_steps = self._seen_steps != _optimizer_steps, _optimizer_steps
+        for kept in self.units.values():
+            if kept.kept_version is None:
+                continue
+            if stepped or kept.kept_version != kept.group.version:
+                kept.group.reshard()
+            kept.kept_version = None
+
+    def _unshard_in_forward(self, unit: Unit) -> None:
+        names = self._scheduler.forward(unit.name) if unit.group.parameters else ()
+        ahead = unit.forward_prefetch
+        self._unshard(unit, [self.units[name] for name in names] if ahead is None else ahead)
+
+    def _unshard_for_recomputation(self, unit: Unit) -> None:
+        self._unshard(unit, ())
+
+    def _unshard(self, unit: Unit, ahead: Iterable[Unit]) -> None:
+        unit.group.unshard(self.lanes)
+        for other in ahead:
+            other.group.unshard(self.lanes)
+        unit.group.wait()
+
+    def _reshard_after_forward(self, unit: Unit) -> None:
+        kind = unit.reshard.kind
+        if kind is ReshardKind.AUTO:
+            keep = unit is self.root and torch.is_grad_enabled()
+            kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
+        if kind is ReshardKind.NEVER:
+            unit.kept_version = unit.group.version
+        elif kind is ReshardKind.SMALLER and torch.is_grad_enabled():
+            unit.group.shrink(unit.reshard.mesh_size)
+        else:
+            unit.group.reshard()
+
+    def _end_forward_if_outermost(self, unit: Unit) -> None:
+        if unit is not self._outermost:
+            return
+        self._pass, self._outermost = Pass.IDLE, None
+        self._scheduler.end_forward()
+        for other in self.units.values():
+            if other.group.parameter_state is ParameterState.UNSHARDING:
+                other.group.reshard()  # prefetched for a call that did not come
+
+    def _begin_backward(self) -> None:
+        self._around_backward, self._pass = self._pass, Pass.BACKWARD
+        self._backwards += 1
+        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _end_backward(self) -> None:
+        for unit in self.units.values():
+            unit.open_calls = 0
+            self._settle_gradients(unit)
+            if unit.reshard_after_backward:
+                unit.group.reshard()
+            elif unit.group.parameter_state is ParameterState.UNSHARDED:
+                unit.kept_version = unit.group.version
+        if self.is_last_backward:
+            self.drain()
+        self._pass = self._around_backward
+
+    def _settle_gradients(self, unit: Unit) -> None:
+        """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise."""
+        if unit.group.gradient_state is not GradientState.LOCAL:
+            return
+        if not unit.gradient_sync:
+            unit.group.hold_gradients()
+            return
+        reduction = unit.group.reduce(self.lanes)
+        if reduction is None:
+            return
+        for earlier in self._reductions:
+            earlier.start()
+        self._reductions.append(reduction)
+        while len(self._reductions) > REDUCTIONS_IN_FLIGHT:
+            self._reductions.popleft().complete()
+
+    # -- endings
+
+    def drain(self) -> None:
+        """Completes everything in flight: afterwards all reduced gradients are set."""
+        for reduction in self._reductions:
+            reduction.start()
+        while self._reductions:
+            self._reductions.popleft().complete()
+
+    def reset(self) -> None:
+        """Back to IDLE from anywhere: reductions are completed, everything is sharded, unreduced gradients are dropped."""
+        self.drain()
+        for unit in self.units.values():
+            unit.group.drop_gradients()
+        self._back_to_idle()
+
+    def _back_to_idle(self) -> None:
+        for unit in self.units.values():
+            unit.group.reshard()
+            unit.open_calls, unit.kept_version = 0, None
+        self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
+
+    def _check_alive(self, unit: Unit) -> None:
+        """Tells when an earlier pass ended in an exception that nobody recovered from."""
+        died = (self._pass is Pass.BACKWARD and torch._C._current_graph_task_id() == -1) or (
+            self._pass is Pass.FORWARD and unit is self._outermost
+        )
+        if died:
+            raise LifecycleError(
+                f"the forward of {unit.name!r} begins while the last {self._pass.value} pass under {self.root.name!r} "
+                "has not ended; it was probably left by an exception. Call reset_iter_state() on the root module "
+                "before the next step."
+            )
+
+
+_ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Unit], None], ...]] = {
+    (Pass.IDLE, Hook.PRE_FORWARD): (Iteration._begin_forward, Iteration._unshard_in_forward),
+    (Pass.FORWARD, Hook.PRE_FORWARD): (Iteration._unshard_in_forward,),
+    (Pass.BACKWARD, Hook.PRE_FORWARD): (Iteration._unshard_for_recomputation,),
+    (Pass.FORWARD, Hook.POST_FORWARD): (Iteration._reshard_after_forward, Iteration._end_forward_if_outermost),
+    (Pass.BACKWARD, Hook.POST_FORWARD): (),  # the backward that asked for recomputation still needs the parameters
+}
+
+
+def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:
+    return lambda: method(unit)

@@ -1,0 +1,105 @@
+"""What happened, for whoever wants to know: tests, the memory ledger, timelines, execution-order checks.
+
+Code that acts calls :func:`emit`, guarded by ``if listeners:``, so that a step nobody listens to pays one check per
+operation. Readers are callables; :class:`Recorder` is the one that keeps everything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+
+__all__ = ["Operation", "Recorder", "TraceEvent", "emit", "listeners", "now"]
+
+
+class Operation(str, Enum):
+    """What a group did."""
+
+    UNSHARD = "unshard"
+    """All-gather launched; ``bytes`` is what this rank receives and sends together: the unsharded size on the wire."""
+    WAIT = "wait"
+    """The unsharded parameters became usable."""
+    RESHARD = "reshard"
+    """Sharded parameters are registered again and the unsharded memory is released."""
+    REDUCE = "reduce"
+    """Gradient reduction launched; ``bytes`` is its input on this rank."""
+    REDUCED = "reduced"
+    """The reduced gradients were set on the sharded parameters."""
+    ALLOCATE = "allocate"
+    """``bytes`` of unsharded parameter memory were taken."""
+    FREE = "free"
+    """``bytes`` of unsharded parameter memory were given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One operation of one group. ``begin`` and ``end`` are host times in seconds, as of ``time.perf_counter``."""
+
+    operation: Operation
+    group: str
+    bytes: int
+    lane: str
+    begin: float
+    end: float
+
+    def __str__(self) -> str:
+        return f"{self.operation.value} {self.group}"
+
+
+listeners: list[Callable[[TraceEvent], None]] = []
+now = time.perf_counter
+
+
+def emit(operation: Operation, group: str, nbytes: int = 0, lane: str = "", begin: float | None = None) -> None:
+    """Tells every listener. Call it only where ``listeners`` is not empty."""
+    end = now()
+    event = TraceEvent(operation, group, nbytes, lane, end if begin is None else begin, end)
+    for listener in tuple(listeners):
+        listener(event)
+
+
+class Recorder:
+    """Keeps all events while it is entered.
+
+    >>> with Recorder() as recorder:
+    ...     emit(Operation.ALLOCATE, "layers.0", 4096)
+    >>> recorder.allocated
+    {'layers.0': 4096}
+    """
+
+    def __init__(self) -> None:
+        self.events: list[TraceEvent] = []
+
+    def __enter__(self) -> Recorder:
+        listeners.append(self.events.append)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        listeners.remove(self.events.append)
+
+    def __iter__(self) -> Iterator[TraceEvent]:
+        return iter(self.events)
+
+    @property
+    def allocated(self) -> dict[str, int]:
+        """The ledger: bytes of unsharded parameters each group holds now, groups that hold none left out."""
+        return ledger(self.events)
+
+    @property
+    def peak_groups(self) -> int:
+        """The most groups that held unsharded memory at one time."""
+        return max((len(ledger(self.events[: i + 1])) for i in range(len(self.events))), default=0)
+
+
+def ledger(events: list[TraceEvent]) -> dict[str, int]:
+    """Bytes of unsharded parameters per group after ``events``."""
+    held: dict[str, int] = {}
+    for event in events:
+        if event.operation is Operation.ALLOCATE:
+            held[event.group] = held.get(event.group, 0) + event.bytes
+        elif event.operation is Operation.FREE:
+            held[event.group] = held.get(event.group, 0) - event.bytes
+    return {group: nbytes for group, nbytes in held.items() if nbytes}

@@ -1,0 +1,153 @@
+"""The command line of ``train_text.py``, as one frozen value."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import NoReturn
+
+from .model import ModelShape
+
+
+class UsageError(Exception):
+    """Something that the user can put right. Always raised on every rank alike, so that no rank waits for another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for.
+
+    Invariant: every value is legal by itself; whether it suits the number of ranks is checked by ``check_ranks``.
+    """
+
+    steps: int
+    batch: int
+    seq: int
+    lr: float
+    seed: int
+    validation_batches: int
+    device: str
+    bf16: bool
+    hybrid: int
+    reshard: bool | int | None
+    cpu_offload: bool
+    activation_checkpointing: bool
+    out: Path
+    save_every: int
+    resume: bool
+    overwrite: bool
+    verify: bool
+    shape: ModelShape = field(repr=False)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ``UsageError`` where the choices do not suit ``world_size`` ranks."""
+        if world_size % self.hybrid:
+            raise UsageError(
+                f"--hybrid {self.hybrid} does not divide the {world_size} ranks: "
+                f"choose a divisor of {world_size}, or start another number of ranks"
+            )
+        shard_size = world_size // self.hybrid
+        if isinstance(self.reshard, bool) or self.reshard is None:
+            return
+        if self.reshard < 2 or shard_size % self.reshard:
+            raise UsageError(
+                f"--reshard {self.reshard} does not divide the {shard_size} ranks that share one copy of the model: "
+                f"choose a divisor of {shard_size} above 1, or --reshard false to keep all parameters after forward"
+            )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong command line as ``UsageError``, so that one rank says it, instead of every rank at once."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists all flags)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _reshard(text: str) -> bool | int | None:
+    words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of true, false, none, or a number of ranks") from None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser, with the defaults of ``make demo``."""
+    parser = _Parser(
+        prog="train_text.py",
+        description="Train a byte-level transformer on the sources of Python's standard library, fully sharded.",
+        epilog="start it with: torchrun --standalone --nproc-per-node 2 examples/train_text.py",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    run = parser.add_argument_group("training")
+    run.add_argument("--steps", type=_positive, default=120, help="optimizer steps, at least 2")
+    run.add_argument("--batch", type=_positive, default=4, help="sequences per rank and step")
+    run.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
+    run.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW after the warm-up")
+    run.add_argument("--seed", type=int, default=0, help="of the initial parameters and of the batches")
+    run.add_argument("--validation-batches", type=_positive, default=16, help="batches per rank in each validation")
+    run.add_argument("--device", default="auto", help="cpu, cuda, ...; auto is the accelerator, or cpu without one")
+
+    shape = parser.add_argument_group("model")
+    shape.add_argument("--layers", type=_positive, default=6)
+    shape.add_argument("--dim", type=_positive, default=384)
+    shape.add_argument("--heads", type=_positive, default=6)
+    shape.add_argument("--hidden", type=_positive, default=1024, help="width inside the feed-forward part")
+    shape.add_argument(
+        "--tied",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the embedding as the output head too",
+    )
+    shape.add_argument("--untied", dest="tied", action="store_false", help="the same as --no-tied")
+
+    shard = parser.add_argument_group("sharding")
+    shard.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16, reduce in float32")
+    shard.add_argument(
+        "--hybrid", type=_positive, default=1, metavar="R", help="R copies of the model, each sharded over world/R ranks"
+    )
+    shard.add_argument(
+        "--reshard",
+        type=_reshard,
+        default=None,
+        metavar="{true,false,none,N}",
+        help="free full parameters after forward: always, never, all but the root's, or keep 1/N of them",
+    )
+    shard.add_argument("--cpu-offload", action="store_true", help="keep shards, gradients and AdamW on the CPU")
+    shard.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in backward")
+
+    files = parser.add_argument_group("files and checks")
+    files.add_argument("--out", type=Path, default=Path("runs/train_text"), help="folder for checkpoints and the curve")
+    files.add_argument("--save-every", type=int, default=0, metavar="N", help="also save every N steps; 0: do not")
+    existing = files.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    existing.add_argument("--overwrite", action="store_true", help="delete the checkpoints that lie in --out first")
+    files.add_argument("--verify", action="store_true", help="train the same steps unsharded too, and compare")
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """The options in ``arguments`` (default: the command line's). Raises ``UsageError`` for what makes no sense."""
+    values = vars(make_parser().parse_args(arguments))
+    shape = ModelShape(**{each.name: values.pop(each.name) for each in fields(ModelShape) if each.name in values})
+    problems = {
+        "--steps must be at least 2: a checkpoint is saved before the last one": values["steps"] < 2,
+        "--lr must be above 0": values["lr"] <= 0,
+        "--save-every must not be negative": values["save_every"] < 0,
+        f"--heads {shape.heads} must cut --dim {shape.dim} into even parts": shape.dim % (2 * shape.heads) != 0,
+    }
+    for sentence, applies in problems.items():
+        if applies:
+            raise UsageError(sentence)
+    return Options(shape=shape, **values)

@@ -1,0 +1,159 @@
+"""What the run shows: progress, a table of groups, the loss curve. Only rank 0 says anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .sharding import Group
+from .training import History
+
+WIDTH = 100  # of tables and lines where there is no terminal to ask
+MIB = 2**20
+
+
+class Watcher(Protocol):
+    """Is told about steps. ``step`` counts from 0."""
+
+    def step_done(self, step: int) -> None: ...
+
+    def report(self, step: int, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """The watcher of all ranks but one."""
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def report(self, step: int, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A line per report, for a log file or a pipe."""
+
+    title: str
+    total: int
+
+    def step_done(self, step: int) -> None:
+        pass
+
+    def report(self, step: int, text: str) -> None:
+        print(f"{self.title} {step + 1:>{len(str(self.total))}}/{self.total}  {text}", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A progress bar, for a terminal."""
+
+    progress: Progress
+    task: TaskID
+
+    def step_done(self, step: int) -> None:
+        self.progress.update(self.task, completed=step + 1)
+
+    def report(self, step: int, text: str) -> None:
+        self.progress.update(self.task, text=text)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+class Reporter:
+    """Prints on rank 0 and is silent elsewhere, so that its callers need not ask which rank they are."""
+
+    def __init__(self, rank: int) -> None:
+        self._speaks = rank == 0
+        terminal = sys.stdout.isatty()
+        self._console = Console(quiet=not self._speaks, width=None if terminal else WIDTH, highlight=False)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def watch(self, title: str, total: int) -> Watcher:
+        """Something to tell about ``total`` steps."""
+        if not self._speaks:
+            return Silence()
+        if not self._console.is_terminal:
+            return Lines(title, total)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+        progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
+        progress.start()
+        return Bar(progress, progress.add_task(title, total=total, text=""))
+
+    def show_groups(self, groups: Sequence[Group], dtype: torch.dtype) -> None:
+        """A row per group, and their sum."""
+        table = Table(title="groups", title_justify="left", show_footer=True)
+        total = _sum(groups)
+        table.add_column("group", footer="all")
+        table.add_column("parameters", footer=f"{total.parameters:,}", justify="right")
+        table.add_column("bytes on rank 0", footer=f"{total.bytes_at_rest:,}", justify="right")
+        table.add_column(f"bytes gathered per step ({_dtype_name(dtype)})", footer=f"{total.bytes_gathered:,}", justify="right")
+        for group in groups:
+            table.add_row(
+                group.name, f"{group.parameters:,}", f"{group.bytes_at_rest:,}", f"{group.bytes_gathered:,}"
+            )
+        self._console.print(table)
+
+    def draw_curve(self, path: Path, history: History, before: float, after: float) -> None:
+        """Write the loss of every step, with the two validations, as a PNG."""
+        if not self._speaks:
+            return
+        end = history.start + len(history.losses)
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        axes.plot(range(history.start + 1, end + 1), history.losses, linewidth=1.2, label="training, mean over ranks")
+        axes.plot([history.start, end], [before, after], "o", color="tab:red", label="validation", zorder=3)
+        for step, loss in ((history.start, before), (end, after)):
+            axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(0, 8), ha="center")
+        axes.set(xlabel="optimizer steps", ylabel="loss (nats per byte)", title="Python's standard library, byte by byte")
+        axes.margins(x=0.05, y=0.12)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path, dpi=120)
+
+
+def progress_text(loss: float, bytes_per_second: float, device: torch.device) -> str:
+    """Loss, speed over all ranks (a token is a byte), and this rank's memory."""
+    return f"loss {loss:.3f}  {bytes_per_second:,.0f} tokens/s  {memory_in_use(device)}"
+
+
+def memory_in_use(device: torch.device) -> str:
+    """The most that was allocated on the accelerator, or what this process occupies now."""
+    if device.type == "cpu":
+        return f"{psutil.Process().memory_info().rss / MIB:,.0f} MiB resident"
+    return f"{torch.get_device_module(device).max_memory_allocated() / MIB:,.0f} MiB at peak"
+
+
+def _sum(groups: Sequence[Group]) -> Group:
+    return Group(
+        name="all",
+        parameters=sum(each.parameters for each in groups),
+        bytes_at_rest=sum(each.bytes_at_rest for each in groups),
+        bytes_gathered=sum(each.bytes_gathered for each in groups),
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,101 @@
+"""The only part of the example that shards: which modules become groups, on which mesh, with which policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .model import Transformer
+from .options import Options
+
+
+def make_mesh(options: Options, device: torch.device, world_size: int) -> DeviceMesh:
+    """All ranks in one row, or in a table of copies (axis 0) by shards (axis 1)."""
+    if options.hybrid == 1:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    shape = (options.hybrid, world_size // options.hybrid)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def compute_dtype(options: Options) -> torch.dtype:
+    """The dtype in which parameters are gathered and used; they rest, and are stepped, in float32."""
+    return torch.bfloat16 if options.bf16 else torch.float32
+
+
+def build_sharded_model(options: Options, mesh: DeviceMesh, *, seed: int) -> Transformer:
+    """The model of ``seed``, one group per block and one for the rest, on the mesh's device.
+
+    Every rank makes the same full model on the CPU and keeps its part; the blocks go first, since a call takes the
+    parameters that no earlier call took.
+    """
+    torch.manual_seed(seed)
+    model = Transformer(options.shape, options.seq, activation_checkpointing=options.activation_checkpointing)
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    for module in (*model.blocks, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=options.reshard,
+            mp_policy=precision if options.bf16 else MixedPrecisionPolicy(),
+            offload_policy=offload if options.cpu_offload else OffloadPolicy(),
+        )
+    return model
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free what a forward without a backward left unsharded, so that the parameters are DTensors again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group, in numbers.
+
+    ``bytes_at_rest``: what this rank keeps of its parameters. ``bytes_gathered``: size of what the all-gathers of one
+    step put together, in the dtype that they carry.
+    """
+
+    name: str
+    parameters: int
+    bytes_at_rest: int
+    bytes_gathered: int
+
+
+def groups_of(model: nn.Module, options: Options) -> list[Group]:
+    """The groups of a sharded model at rest, the root first."""
+    return [_describe(name, module, options) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def _describe(name: str, module: nn.Module, options: Options) -> Group:
+    parameters = list(dict.fromkeys(_own_parameters(module)))  # a tied weight counts once
+    numel = sum(parameter.numel() for parameter in parameters)
+    shards = [parameter.to_local() for parameter in parameters if isinstance(parameter, DTensor)]
+    return Group(
+        name=name or "(root)",
+        parameters=numel,
+        bytes_at_rest=sum(shard.numel() * shard.element_size() for shard in shards),
+        bytes_gathered=numel * compute_dtype(options).itemsize * _gathers_per_step(options.reshard, is_root=not name),
+    )
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters under ``module`` that belong to no group nested in it."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child)
+
+
+def _gathers_per_step(reshard: bool | int | None, *, is_root: bool) -> int:
+    """Forward gathers; backward does so again, unless the parameters were kept in between."""
+    kept = is_root if reshard is None else reshard is False
+    return 1 if kept else 2

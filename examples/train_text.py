@@ -1,0 +1,188 @@
+"""Train a transformer on the sources of Python's standard library, fully sharded, and check what came out.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_text.py --verify
+
+What shards is in ``text/sharding.py``. The run trains, saves a sharded checkpoint shortly before the end, resumes from
+it in a fresh model, and with ``--verify`` repeats everything unsharded in one process. It ends with exit code 0 if all
+checks hold, 1 if one does not, and 2 if it could not start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from text import checkpoints
+from text.data import Corpus, load_corpus
+from text.options import Options, UsageError, make_parser, parse_options
+from text.report import Reporter, progress_text
+from text.sharding import build_sharded_model, compute_dtype, groups_of, make_mesh
+from text.training import History, Trainer, make_optimizer
+from text.verify import verify
+from torch.distributed.device_mesh import DeviceMesh
+
+REPEATED_STEPS = 5  # how many of the last steps are trained again from the checkpoint before them
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all stages of one run share."""
+
+    options: Options
+    device: torch.device
+    mesh: DeviceMesh
+    corpus: Corpus
+    reporter: Reporter
+    start: int
+
+    @property
+    def rehearsal(self) -> int:
+        """The step whose checkpoint is resumed from: before the end, and after AdamW has a state to save."""
+        return max(self.start, self.options.steps - REPEATED_STEPS, 1)
+
+    def trainer(self, seed: int) -> Trainer:
+        model = build_sharded_model(self.options, self.mesh, seed=seed)
+        return Trainer(model, make_optimizer(model, self.options), self.options, self.device)
+
+
+def main() -> int:
+    """Run on this rank; the result is the exit code."""
+    if "RANK" not in os.environ:
+        return explain_launch()
+    accelerator = usable_accelerator()
+    # Both backends where there is an accelerator: checkpoints and offloaded gradients talk from the CPU.
+    backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}" if accelerator else "gloo"
+    dist.init_process_group(backend)
+    try:
+        code = run(parse_options())
+    except UsageError as error:
+        if dist.get_rank() == 0:
+            print(f"train_text.py: {error}", file=sys.stderr, flush=True)
+        code = 2
+    # torchrun stops all ranks once one has failed, so they leave together, after rank 0 has spoken.
+    dist.all_reduce(torch.zeros(1))
+    dist.destroy_process_group()
+    return code
+
+
+def explain_launch() -> int:
+    """Without torchrun there is no process group; ``--help`` works all the same."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        make_parser().print_help()
+        return 0
+    start = "torchrun --standalone --nproc-per-node 2"
+    print(f"train_text.py: start it with torchrun: {start} {' '.join(sys.argv)}", file=sys.stderr)
+    return 2
+
+
+def usable_accelerator() -> str | None:
+    """The accelerator's device type, or None where there is none that process groups can use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type != "mps" else None
+
+
+def choose_device(name: str) -> torch.device:
+    """This rank's device; an accelerator becomes the current device."""
+    accelerator = usable_accelerator()
+    wanted = (accelerator or "cpu") if name == "auto" else name
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted != accelerator:
+        raise UsageError(f"--device {name} is not usable here: choose auto, cpu{f' or {accelerator}' if accelerator else ''}")
+    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
+        raise UsageError(f"there are more ranks than {wanted} devices ({devices}): start {devices}, or use --device cpu")
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(wanted, local_rank)
+
+
+def run(options: Options) -> int:
+    """Train, report and check; the result is the exit code, the same on every rank."""
+    world_size = dist.get_world_size()
+    options.check_ranks(world_size)
+    device = choose_device(options.device)
+    start = checkpoints.prepare_folder(options.out, resume=options.resume, overwrite=options.overwrite)
+    if start >= options.steps:
+        raise UsageError(f"the checkpoint in {options.out} has had {start} steps already: pass --steps above {start}")
+    reporter = Reporter(dist.get_rank())
+    job = Run(options, device, make_mesh(options, device, world_size), load_corpus(), reporter, start)
+    introduce(job)
+
+    trainer = job.trainer(options.seed)
+    if options.resume:
+        checkpoints.load(trainer, options.out, start)
+    groups = groups_of(trainer.model, options)
+    before = trainer.validate(job.corpus.validation)
+    history = train(job, trainer)
+    after = trainer.validate(job.corpus.validation)
+    reporter.say(f"validation loss: {before:.4f} -> {after:.4f} nats/byte")
+    curve = options.out / "loss.png"
+    reporter.draw_curve(curve, history, before, after)
+    reporter.say(f"loss curve: {curve}")
+    reporter.show_groups(groups, compute_dtype(options))
+
+    checks = [check_resume(job, trainer, history)]
+    if options.verify:
+        checks.append(check_reference(job, trainer, history))
+    return 0 if all(checks) else 1
+
+
+def introduce(job: Run) -> None:
+    """Say what is about to be trained, on what."""
+    axes = " × ".join(f"{name} {size}" for name, size in zip(job.mesh.mesh_dim_names or (), job.mesh.shape, strict=True))
+    training, validation = job.corpus.training, job.corpus.validation
+    job.reporter.say(f"mesh: {axes}, on {job.device.type}; gathers in {compute_dtype(job.options)}")
+    job.reporter.say(
+        f"text: {len(training.data):,} bytes from {training.files} files to train on, "
+        f"{len(validation.data):,} bytes from {validation.files} files to validate on"
+    )
+
+
+def train(job: Run, trainer: Trainer) -> History:
+    """Train up to ``--steps``, saving on the way."""
+    options = job.options
+    steps = range(job.start, options.steps)
+    watcher = job.reporter.watch("training", options.steps)
+    tokens_per_step = options.batch * options.seq * dist.get_world_size()
+
+    def on_report(step: int, loss: float, seconds: float) -> None:
+        watcher.report(step, progress_text(loss, tokens_per_step / seconds, job.device))
+
+    def after_step(done: int) -> None:
+        watcher.step_done(done - 1)
+        regular = options.save_every and done % options.save_every == 0
+        if regular or done in (job.rehearsal, options.steps):
+            checkpoints.save(trainer, options.out, done)
+
+    try:
+        return trainer.train(job.corpus.training, steps, on_report=on_report, after_step=after_step)
+    finally:
+        watcher.close()
+
+
+def check_resume(job: Run, trainer: Trainer, history: History) -> bool:
+    """Train the last steps once more, in a fresh model, from the checkpoint before them."""
+    options = job.options
+    fresh = job.trainer(options.seed + 1)  # other initial values, so that only the checkpoint can make it equal
+    checkpoints.load(fresh, options.out, job.rehearsal)
+    again = fresh.train(job.corpus.training, range(job.rehearsal, options.steps))
+    first = history.losses[job.rehearsal - history.start :]
+    largest = max((abs(one - other) for one, other in zip(first, again.losses, strict=True)), default=0.0)
+    equal = checkpoints.same_state(trainer, fresh)
+    return True
+
+
+def check_reference(job: Run, trainer: Trainer, history: History) -> bool:
+    """Train all steps unsharded, and compare."""
+    watcher = job.reporter.watch("unsharded", job.options.steps)
+    result = verify(trainer, job.corpus.training, history, watcher.step_done)
+    watcher.close()
+    job.reporter.say(repr(result))
+    return result.holds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

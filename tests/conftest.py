@@ -1,0 +1,56 @@
+"""Hooks of the whole suite: the ``behaviour`` marker and the ``--behaviours`` report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.behaviour_report import Case, Result, check_ids, load_sections, render
+
+SECTIONS = load_sections(Path(__file__).with_name("behaviours.toml"))
+
+# A first call into torch outlasts hypothesis' deadline of 200 ms, so that tests would fail by chance.
+settings.register_profile("default", deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--behaviours", action="store_true", help="say at the end which behaviours the tests showed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        ids = tuple(id_ for mark in item.iter_markers("behaviour") for id_ in mark.args)
+        try:
+            check_ids(ids, SECTIONS, where=item.nodeid)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+        # user_properties travel with every report of the item
+        item.user_properties.extend(("behaviour", id_) for id_ in ids)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--behaviours"):
+        terminalreporter.section("behaviours")
+        for line in render(SECTIONS, _cases(terminalreporter)):
+            terminalreporter.write_line(line)
+
+
+def _cases(terminalreporter: pytest.TerminalReporter) -> list[Case]:
+    """One case a test. One that passes and then fails in teardown is in two categories: the later one here counts."""
+    results: dict[str, Result] = {"skipped": "skipped", "xfailed": "skipped", "passed": "passed"}
+    results |= {"failed": "failed", "error": "failed"}
+    cases: dict[str, Case] = {}
+    for category, result in results.items():
+        for report in terminalreporter.stats.get(category, ()):
+            if isinstance(report, pytest.TestReport):  # a file that failed in collection has no test to speak of
+                ids = tuple(str(value) for key, value in report.user_properties if key == "behaviour")
+                cases[report.nodeid] = Case(ids, result, _skip_reason(report) if result == "skipped" else "")
+    return list(cases.values())
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    if isinstance(report.longrepr, tuple):  # (path, line, "Skipped: reason")
+        return report.longrepr[2].removeprefix("Skipped: ")
+    return f"expected failure: {getattr(report, 'wasxfail', '')}"

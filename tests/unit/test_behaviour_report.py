@@ -1,0 +1,118 @@
+"""The report itself: an id is passing only if a test showed it and none contradicted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.behaviour_report import Behaviour, Case, Result, Status, check_ids, load_sections, render
+
+ROOT = Path(__file__).parents[2]
+SECTIONS = {"A. First": {"A-01": "starts", "A-02": "stops"}, "B. Second": {"B-01": "waits"}}
+
+
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [
+        ((), "no test"),
+        (("passed",), "passing"),
+        (("passed", "skipped"), "passing"),
+        (("skipped", "skipped"), "skipped"),
+        (("passed", "passed", "failed"), "failing"),
+        (("skipped", "failed"), "failing"),
+    ],
+)
+def test_status_follows_from_the_cases(results: tuple[Result, ...], status: Status) -> None:
+    assert Behaviour("A-01", "starts", tuple(Case(("A-01",), result) for result in results)).status == status
+
+
+def test_report_names_every_behaviour_with_its_counts_and_skip_reasons() -> None:
+    cases = [
+        Case(("A-01", "A-02"), "passed"),
+        Case(("A-02",), "failed"),
+        Case(("A-01",), "skipped", "needs a GPU"),
+        Case(("A-01",), "skipped", "needs a GPU"),
+        Case((), "failed"),
+    ]
+    assert list(render(SECTIONS, cases)) == [
+        "A. First",
+        "  A-01  passing  1 passed, 2 skipped      starts",
+        "        skipped: needs a GPU",
+        "  A-02  failing  1 failed, 1 passed       stops",
+        "B. Second",
+        "  B-01  no test                           waits",
+        "3 behaviours: 1 passing, 1 failing, 0 skipped, 1 no test",
+    ]
+
+
+def test_an_unknown_id_is_an_error_that_names_the_known_ones() -> None:
+    check_ids(["A-01", "B-01"], SECTIONS, where="test_x")
+    with pytest.raises(ValueError, match=r"test_x: unknown behaviour 'A-1'\. Known: A-01, A-02, B-01"):
+        check_ids(["A-01", "A-1"], SECTIONS, where="test_x")
+
+
+def test_the_list_has_well_formed_ids_each_under_its_section() -> None:
+    sections = load_sections(ROOT / "tests" / "behaviours.toml")
+    assert [heading[0] for heading in sections] == list("ABCDEFGHI")
+    for heading, rows in sections.items():
+        assert list(rows) == [f"{heading[0]}-{n:02}" for n in range(1, len(rows) + 1)]
+        assert all(rows.values())
+
+
+def run_pytest(tmp_path: Path, source: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest with our conftest as a plugin over one file outside the repository."""
+    (tmp_path / "test_it.py").write_text(source)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = behaviour(*ids): as in the repository\n")
+    pytest_with_conftest = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--behaviours"]
+    command = [*pytest_with_conftest, f"--rootdir={tmp_path}", str(tmp_path)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_pytest_prints_the_report(tmp_path: Path) -> None:
+    source = """
+import pytest
+
+@pytest.mark.behaviour("A-01", "A-02")
+@pytest.mark.parametrize("n", [1, 2])
+def test_passes(n): pass
+
+@pytest.mark.behaviour("A-02")
+def test_fails(): assert False
+
+@pytest.mark.behaviour("A-03")
+@pytest.mark.skip(reason="no accelerator")
+def test_skipped(): pass
+
+@pytest.mark.behaviour("A-04")
+@pytest.mark.xfail(reason="not built yet")
+def test_fails_as_expected(): assert False
+
+@pytest.fixture
+def breaks_at_the_end():
+    yield
+    raise OSError
+
+@pytest.mark.behaviour("A-05")
+def test_fails_in_teardown(breaks_at_the_end): pass
+"""
+    output = run_pytest(tmp_path, source).stdout
+    for row in [
+        r"A-01  passing  2 passed",
+        r"A-02  failing  1 failed, 2 passed",
+        r"A-03  skipped  1 skipped .*\n +skipped: no accelerator",
+        r"A-04  skipped  1 skipped .*\n +skipped: expected failure: not built yet",
+        r"A-05  failing  1 failed",
+        r"A-06  no test",
+        r"behaviours: 1 passing, 2 failing, 2 skipped, \d+ no test",
+    ]:
+        assert re.search(row, output), f"{row!r} is not in\n{output}"
+
+
+def test_pytest_refuses_an_unknown_id(tmp_path: Path) -> None:
+    result = run_pytest(tmp_path, 'import pytest\n\n@pytest.mark.behaviour("Z-99")\ndef test_it(): pass\n')
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert re.search(r"test_it\.py::test_it: unknown behaviour 'Z-99'\. Known: A-01, A-02", result.stderr)

@@ -1,0 +1,100 @@
+"""What the documentation shows is run: ``>>>`` examples of pages and docstrings, and the README's program."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import composable_fsdp
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+
+
+def python_lines(text: str) -> Iterator[str]:
+    """The lines of a page, all blank but those in Python blocks, so that line numbers stay."""
+    inside = False
+    for line in text.splitlines():
+        fence = line.startswith("```")
+        inside = line == "```python" if fence else inside
+        yield line if inside and not fence else ""
+
+
+def page_examples(text: str, name: str) -> list[doctest.DocTest]:
+    """A page is one session."""
+    test = doctest.DocTestParser().get_doctest("\n".join(python_lines(text)), {}, name, name, 0)
+    return [test] if test.examples else []
+
+
+def module_examples(name: str) -> list[doctest.DocTest]:
+    """Every docstring is a session of its own, which starts with the module's names."""
+    return [test for test in doctest.DocTestFinder().find(importlib.import_module(name)) if test.examples]
+
+
+def failures(test: doctest.DocTest) -> str:
+    """What doctest says about the examples that do not hold; empty if all do."""
+    report = io.StringIO()
+    doctest.DocTestRunner(verbose=False).run(test, out=report.write)
+    return report.getvalue()
+
+
+PAGES = [
+    test
+    for path in [README, *sorted((ROOT / "docs").glob("*.md"))]
+    for test in page_examples(path.read_text(), path.relative_to(ROOT).as_posix())
+]
+DOCSTRINGS = [
+    test
+    for module in pkgutil.walk_packages(composable_fsdp.__path__, f"{composable_fsdp.__name__}.")
+    for test in module_examples(module.name)
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    yield
+    if dist.is_initialized():  # an example failed before it got to its end
+        dist.destroy_process_group()
+
+
+def test_there_are_examples_to_run() -> None:
+    assert {"docs/quickstart.md", "docs/coming-from-fsdp2.md"} <= {test.name for test in PAGES}
+    assert DOCSTRINGS
+
+
+@pytest.mark.parametrize("test", [pytest.param(test, id=test.name) for test in PAGES + DOCSTRINGS])
+def test_examples_hold(test: doctest.DocTest) -> None:
+    assert not failures(test), failures(test)
+
+
+def test_readme_program_runs_on_two_ranks(tmp_path: Path) -> None:
+    block = re.search(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    program = tmp_path / "train.py"
+    program.write_text(block[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run([*torchrun, program], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_broken_example_is_reported_with_its_line() -> None:
+    page = "Text.\n\n```python\n>>> 1 + 1\n3\n```\n\n```console\n>>> not Python\n```\n"
+    (test,) = page_examples(page, "page.md")
+    assert len(test.examples) == 1
+    assert re.search(r'"page\.md", line 4.*Expected:\s+3\s+Got:\s+2', failures(test), re.DOTALL)
+
+
+def test_a_page_is_one_session() -> None:
+    page = "```python\n>>> x = 1\n```\n\nText.\n\n```python\n>>> x\n1\n```\n"
+    (test,) = page_examples(page, "page.md")
+    assert failures(test) == ""

@@ -1,0 +1,150 @@
+"""Where the tensors of a bucket lie: in the store, on the wire, in the unsharded buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.layout.bucket import ALIGNMENT_BYTES, plan_gather, plan_reduce
+from composable_fsdp.layout.shard import TensorShards
+from tests.unit.test_layout_shard import shards_of_one_bucket
+
+ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+NEVER_DIRECT = 1 << 62
+DIRECT_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_DIRECT])
+
+
+def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], numel: int, itemsize: int) -> None:
+    """Segments start on a boundary, end before the next one starts, and lie in ``range(numel)``, which ends on one."""
+    assert len(offsets) == len(lengths)
+    end = 0
+    for offset, length in sorted(zip(offsets, lengths, strict=True)):
+        assert offset >= end
+        assert offset * itemsize % ALIGNMENT_BYTES == 0
+        end = offset + length
+    assert end <= numel
+    assert numel * itemsize % ALIGNMENT_BYTES == 0
+
+
+def assert_partition(parts: Iterable[tuple[int, ...]], numbers: range) -> None:
+    """Every number is in exactly one part."""
+    assert sorted(i for part in parts for i in part) == list(numbers)
+
+
+def assert_packed_first(
+    offsets: Sequence[int], lengths: Sequence[int], packed: tuple[int, ...], packed_numel: int, itemsize: int
+) -> None:
+    """``range(packed_numel)`` holds the packed segments, no others, and no more than alignment asks for."""
+    assert all(offsets[i] + lengths[i] <= packed_numel for i in packed)
+    assert all(offsets[i] >= packed_numel for i in range(len(offsets)) if i not in packed)
+    step = ALIGNMENT_BYTES // itemsize
+    assert packed_numel == sum(-(-lengths[i] // step) * step for i in packed)
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
+def test_the_store_has_disjoint_aligned_segments_with_the_packed_ones_in_front(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+) -> None:
+    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
+    lengths = [s.padded_numel for s in shards]
+    assert_partition((layout.direct, layout.packed), range(len(shards)))
+    assert_disjoint_and_aligned(layout.store.offsets, lengths, layout.store.numel, itemsize)
+    assert_packed_first(layout.store.offsets, lengths, layout.packed, layout.packed_numel, itemsize)
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
+def test_the_places_are_disjoint_and_aligned_and_hold_the_padded_gather_of_every_tensor(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+) -> None:
+    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
+    lengths = [s.full_numel for s in shards]
+    assert_disjoint_and_aligned(layout.places.offsets, lengths, layout.places.numel, itemsize)
+    for i in layout.direct:
+        assert shards[i].full_numel == shards[i].padded_numel * layout.num_shards
+
+
+@given(shards_of_one_bucket(), ITEMSIZES)
+def test_the_places_do_not_depend_on_what_travels_direct(shards: tuple[TensorShards, ...], itemsize: int) -> None:
+    all_direct = plan_gather(shards, itemsize=itemsize, direct_bytes=0)
+    all_packed = plan_gather(shards, itemsize=itemsize, direct_bytes=NEVER_DIRECT)
+    assert all_direct.places == all_packed.places
+    assert all_direct.store.numel == all_packed.store.numel
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
+def test_a_tensor_travels_direct_where_it_concatenates_and_its_full_size_reaches_the_threshold(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+) -> None:
+    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
+    for i, s in enumerate(shards):
+        expected = s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
+        assert (i in layout.direct) == expected
+
+
+@given(shards_of_one_bucket(), ITEMSIZES)
+def test_threshold_zero_packs_only_what_cannot_land_in_place_and_a_huge_one_packs_all(
+    shards: tuple[TensorShards, ...], itemsize: int
+) -> None:
+    nothing_small = plan_gather(shards, itemsize=itemsize, direct_bytes=0)
+    assert all(not shards[i].concatenates or not shards[i].numel for i in nothing_small.packed)
+    all_small = plan_gather(shards, itemsize=itemsize, direct_bytes=NEVER_DIRECT)
+    assert all_small.direct == ()
+    assert all_small.packed_numel == all_small.store.numel
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
+def test_a_gather_moves_every_shard_of_every_rank_once_and_only_alignment_beside(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+) -> None:
+    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
+    padding = layout.wire_numel - layout.num_shards * sum(s.padded_numel for s in shards)
+    assert 0 <= padding * itemsize < layout.num_shards * max(1, len(layout.packed)) * ALIGNMENT_BYTES
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.data())
+def test_the_output_of_a_reduction_has_disjoint_aligned_segments_with_the_packed_ones_in_front(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int, data: st.DataObject
+) -> None:
+    indices = data.draw(st.sets(st.integers(0, len(shards) - 1)).map(sorted))
+    layout = plan_reduce(shards, indices, itemsize=itemsize, direct_bytes=direct_bytes)
+    assert layout.indices == tuple(indices)
+    assert layout.shards == tuple(shards[i] for i in indices)
+    lengths = [s.padded_numel for s in layout.shards]
+    assert_partition((layout.direct, layout.packed), range(len(indices)))
+    assert_disjoint_and_aligned(layout.output.offsets, lengths, layout.output.numel, itemsize)
+    assert_packed_first(layout.output.offsets, lengths, layout.packed, layout.packed_numel, itemsize)
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
+def test_only_even_gradients_that_concatenate_travel_direct(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+) -> None:
+    layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, direct_bytes=direct_bytes)
+    for k, s in enumerate(shards):
+        large = s.numel > 0 and s.numel * itemsize >= direct_bytes
+        assert (k in layout.direct) == (large and s.concatenates and s.layout.is_even)
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
+def test_a_message_has_padding_exactly_where_it_is_longer_than_the_gradients_in_it(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+) -> None:
+    layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, direct_bytes=direct_bytes)
+    message_numel = shards[0].num_shards * layout.packed_numel
+    assert layout.has_padding == (message_numel > sum(shards[k].numel for k in layout.packed))
+
+
+def test_a_reduction_of_nothing_is_empty() -> None:
+    layout = plan_reduce([TensorShards((4,), 0, 2)], [], itemsize=4, direct_bytes=0)
+    assert (layout.direct, layout.packed, layout.packed_numel, layout.output.numel) == ((), (), 0, 0)
+    assert not layout.has_padding
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+def test_a_lone_element_takes_one_aligned_step(itemsize: int) -> None:
+    layout = plan_gather([TensorShards((1,), 0, 1)] * 2, itemsize=itemsize, direct_bytes=0)
+    assert layout.store.offsets == (0, ALIGNMENT_BYTES // itemsize)
+    assert layout.store.numel * itemsize == 2 * ALIGNMENT_BYTES

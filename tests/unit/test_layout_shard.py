@@ -1,0 +1,120 @@
+"""How a dim is cut over ranks. The strategies of tensor shards for the other layout tests are here too."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.errors import ParameterError
+from composable_fsdp.layout.shard import ShardLayout, TensorShards, resolve_dim
+
+WORLD_SIZES = st.integers(1, 9)
+SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def tensor_shards(draw: st.DrawFn, num_shards: int | None = None) -> TensorShards:
+    """Any shape of 1 to 4 dims, empty ones too, cut on any dim."""
+    shape = draw(SHAPES)
+    dim = draw(st.integers(0, len(shape) - 1))
+    return TensorShards(shape, dim, draw(WORLD_SIZES) if num_shards is None else num_shards)
+
+
+@st.composite
+def shards_of_one_bucket(draw: st.DrawFn) -> tuple[TensorShards, ...]:
+    """One to five tensors, all cut into the same number of pieces."""
+    num_shards = draw(WORLD_SIZES)
+    return tuple(draw(st.lists(tensor_shards(num_shards), min_size=1, max_size=5)))
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+def test_the_ranges_of_all_ranks_in_order_tile_the_dim(length: int, n: int) -> None:
+    assert [i for r in range(n) for i in ShardLayout(length, n).owned_by(r)] == list(range(length))
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+def test_every_rank_owns_at_most_the_padded_shard_and_none_after_a_short_one_owns_any(length: int, n: int) -> None:
+    layout = ShardLayout(length, n)
+    sizes = [len(layout.owned_by(r)) for r in range(n)]
+    whole = sizes.count(layout.padded_shard)
+    assert sizes[:whole] == [layout.padded_shard] * whole
+    assert not any(sizes[whole + 1 :])
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+def test_the_padded_length_is_the_smallest_multiple_that_holds_the_dim(length: int, n: int) -> None:
+    layout = ShardLayout(length, n)
+    assert layout.padded_length == layout.padded_shard * n
+    assert 0 <= layout.padded_length - length < n
+    assert layout.is_even == (length % n == 0)
+
+
+@given(st.integers(0, 200), st.integers(1, 17))
+def test_the_cut_is_the_one_of_torch_chunk(length: int, n: int) -> None:
+    chunks = [tuple(chunk.tolist()) for chunk in torch.arange(length).chunk(n)]
+    chunks += [()] * (n - len(chunks))  # torch leaves empty chunks out
+    assert [tuple(ShardLayout(length, n).owned_by(r)) for r in range(n)] == chunks
+
+
+@given(tensor_shards())
+def test_the_shards_of_all_ranks_are_the_chunks_of_the_tensor(shards: TensorShards) -> None:
+    chunks = torch.empty(shards.shape).chunk(shards.num_shards, shards.dim)
+    shapes = [shards.shard_shape(r) for r in range(shards.num_shards)]
+    assert shapes[: len(chunks)] == [tuple(chunk.shape) for chunk in chunks]
+    assert all(shape[shards.dim] == 0 for shape in shapes[len(chunks) :])
+    assert sum(map(prod, shapes)) == shards.numel
+
+
+@given(tensor_shards())
+def test_every_piece_has_room_for_what_its_rank_owns(shards: TensorShards) -> None:
+    assert shards.padded_numel == prod(shards.padded_shape)
+    assert shards.shard_shape(0) == shards.padded_shape  # so no piece could be smaller
+    for rank in range(shards.num_shards):
+        assert prod(shards.shard_shape(rank)) <= shards.padded_numel
+
+
+@given(tensor_shards())
+def test_where_pieces_concatenate_they_are_the_memory_of_the_tensor_and_then_padding(shards: TensorShards) -> None:
+    full = torch.arange(shards.numel).view(shards.shape)
+    owned = [full.narrow(shards.dim, r.start, len(r)) for r in map(shards.layout.owned_by, range(shards.num_shards))]
+    if shards.concatenates:
+        assert torch.cat([piece.reshape(-1) for piece in owned]).tolist() == list(range(shards.numel))
+        assert shards.full_numel == shards.num_shards * shards.padded_numel >= shards.numel
+    else:
+        assert shards.full_numel == shards.numel
+
+
+@given(SHAPES, WORLD_SIZES)
+def test_a_cut_on_the_first_dim_always_concatenates(shape: tuple[int, ...], num_shards: int) -> None:
+    assert TensorShards(shape, 0, num_shards).concatenates
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.data())
+def test_a_dim_counted_from_either_end_resolves_to_the_same_one(shape: list[int], data: st.DataObject) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    assert resolve_dim(dim, shape, "w") == dim
+    assert resolve_dim(dim - len(shape), shape, "w") == dim
+
+
+def test_a_scalar_has_no_dim_and_the_error_says_the_way_out() -> None:
+    message = (
+        "parameter 'scale' is a scalar (0-d) and has no dim to shard. Make it 1-d with one element "
+        "(for example nn.Parameter(value.reshape(1))), or pass it in ignored_params."
+    )
+    with pytest.raises(ParameterError, match=f"^{re.escape(message)}$"):
+        resolve_dim(0, (), "scale")
+
+
+@pytest.mark.parametrize("dim", [2, 5, -3])
+def test_a_dim_that_the_parameter_lacks_is_named_with_the_range(dim: int) -> None:
+    message = (
+        f"parameter 'layers.0.weight' of shape (3, 4) has no dim {dim}: "
+        "shard_placement_fn may return Shard(d) with -2 <= d < 2."
+    )
+    with pytest.raises(ParameterError, match=f"^{re.escape(message)}$"):
+        resolve_dim(dim, (3, 4), "layers.0.weight")
