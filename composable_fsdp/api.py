@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -38,25 +38,27 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
 ) -> M:
     """Shards the parameters of ``module`` over the data-parallel ranks, in place.
 
-    Each parameter that no earlier call took becomes a ``DTensor`` cut on dim 0 (each rank holds ``ceil(n / ranks)`` rows,
-    the last ranks fewer or none). All of them are one *group*: gathered by one all-gather before the module's forward
-    and backward, freed after each, their gradients averaged by one reduce-scatter. So apply it bottom-up, to the blocks of a
-    model first and then to the whole. Every rank must make the same calls. Build the optimizer afterwards.
+    Each parameter that no earlier call took becomes a ``DTensor`` cut on dim 0 (each rank holds ``ceil(n / ranks)``
+    rows, the last ranks fewer or none). All of them are one *group*: gathered by one all-gather before the module's
+    forward and backward, freed after each, their gradients averaged by one reduce-scatter. So apply it bottom-up, to
+    the blocks of a model first and then to the whole. Every rank must make the same calls. Build the optimizer
+    afterwards.
 
     Args:
         module: any module with a ``forward``. Its class becomes a subclass of its own class and of ``FSDPModule``.
-        mesh: 1-d: shard over it. 2-d: replicate over the first dim, shard over the second; a second dim of size 1 is plain
-            data parallelism. ``None``: all ranks of the default process group, on the accelerator if there is one.
-        reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False`` keeps
-            them until backward is over. An int that divides the shard ranks keeps a slice and gathers over that many
-            neighbouring ranks in backward. ``None`` is ``True``, but ``False`` for the outermost module.
-        shard_placement_fn: called with each parameter; returns ``Shard(d)``, also negative, or ``None`` for ``Shard(0)``.
+        mesh: 1-d: shard over it. 2-d: replicate over the first dim, shard over the second; a second dim of size 1 is
+            plain data parallelism. ``None``: all ranks of the default process group, on its accelerator if it has one.
+        reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
+            keeps them until backward is over. An int that divides the shard ranks keeps a slice and gathers over that
+            many neighbouring ranks in backward. ``None`` is ``True``, but ``False`` for the outermost module.
+        shard_placement_fn: called with each parameter; returns ``Shard(d)``, also negative, or ``None`` for
+            ``Shard(0)``.
         mp_policy: dtypes of computation, reduction and output; ours or torch's.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU; ours or torch's.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
@@ -81,7 +83,7 @@ def fully_shard(
         _taken[source.tensor] = f"{source.name!r} of {name}"
     _move_buffers(module, axes.device)
     install_hooks(Unit(module, group, reshard, precision))
-    module.__class__ = sharded_class(type(module))
+    module.__class__ = cast(type[M], sharded_class(type(module)))
     return module
 
 
@@ -99,8 +101,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _check_module(module: object) -> None:
     if isinstance(module, (list, tuple)):
         raise UnsupportedError(
-            "a list of modules as one group is not supported in this version: call fully_shard on a module that contains "
-            "them, or on each of them."
+            "a list of modules as one group is not supported in this version: call fully_shard on a module that "
+            "contains them, or on each of them."
         )
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
@@ -120,7 +122,9 @@ def _collect(
     module: nn.Module, axes: DataParallelAxes, placement_of: PlacementFunction | None, ignored: set[int]
 ) -> list[ParameterSource]:
     """The parameters that this call takes, each once, with all the places where it is registered."""
-    nested = {id(p) for m in module.modules() if (unit := find_unit(m)) is not None for p in unit.registered_parameters()}
+    nested = {
+        id(p) for m in module.modules() if (unit := find_unit(m)) is not None for p in unit.registered_parameters()
+    }
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for path, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
@@ -148,8 +152,8 @@ def _dim_to_shard(
     if parameter in _taken:
         raise ParameterError(
             f"parameter {name!r} of {module_name} is the same tensor as {_taken[parameter]}, which has been sharded "
-            "already. Parameters that are shared must be in one group: leave out fully_shard on the inner module, so that "
-            "the module that contains both takes them."
+            "already. Parameters that are shared must be in one group: leave out fully_shard on the inner module, so "
+            "that the module that contains both takes them."
         )
     if isinstance(parameter, DTensor):
         raise UnsupportedError(

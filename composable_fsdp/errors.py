@@ -1,6 +1,6 @@
 """Exceptions. The type says whose fault it is; the text says where, what, and what to do.
 
-Each also derives from the builtin that fits, so that ``except ValueError`` written for torch's own API still catches it.
+Each also derives from the builtin that fits, so that ``except ValueError`` written for torch's own API catches it.
 """
 
 from __future__ import annotations

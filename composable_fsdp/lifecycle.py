@@ -95,10 +95,10 @@ GRADIENT_TRANSITIONS: Mapping[tuple[GradientState, GradientOperation], GradientS
 }
 
 S = TypeVar("S", bound=Enum)
-O = TypeVar("O", bound=Enum)
+Op = TypeVar("Op", bound=Enum)
 
 
-def advance(table: Mapping[tuple[S, O], S], state: S, operation: O, group: str) -> S:
+def advance(table: Mapping[tuple[S, Op], S], state: S, operation: Op, group: str) -> S:
     """The state after ``operation``, or a ``LifecycleError`` that names the group and what is legal."""
     try:
         return table[state, operation]

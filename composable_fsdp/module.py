@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -52,7 +53,7 @@ class FSDPModule(TorchFSDPModule):
         """
         unit = _unit(self)
         unit.group.unshard(iteration_of(unit).lanes)
-        unit.kept_version = unit.group.version
+        unit.kept_version = unit.group.tensors.version
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -93,12 +94,12 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Modules to all-gather when this one begins its forward, in place of those known from the last iteration."""
         _unit(self).forward_prefetch = _prefetch_units("forward", modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Modules to all-gather when this one begins its backward, in place of the one that ran before it in forward."""
+    def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
+        """Modules to all-gather when this one begins its backward, in place of the one before it in forward."""
         _unit(self).backward_prefetch = _prefetch_units("backward", modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -156,7 +157,7 @@ class FSDPModule(TorchFSDPModule):
         """Not offered yet: raises ``UnsupportedError``."""
         _unsupported(
             "set_reduce_scatter_unused_params",
-            "messages have the same size on every rank whatever it used; a parameter without a gradient keeps grad None",
+            "messages have one size on every rank, whatever it used; a parameter without gradient keeps grad None",
         )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -178,11 +179,11 @@ class FSDPModule(TorchFSDPModule):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: all-gathers are always asynchronous here."""
 
-    def _get_fsdp_state(self) -> Unit:
+    def _get_fsdp_state(self) -> Any:
         return _unit(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``cuda``, ``to_empty`` … act on the sharded parameters; the groups take over what they made of them."""
+        """``to``, ``cuda``, ``to_empty`` … act on the sharded parameters; the groups take over what came of them."""
         for unit in _units(self, recurse=True):
             unit.group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
@@ -194,7 +195,9 @@ class FSDPModule(TorchFSDPModule):
         _unsupported("copy.deepcopy of a sharded module", "build a second model, shard it, and load_state_dict into it")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _unsupported("pickling a sharded module", "save its state_dict(), for example with torch.distributed.checkpoint")
+        _unsupported(
+            "pickling a sharded module", "save its state_dict(), for example with torch.distributed.checkpoint"
+        )
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -204,7 +207,9 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``FSDPModule`` and ``original`` that sharded modules of that class get. One per class."""
     if original not in _classes:
         body = {"__module__": original.__module__, "__doc__": original.__doc__}
-        _classes[original] = type(original)(f"FSDP{original.__name__}", (FSDPModule, original), body)
+        _classes[original] = types.new_class(
+            f"FSDP{original.__name__}", (FSDPModule, original), exec_body=lambda namespace: namespace.update(body)
+        )
     return _classes[original]
 
 
@@ -224,7 +229,7 @@ def _units(module: object, recurse: bool) -> Iterator[Unit]:
             yield unit
 
 
-def _prefetch_units(direction: str, modules: Sequence[FSDPModule]) -> list[Unit]:
+def _prefetch_units(direction: str, modules: Sequence[TorchFSDPModule]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ConfigurationError(

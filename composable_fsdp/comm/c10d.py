@@ -73,10 +73,12 @@ class ProcessGroupCommunicator:
                 for collective, tensors, options in calls:
                     collective(*tensors, group=self._group, **options)
             return works[0]
-        return _Together(tuple(
-            cast(Work, collective(*tensors, group=self._group, async_op=True, **options))
-            for collective, tensors, options in calls
-        ))
+        return _Together(
+            tuple(
+                cast(Work, collective(*tensors, group=self._group, async_op=True, **options))
+                for collective, tensors, options in calls
+            )
+        )
 
     @contextmanager
     def _coalesced(self) -> Iterator[list[Work]]:

@@ -79,7 +79,9 @@ def plan_gather(
         direct_bytes: parameters whose full size reaches this travel direct.
         places: an unsharded buffer that is there already, laid out for a multiple of this number of shards.
     """
-    direct = tuple(i for i, s in enumerate(shards) if s.concatenates and 0 < s.numel and s.numel * itemsize >= direct_bytes)
+    direct = tuple(
+        i for i, s in enumerate(shards) if s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
+    )
     store, packed, packed_numel = _packed_first([s.padded_numel for s in shards], direct, itemsize)
     if places is None:
         offsets, end = _aligned([s.full_numel for s in shards], itemsize)
@@ -98,7 +100,7 @@ def plan_reduce(
     direct = tuple(
         k
         for k, s in enumerate(chosen)
-        if s.concatenates and s.layout.is_even and 0 < s.numel and s.numel * itemsize >= direct_bytes
+        if s.concatenates and s.layout.is_even and s.numel > 0 and s.numel * itemsize >= direct_bytes
     )
     output, packed, packed_numel = _packed_first([s.padded_numel for s in chosen], direct, itemsize)
     payload = sum(chosen[k].numel for k in packed)

@@ -81,7 +81,7 @@ class TensorShards:
 
     @property
     def full_numel(self) -> int:
-        """Elements of the region in which the full tensor can be gathered: with the padded tail where it lands there."""
+        """Elements of the region in which the full tensor can be gathered, with the tail where the padding lands."""
         return self.padded_numel * self.num_shards if self.concatenates else self.numel
 
 

@@ -26,7 +26,7 @@ class Work(Protocol):
     """A launched collective."""
 
     def wait(self) -> object:
-        """Returns when the outputs may be read: by the host on backends that run there, by the current stream on others."""
+        """Returns when the outputs may be read: by the host where collectives run there, else by the current stream."""
         ...
 
 
@@ -81,7 +81,8 @@ class Pending(Generic[T]):
         if self._done:
             return
         self.start()
-        assert self._owned is not None and self._work is not None
+        assert self._owned is not None
+        assert self._work is not None
         self._work.wait()
         self._result = self._owned[1]()
         self._done = True

@@ -14,7 +14,7 @@ __all__ = ["AliasedBuffer", "OwnedBuffer", "UnshardedBuffer", "allocate_storage"
 
 
 def allocate_storage(tensor: torch.Tensor, nbytes: int) -> None:
-    """Gives ``tensor``'s storage ``nbytes`` bytes, contents undefined. The only place that does, so that it can be replaced."""
+    """Gives ``tensor``'s storage ``nbytes`` bytes, contents undefined. The only place that does."""
     tensor.untyped_storage().resize_(nbytes)
 
 

@@ -54,7 +54,11 @@ class Bucket:
     """
 
     def __init__(
-        self, plan: BucketPlan, parameters: Sequence[ShardedParameter], shard: Communicator, store: ShardStore,
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[ShardedParameter],
+        shard: Communicator,
+        store: ShardStore,
         device: torch.device,
     ) -> None:
         self.plan = plan

@@ -7,13 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from composable_fsdp import trace
-from composable_fsdp.comm.protocol import Communicator, Work
-from composable_fsdp.errors import ParameterError
-from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, plan_group
-from composable_fsdp.layout.placement import data_parallel_placements
-from composable_fsdp.layout.pack import take_shard
+from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.layout.plan import GroupPlan
 from composable_fsdp.layout.reduction import Reduction, plan_reduction
-from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.lifecycle import (
     GRADIENT_TRANSITIONS,
     PARAMETER_TRANSITIONS,
@@ -23,12 +19,12 @@ from composable_fsdp.lifecycle import (
     ParameterState,
     advance,
 )
-from composable_fsdp.memory.lanes import Lanes, Pending
-from composable_fsdp.memory.store import ShardStore
+from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.mesh import DataParallelAxes
-from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.runtime.bucket import Bucket, Gather, ReducedBucket, Scatter
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
+from composable_fsdp.runtime.tensors import GroupTensors
 
 __all__ = ["ParameterGroup", "PendingReduction"]
 
@@ -52,19 +48,21 @@ class PendingReduction:
 class ParameterGroup:
     """Parameters that are communicated together.
 
-    Complete once constructed: store, buffers and unsharded parameters exist. They are made again only when somebody
-    replaces the local tensors or changes ``requires_grad``.
+    Invariants: ``parameter_state`` and ``gradient_state`` change only through the tables of ``lifecycle``; a gather is
+    pending exactly while the former is UNSHARDING.
     """
 
     def __init__(
-        self, name: str, sources: Sequence[ParameterSource], axes: DataParallelAxes, precision: MixedPrecisionPolicy,
+        self,
+        name: str,
+        sources: Sequence[ParameterSource],
+        axes: DataParallelAxes,
+        precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
     ) -> None:
         self.name = name
         self.axes = axes
-        self.precision = precision
-        self._pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and axes.device.type != "cpu"
-        self._rest_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else axes.device
+        self.tensors = GroupTensors(sources, axes, precision, offload, self._on_gradient)
         self.divide_factor: float | None = None
         self.sum_only = False
         self.on_last_gradient: Callable[[], None] = _nothing
@@ -74,124 +72,32 @@ class ParameterGroup:
         self._pending_gather: Pending[None] | None = None
         self._gathers: list[Gather] = []
         self._smaller: Communicator | None = None
-        self.parameters: list[ShardedParameter] = []
-        self.buckets: list[Bucket] = []
-        with torch.inference_mode(False), torch.no_grad():
-            self._shard_sources(sources)
-            self._build()
-
-    # -- construction
-
-    def _shard_sources(self, sources: Sequence[ParameterSource]) -> None:
-        """Cuts this rank's shards out of the parameters as they were found."""
-        shard = self.axes.shard
-        for source in sources:
-            placements = data_parallel_placements(self.axes.mesh.ndim, source.dim)
-            shards = TensorShards(tuple(source.tensor.shape), source.dim, shard.size)
-            device = torch.device("meta") if source.tensor.is_meta else self._rest_device
-            padded = torch.empty(shards.padded_numel, dtype=source.tensor.dtype, device=device)
-            take_shard(shards, source.tensor.data, shard.rank, padded)
-            shape = shards.shard_shape(shard.rank)
-            local = padded[: _numel(shape)].view(shape)
-            self.parameters.append(ShardedParameter(source, local, self.axes.mesh, placements))
-
-    def _build(self) -> None:
-        """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
-        self.plan = self._make_plan()
-        self.buckets = []
-        for bucket_plan in self.plan.buckets:
-            locals_ = [self.parameters[i].local for i in bucket_plan.indices]
-            store = ShardStore(
-                bucket_plan.gather.shards, bucket_plan.gather.store, self.axes.shard.rank, bucket_plan.dtype,
-                locals_[0].device, pin_memory=self._pin_memory and not locals_[0].is_meta,
-            )
-            bucket = Bucket(bucket_plan, self.parameters, self.axes.shard, store, self.axes.device)
-            for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
-                store.local(k).copy_(local)
-                parameter.set_local(store.local(k))
-                parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient)
-                parameter.register_sharded()
-            bucket.buffer.free()
-            self.buckets.append(bucket)
-
-    def _make_plan(self) -> GroupPlan:
-        precision = self.precision
-        specs = tuple(
-            ParameterSpec(
-                name=p.name,
-                shape=p.shape,
-                dim=p.dim,
-                dtype=p.dtype,
-                compute_dtype=precision.compute_dtype(p.dtype),
-                reduce_dtype=precision.gradient_reduce_dtype(p.dtype),
-                trainable=p.sharded.requires_grad,
-            )
-            for p in self.parameters
-        )
-        shard = self.axes.shard
-        alias = shard.aliases and self._rest_device == self.axes.device
-        return plan_group(specs, PlanOptions(shard.size, shard.direct_bytes, alias))
-
-    def refresh(self) -> None:
-        """Follows what happened to the sharded parameters since the group was built. Cheap when nothing did.
-
-        Raises:
-            ParameterError: a parameter was replaced by something else, is still on the meta device, or is on a device
-                where the group's shards do not rest. Names the parameters.
-        """
-        if all(p.is_current for p in self.parameters) or self.parameter_state is not ParameterState.SHARDED:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for parameter in self.parameters:
-                parameter.adopt_replacement()
-            locals_ = [p.sharded._local_tensor for p in self.parameters]  # type: ignore[attr-defined]
-            if all(local is p.local for local, p in zip(locals_, self.parameters, strict=True)):
-                self._follow_requires_grad()
-                return
-            if any(local.is_meta for local in locals_) and not all(local.is_meta for local in locals_):
-                return  # half-way through materialisation; check_materialised tells whoever runs it now
-            for local, parameter in zip(locals_, self.parameters, strict=True):
-                parameter.local = local
-            self._build()
-
-    def _follow_requires_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.follow_requires_grad(self._on_gradient)
-        self.plan = self._make_plan()
-        for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
-            bucket.plan = plan
-
-    def check_placed(self) -> None:
-        """Raises ``ParameterError`` naming the parameters whose shards are not where the group's shards rest."""
-        locals_ = {p.name: p.sharded._local_tensor.device for p in self.parameters}  # type: ignore[attr-defined]
-        on_meta = [name for name, device in locals_.items() if device.type == "meta"]
-        if on_meta:
-            raise ParameterError(
-                f"parameters of {self.name!r} are still on the meta device: {on_meta}. Before the first forward, call "
-                "model.to_empty(device=...) and initialise them (reset_parameters(), or load a state dict)."
-            )
-        elsewhere = {name: str(device) for name, device in locals_.items() if device.type != self._rest_device.type}
-        if elsewhere:
-            offloaded = self._rest_device.type != self.axes.device.type
-            why = "are offloaded to CPU" if offloaded else f"rest on {self._rest_device.type}, the mesh's device"
-            raise ParameterError(
-                f"shards of {self.name!r} {why}, but these parameters are elsewhere: {elsewhere}. "
-                f"Move them with model.to({self._rest_device.type!r})."
-            )
 
     @property
-    def version(self) -> int:
-        """Grows with in-place changes of the shards that torch counts (fused and foreach optimizers are not among them)."""
-        return sum(p.sharded._version for p in self.parameters) + sum(b.store.flat._version for b in self.buckets)
+    def parameters(self) -> list[ShardedParameter]:
+        return self.tensors.parameters
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self.tensors.buckets
+
+    @property
+    def plan(self) -> GroupPlan:
+        return self.tensors.plan
+
+    def refresh(self) -> None:
+        """Follows replaced local tensors and changes of ``requires_grad``, once the parameters are sharded."""
+        if self.parameter_state is ParameterState.SHARDED:
+            self.tensors.refresh()
 
     # -- parameters
 
     def unshard(self, lanes: Lanes) -> None:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
         before = self.parameter_state
-        if before in (ParameterState.SHARDED, ParameterState.SHRUNK):
-            self.refresh()
-            self.check_placed()
+        self.refresh()
+        if not self.tensors.are_placed:
+            raise self.tensors.misplaced(self.name)
         self.parameter_state = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.UNSHARD, self.name)
         if self.parameter_state is before:
             return
@@ -338,8 +244,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def _complete_reduction(self, pending: Pending[list[ReducedBucket]]) -> None:
-        offloaded = self._rest_device != self.axes.device
-        reduced = pending.synchronize() if offloaded else pending.wait()
+        reduced = pending.synchronize() if self.tensors.is_offloaded else pending.wait()
         for bucket in reduced:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 parameter.accept_gradient(gradient)
@@ -372,10 +277,3 @@ class _Works:
 
 def _nothing() -> None:
     pass
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel

@@ -1,8 +1,8 @@
 """The only code that registers hooks on modules and on autograd's graph.
 
-Where a gradient enters a call is seen by hooks on the *nodes* that made its outputs, for an output that is a view also on
-the node of its base: hooks on output tensors are lost when a view is changed in place. Where it leaves is seen on views
-of the inputs, made just for the call, so that other uses of the same tensors do not count.
+Where a gradient enters a call is seen by hooks on the *nodes* that made its outputs, for an output that is a view also
+on the node of its base: hooks on output tensors are lost when a view is changed in place. Where it leaves is seen on
+views of the inputs, made just for the call, so that other uses of the same tensors do not count.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _ModuleHooks:
 
 
 class _InputMap:
-    """Casts floating-point inputs, and notes a view of each that needs a gradient. One view per tensor, however often it occurs."""
+    """Casts floating-point inputs, and notes a view of each that needs a gradient: one, however often it occurs."""
 
     def __init__(self, dtype: torch.dtype | None, watched: list[torch.Tensor]) -> None:
         self._dtype = dtype

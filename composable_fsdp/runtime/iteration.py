@@ -158,7 +158,7 @@ class Iteration:
         for kept in self.units.values():
             if kept.kept_version is None:
                 continue
-            if stepped or kept.kept_version != kept.group.version:
+            if stepped or kept.kept_version != kept.group.tensors.version:
                 kept.group.reshard()
             kept.kept_version = None
 
@@ -182,7 +182,7 @@ class Iteration:
             keep = unit is self.root and torch.is_grad_enabled()
             kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
         if kind is ReshardKind.NEVER:
-            unit.kept_version = unit.group.version
+            unit.kept_version = unit.group.tensors.version
         elif kind is ReshardKind.SMALLER and torch.is_grad_enabled():
             unit.group.shrink(unit.reshard.mesh_size)
         else:
@@ -200,7 +200,7 @@ class Iteration:
     def _begin_backward(self) -> None:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._backwards += 1
-        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         for unit in self.units.values():
@@ -209,7 +209,7 @@ class Iteration:
             if unit.reshard_after_backward:
                 unit.group.reshard()
             elif unit.group.parameter_state is ParameterState.UNSHARDED:
-                unit.kept_version = unit.group.version
+                unit.kept_version = unit.group.tensors.version
         if self.is_last_backward:
             self.drain()
         self._pass = self._around_backward
@@ -240,7 +240,7 @@ class Iteration:
             self._reductions.popleft().complete()
 
     def reset(self) -> None:
-        """Back to IDLE from anywhere: reductions are completed, everything is sharded, unreduced gradients are dropped."""
+        """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced."""
         self.drain()
         for unit in self.units.values():
             unit.group.drop_gradients()

@@ -1,4 +1,4 @@
-"""Which tensor is registered on which modules: the sharded parameter at rest, the unsharded one while modules compute."""
+"""Which tensor is registered on which modules: the sharded one at rest, the unsharded one while modules compute."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from composable_fsdp.errors import ParameterError
 
 __all__ = ["ParameterSource", "ShardedParameter"]
+
 
 @dataclass(frozen=True)
 class ParameterSource:

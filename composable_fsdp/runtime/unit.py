@@ -46,7 +46,7 @@ class Unit:
         self.kept_version: int | None = None
         """The group's version when it was last left unsharded between passes."""
         self.iteration: object | None = None
-        """The ``Iteration`` that the unit takes part in, once its root has been assembled; ``assemble`` knows the type."""
+        """The ``Iteration`` it takes part in, once its root has been assembled; ``assemble`` knows the type."""
         vars(module)[_UNIT_ATTRIBUTE] = self
         _units.add(self)
 

@@ -41,6 +41,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.parameter",),
     ("runtime.containers",),
     ("runtime.bucket",),
+    ("runtime.tensors",),
     ("runtime.group",),
     ("runtime.unit",),
     ("runtime.schedule",),
@@ -59,6 +60,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("testing.fake", "testing.faulty", "testing.ranks", "testing.trace"),
     ("testing",),
     ("interop",),
+    ("module",),
     ("api",),
     (PACKAGE,),
 )

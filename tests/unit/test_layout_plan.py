@@ -49,7 +49,9 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
 
 
 @given(SPECS, OPTIONS)
-def test_a_bucket_cuts_its_parameters_as_their_specs_say(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
+def test_a_bucket_cuts_its_parameters_as_their_specs_say(
+    specs: tuple[ParameterSpec, ...], options: PlanOptions
+) -> None:
     for bucket in plan_group(specs, options).buckets:
         expected = tuple(TensorShards(specs[i].shape, specs[i].dim, options.num_shards) for i in bucket.indices)
         assert bucket.gather.shards == expected
@@ -120,7 +122,9 @@ def test_sizes_in_bytes_are_elements_times_the_dtype_in_that_place(
 
 
 @given(SPECS, OPTIONS)
-def test_freezing_parameters_moves_no_shard_and_no_place(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
+def test_freezing_parameters_moves_no_shard_and_no_place(
+    specs: tuple[ParameterSpec, ...], options: PlanOptions
+) -> None:
     frozen = tuple(dataclasses.replace(spec, trainable=False) for spec in specs)
     before, after = plan_group(specs, options), plan_group(frozen, options)
     assert [bucket.gather for bucket in before.buckets] == [bucket.gather for bucket in after.buckets]

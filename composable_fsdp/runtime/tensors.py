@@ -1,0 +1,175 @@
+"""What a group owns: its parameters, their buckets, and the plan that says where everything lies.
+
+Complete once made. Made again only when somebody replaced the local tensors (``to_empty``, ``.to(dtype)``, loading with
+``assign``) or changed ``requires_grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+
+from composable_fsdp.errors import ParameterError
+from composable_fsdp.layout.pack import take_shard
+from composable_fsdp.layout.placement import data_parallel_placements
+from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, plan_group
+from composable_fsdp.layout.shard import TensorShards
+from composable_fsdp.memory.store import ShardStore
+from composable_fsdp.mesh import DataParallelAxes
+from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.runtime.bucket import Bucket
+from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
+
+__all__ = ["GroupTensors"]
+
+
+class GroupTensors:
+    """The tensors of one group.
+
+    Args:
+        sources: the parameters as ``fully_shard`` found them.
+        axes: the mesh, and where this rank computes.
+        precision: which dtypes the plan is made for.
+        offload: where shards rest.
+        on_gradient: called by autograd when a parameter's full gradient is there.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ParameterSource],
+        axes: DataParallelAxes,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        on_gradient: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._axes = axes
+        self._precision = precision
+        self._on_gradient = on_gradient
+        offloads = isinstance(offload, CPUOffloadPolicy) and axes.device.type != "cpu"
+        self.rest_device = torch.device("cpu") if offloads else axes.device
+        self._pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and offloads
+        self.parameters: list[ShardedParameter] = []
+        self.buckets: list[Bucket] = []
+        with torch.inference_mode(False), torch.no_grad():
+            self._shard(sources)
+            self._build()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards rest elsewhere than where modules compute."""
+        return self.rest_device != self._axes.device
+
+    @property
+    def version(self) -> int:
+        """Grows with in-place changes of shards that torch counts: not with those of fused and foreach optimizers."""
+        return sum(p.sharded._version for p in self.parameters) + sum(b.store.flat._version for b in self.buckets)
+
+    def _shard(self, sources: Sequence[ParameterSource]) -> None:
+        """Cuts this rank's shards out of the parameters as they were found."""
+        shard = self._axes.shard
+        for source in sources:
+            placements = data_parallel_placements(self._axes.mesh.ndim, source.dim)
+            shards = TensorShards(tuple(source.tensor.shape), source.dim, shard.size)
+            device = torch.device("meta") if source.tensor.is_meta else self.rest_device
+            padded = torch.empty(shards.padded_numel, dtype=source.tensor.dtype, device=device)
+            take_shard(shards, source.tensor.data, shard.rank, padded)
+            shape = shards.shard_shape(shard.rank)
+            local = padded[: prod(shape)].view(shape)
+            self.parameters.append(ShardedParameter(source, local, self._axes.mesh, placements))
+
+    def _build(self) -> None:
+        """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
+        self.plan = self._make_plan()
+        self.are_placed = self._placed([p.local for p in self.parameters])
+        self.buckets = []
+        for bucket_plan in self.plan.buckets:
+            locals_ = [self.parameters[i].local for i in bucket_plan.indices]
+            store = ShardStore(
+                bucket_plan.gather.shards,
+                bucket_plan.gather.store,
+                self._axes.shard.rank,
+                bucket_plan.dtype,
+                locals_[0].device,
+                pin_memory=self._pin_memory and not locals_[0].is_meta,
+            )
+            bucket = Bucket(bucket_plan, self.parameters, self._axes.shard, store, self._axes.device)
+            for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
+                store.local(k).copy_(local)
+                parameter.set_local(store.local(k))
+                parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient)
+                parameter.register_sharded()
+            bucket.buffer.free()
+            self.buckets.append(bucket)
+
+    def _make_plan(self) -> GroupPlan:
+        precision = self._precision
+        specs = tuple(
+            ParameterSpec(
+                name=p.name,
+                shape=p.shape,
+                dim=p.dim,
+                dtype=p.dtype,
+                compute_dtype=precision.compute_dtype(p.dtype),
+                reduce_dtype=precision.gradient_reduce_dtype(p.dtype),
+                trainable=p.sharded.requires_grad,
+            )
+            for p in self.parameters
+        )
+        shard = self._axes.shard
+        alias = shard.aliases and not self.is_offloaded
+        return plan_group(specs, PlanOptions(shard.size, shard.direct_bytes, alias))
+
+    def refresh(self) -> None:
+        """Follows what happened to the sharded parameters since the tensors were made. Cheap when nothing did.
+
+        Raises:
+            ParameterError: a parameter was replaced by something that is not sharded as it was. Named in the text.
+        """
+        if all(p.is_current for p in self.parameters):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter in self.parameters:
+                parameter.adopt_replacement()
+            locals_ = self._locals()
+            if all(local is p.local for local, p in zip(locals_, self.parameters, strict=True)):
+                self._follow_requires_grad()
+                return
+            self.are_placed = self._placed(locals_)
+            if len({local.is_meta for local in locals_}) > 1:
+                return  # half-way through materialisation: the rest is still to come
+            for local, parameter in zip(locals_, self.parameters, strict=True):
+                parameter.local = local
+            self._build()
+
+    def _locals(self) -> list[torch.Tensor]:
+        return [cast(Any, p.sharded)._local_tensor for p in self.parameters]
+
+    def _placed(self, locals_: Sequence[torch.Tensor]) -> bool:
+        return all(local.device.type == self.rest_device.type for local in locals_)
+
+    def _follow_requires_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.follow_requires_grad(self._on_gradient)
+        self.plan = self._make_plan()
+        for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
+            bucket.plan = plan
+
+    def misplaced(self, group: str) -> ParameterError:
+        """The error that names the parameters whose shards are not where those of ``group`` rest."""
+        devices = {p.name: local.device for p, local in zip(self.parameters, self._locals(), strict=True)}
+        on_meta = [name for name, device in devices.items() if device.type == "meta"]
+        if on_meta:
+            return ParameterError(
+                f"parameters of {group!r} are still on the meta device: {on_meta}. Before the first forward, call "
+                "model.to_empty(device=...) and initialise them (reset_parameters(), or load a state dict)."
+            )
+        rest = self.rest_device.type
+        elsewhere = {name: str(device) for name, device in devices.items() if device.type != rest}
+        why = "are offloaded to CPU" if self.is_offloaded else f"rest on {rest}, the device of the mesh"
+        return ParameterError(
+            f"shards of {group!r} {why}, but these parameters are elsewhere: {elsewhere}. "
+            f"Move them with model.to({rest!r})."
+        )

@@ -1,0 +1,315 @@
+"""The copies between full tensors and pieces, and the round trips that they make with the layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composable_fsdp.layout.bucket import GatherLayout, ReduceLayout, plan_gather, plan_reduce
+from composable_fsdp.layout.pack import pack_gradient, take_shard, unpack_parameter
+from composable_fsdp.layout.plan import ParameterSpec, PlanOptions, plan_group, plan_smaller
+from composable_fsdp.layout.shard import TensorShards
+from tests.unit.test_layout_bucket import DIRECT_BYTES
+from tests.unit.test_layout_shard import shards_of_one_bucket, tensor_shards
+
+FLOATS = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+UNTOUCHED = -1.0  # what no test tensor holds
+
+
+def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32, start: int = 0) -> Tensor:
+    """Every element another value, in a dtype that has so many."""
+    return torch.arange(start, start + prod(shape)).to(dtype).view(tuple(shape))
+
+
+@st.composite
+def laid_out(draw: st.DrawFn, values: Tensor) -> Tensor:
+    """``values`` with its dims in any order in memory, perhaps with gaps."""
+    order = draw(st.permutations(range(values.ndim)))
+    inverse = sorted(range(values.ndim), key=order.__getitem__)
+    gap = draw(st.integers(1, 2))
+    shape = [values.shape[d] for d in order]
+    memory = values.new_full([*shape[:-1], shape[-1] * gap], UNTOUCHED)[..., ::gap]
+    return memory.copy_(values.permute(order)).permute(inverse)
+
+
+def piece_of(shards: TensorShards, full: Tensor, rank: int) -> Tensor:
+    """The definition: what ``rank`` owns, contiguous, then zeros."""
+    owned = shards.layout.owned_by(rank)
+    flat = full.narrow(shards.dim, owned.start, len(owned)).reshape(-1)
+    return torch.cat([flat, flat.new_zeros(shards.padded_numel - flat.numel())])
+
+
+def column_block(num_rows: int, width: int, fill: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A message and the block of its columns that starts at 3 and leaves 2 over."""
+    message = torch.full((num_rows, width + 5), fill, dtype=dtype)
+    return message, message[:, 3 : 3 + width]
+
+
+# -- one tensor
+
+
+@given(tensor_shards(), FLOATS, st.data())
+def test_a_rank_takes_its_elements_in_order_and_zeros_behind_them(
+    shards: TensorShards, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    full = data.draw(laid_out(numbered(shards.shape, torch.int32) % 128))
+    for rank in range(shards.num_shards):
+        out = torch.full((shards.padded_numel,), UNTOUCHED, dtype=dtype)
+        take_shard(shards, full, rank, out)
+        assert torch.equal(out, piece_of(shards, full, rank).to(dtype))
+
+
+@given(tensor_shards(), FLOATS, st.data())
+def test_packing_puts_the_piece_of_rank_r_in_row_r_and_touches_nothing_else(
+    shards: TensorShards, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    gradient = data.draw(laid_out(numbered(shards.shape, torch.float32) % 128))
+    message, rows = column_block(shards.num_shards, shards.padded_numel, 0.0, dtype)
+    around = [message[:, :3], message[:, 3 + shards.padded_numel :]]
+    for columns in around:
+        columns.fill_(UNTOUCHED)
+    pack_gradient(shards, gradient, rows)
+    expected = [piece_of(shards, gradient, rank).to(dtype) for rank in range(shards.num_shards)]
+    assert torch.equal(rows, torch.stack(expected))
+    assert all(bool((columns == UNTOUCHED).all()) for columns in around)
+
+
+@given(tensor_shards())
+def test_packing_writes_as_many_elements_as_the_tensor_has_and_leaves_padding_alone(shards: TensorShards) -> None:
+    _, rows = column_block(shards.num_shards, shards.padded_numel, UNTOUCHED)
+    pack_gradient(shards, numbered(shards.shape), rows)
+    assert int((rows == UNTOUCHED).sum()) == rows.numel() - shards.numel
+
+
+@given(tensor_shards())
+def test_a_missing_gradient_is_packed_as_zeros(shards: TensorShards) -> None:
+    message, rows = column_block(shards.num_shards, shards.padded_numel, UNTOUCHED)
+    pack_gradient(shards, None, rows)
+    assert not rows.any()
+    assert int((message == UNTOUCHED).sum()) == message.numel() - rows.numel()
+
+
+@given(tensor_shards())
+def test_a_gradient_expanded_from_one_element_is_packed_like_any_other(shards: TensorShards) -> None:
+    gradient = torch.ones(1).expand(shards.shape)  # what sum().backward() leaves
+    _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
+    pack_gradient(shards, gradient, rows)
+    assert int(rows.sum()) == shards.numel
+
+
+@given(tensor_shards(), st.integers(0, 9))
+def test_unpacking_restores_the_tensor_and_touches_nothing_beyond_its_region(shards: TensorShards, spare: int) -> None:
+    full = numbered(shards.shape)
+    _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
+    for rank in range(shards.num_shards):
+        take_shard(shards, full, rank, rows[rank])
+    place = torch.full((shards.full_numel + spare,), UNTOUCHED)
+    unpack_parameter(shards, rows, place)
+    assert torch.equal(place[: shards.numel].view(shards.shape), full)
+    assert bool((place[shards.full_numel :] == UNTOUCHED).all())
+
+
+# -- how many kernels that takes
+
+
+class CountKernels(TorchDispatchMode):
+    """Names of the operators that moved or made data, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@given(tensor_shards())
+def test_packing_takes_one_copy_where_the_cut_is_even_and_never_more_than_two(shards: TensorShards) -> None:
+    gradient = numbered(shards.shape)
+    _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
+    with CountKernels() as kernels:
+        pack_gradient(shards, gradient, rows)
+    assert set(kernels.names) == {"copy_"}
+    assert len(kernels.names) <= (1 if shards.layout.is_even else 2)
+
+
+@given(tensor_shards())
+def test_unpacking_takes_one_copy_where_pieces_concatenate_or_the_cut_is_even_and_never_more_than_two(
+    shards: TensorShards,
+) -> None:
+    _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
+    place = torch.empty(shards.full_numel)
+    with CountKernels() as kernels:
+        unpack_parameter(shards, rows, place)
+    assert set(kernels.names) == {"copy_"}
+    assert len(kernels.names) <= (1 if shards.concatenates or shards.layout.is_even else 2)
+
+
+# -- in other surroundings
+
+
+CASES = [TensorShards(s, d, 4) for s, d in [((8, 3), 0), ((7, 3), 0), ((3, 8), 1), ((3, 7), 1), ((2,), 0), ((0, 2), 0)]]
+
+
+@pytest.mark.parametrize("shards", CASES, ids=str)
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=lambda guard: guard.__name__)
+def test_copies_work_where_autograd_is_off(shards: TensorShards, guard: type[AbstractContextManager[None]]) -> None:
+    message = torch.zeros(4, shards.padded_numel)
+    place = torch.empty(shards.full_numel)
+    leaf = numbered(shards.shape).requires_grad_()
+    with guard():
+        pack_gradient(shards, leaf, message)
+        unpack_parameter(shards, message, place)
+        take_shard(shards, leaf, 1, message[0])
+    assert torch.equal(place[: shards.numel].view(shards.shape), leaf)
+    assert not message.requires_grad
+    assert not place.requires_grad
+
+
+@pytest.mark.parametrize("shards", CASES, ids=str)
+def test_copies_work_on_meta_tensors(shards: TensorShards) -> None:
+    with torch.device("meta"):
+        _, rows = column_block(4, shards.padded_numel, 0.0)
+        rows = rows.to("meta")
+        full, place = torch.empty(shards.shape), torch.empty(shards.full_numel)
+        pack_gradient(shards, full, rows)
+        pack_gradient(shards, None, rows)
+        unpack_parameter(shards, rows, place)
+        take_shard(shards, full, 3, torch.empty(shards.padded_numel))
+
+
+# -- round trips: shards to full parameters
+
+
+def store_of(layout: GatherLayout, fulls: Sequence[Tensor], rank: int) -> Tensor:
+    """The flat shards of ``rank``."""
+    store = torch.zeros(layout.store.numel, dtype=fulls[0].dtype)
+    for shards, offset, full in zip(layout.shards, layout.store.offsets, fulls, strict=True):
+        take_shard(shards, full, rank, store[offset : offset + shards.padded_numel])
+    return store
+
+
+def gather(layout: GatherLayout, stores: Sequence[Tensor], buffer: Tensor, regions: Sequence[int]) -> None:
+    """What the runtime does around an all-gather; ``regions`` are the lengths of the places in ``buffer``."""
+    for i in layout.direct:
+        start, length, place = layout.store.offsets[i], layout.shards[i].padded_numel, layout.places.offsets[i]
+        arrived = torch.cat([store[start : start + length] for store in stores])
+        assert arrived.numel() <= regions[i]
+        buffer[place : place + arrived.numel()] = arrived
+    if layout.packed_numel:
+        rows = torch.cat([store[: layout.packed_numel] for store in stores]).view(len(stores), layout.packed_numel)
+        for i in layout.packed:
+            start, length, place = layout.store.offsets[i], layout.shards[i].padded_numel, layout.places.offsets[i]
+            unpack_parameter(layout.shards[i], rows[:, start : start + length], buffer[place : place + regions[i]])
+
+
+def parameters_in(layout: GatherLayout, buffer: Tensor) -> list[Tensor]:
+    """The views of ``buffer`` that modules would see."""
+    places = zip(layout.shards, layout.places.offsets, strict=True)
+    return [buffer[place : place + shards.numel].view(shards.shape) for shards, place in places]
+
+
+@settings(max_examples=150)
+@given(shards_of_one_bucket(), st.sampled_from([torch.int8, torch.int16, torch.float32, torch.float64]), DIRECT_BYTES)
+def test_gathering_the_shards_of_all_ranks_gives_back_the_parameters(
+    shards: tuple[TensorShards, ...], dtype: torch.dtype, direct_bytes: int
+) -> None:
+    layout = plan_gather(shards, itemsize=dtype.itemsize, direct_bytes=direct_bytes)
+    fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(shards)]
+    stores = [store_of(layout, fulls, rank) for rank in range(layout.num_shards)]
+    buffer = torch.full((layout.places.numel,), UNTOUCHED).to(dtype)
+    gather(layout, stores, buffer, [s.full_numel for s in shards])
+    for parameter, full in zip(parameters_in(layout, buffer), fulls, strict=True):
+        assert torch.equal(parameter, full)
+
+
+@given(st.data(), st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
+def test_gathering_from_a_smaller_mesh_gives_back_the_parameters_in_the_same_places(
+    data: st.DataObject, sizes: tuple[int, int], direct_bytes: int
+) -> None:
+    larger, smaller = sizes
+    drawn = data.draw(st.lists(tensor_shards(larger), min_size=1, max_size=4))
+    dtype = torch.float32
+    specs = tuple(ParameterSpec("w", s.shape, s.dim, dtype, dtype, dtype, True) for s in drawn)
+    (bucket,) = plan_group(specs, PlanOptions(larger, direct_bytes)).buckets
+    layout = plan_smaller(bucket, smaller, direct_bytes)
+    fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(drawn)]
+    stores = [store_of(layout, fulls, rank) for rank in range(smaller)]
+    buffer = torch.full((bucket.gather.places.numel,), UNTOUCHED)
+    gather(layout, stores, buffer, [s.full_numel for s in bucket.gather.shards])
+    for parameter, full in zip(parameters_in(bucket.gather, buffer), fulls, strict=True):
+        assert torch.equal(parameter, full)
+
+
+@given(st.lists(tensor_shards(1), min_size=1, max_size=4), DIRECT_BYTES)
+def test_the_store_of_an_only_rank_holds_the_parameters_as_they_are(
+    shards: list[TensorShards], direct_bytes: int
+) -> None:
+    layout = plan_gather(shards, itemsize=4, direct_bytes=direct_bytes)
+    fulls = [numbered(s.shape, start=17 * i) for i, s in enumerate(shards)]
+    store = store_of(layout, fulls, 0)
+    for s, offset, full in zip(shards, layout.store.offsets, fulls, strict=True):
+        assert torch.equal(store[offset : offset + s.numel].view(s.shape), full)
+
+
+# -- round trips: full gradients to reduced shards
+
+
+def message_of(layout: ReduceLayout, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """One rank's packed message. Where the layout promises that there is no padding, its memory starts as garbage."""
+    num_shards = layout.shards[0].num_shards
+    garbage = 0.0 if layout.has_padding else float("nan")
+    message = torch.full((num_shards, layout.packed_numel), garbage, dtype=dtype)
+    for k in layout.packed:
+        start, length = layout.output.offsets[k], layout.shards[k].padded_numel
+        pack_gradient(layout.shards[k], gradients[k], message[:, start : start + length])
+    return message.view(-1)
+
+
+@settings(max_examples=150)
+@given(shards_of_one_bucket(), FLOATS, FLOATS, DIRECT_BYTES, st.data())
+def test_reducing_the_gradients_of_all_ranks_leaves_each_with_its_shard_of_the_sum(
+    shards: tuple[TensorShards, ...],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    direct_bytes: int,
+    data: st.DataObject,
+) -> None:
+    num_ranks = shards[0].num_shards
+    indices = data.draw(st.sets(st.integers(0, len(shards) - 1), min_size=1).map(sorted))
+    layout = plan_reduce(shards, indices, itemsize=reduce_dtype.itemsize, direct_bytes=direct_bytes)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+
+    def gradient(rank: int, k: int) -> Tensor | None:
+        if k in layout.packed and data.draw(st.integers(0, 9), label=f"rank {rank} used {k}") == 0:
+            return None
+        small = torch.randint(-7, 8, layout.shards[k].shape, generator=generator)  # so that every dtype sums exactly
+        return small.to(dtype)
+
+    gradients = [[gradient(rank, k) for k in range(len(indices))] for rank in range(num_ranks)]
+    outputs = torch.zeros(num_ranks, layout.output.numel, dtype=reduce_dtype)  # row r: what rank r gets
+    if layout.packed_numel:
+        summed = torch.stack([message_of(layout, mine, reduce_dtype) for mine in gradients]).sum(0)
+        outputs[:, : layout.packed_numel] = summed.view(num_ranks, layout.packed_numel)
+    for k in layout.direct:
+        start, length = layout.output.offsets[k], layout.shards[k].padded_numel
+        sent = [mine[k].reshape(-1).to(reduce_dtype) for mine in gradients]  # type: ignore[union-attr]
+        outputs[:, start : start + length] = torch.stack(sent).sum(0).view(num_ranks, length)
+
+    for k, s in enumerate(layout.shards):
+        total = sum((g for mine in gradients if (g := mine[k]) is not None), start=torch.zeros(s.shape, dtype=dtype))
+        start = layout.output.offsets[k]
+        for rank in range(num_ranks):
+            reduced = outputs[rank, start : start + s.padded_numel]
+            assert torch.equal(reduced, piece_of(s, total, rank).to(reduce_dtype))

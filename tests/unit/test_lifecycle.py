@@ -1,0 +1,154 @@
+"""The transition tables of a group's parameters and gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.errors import FSDPError, LifecycleError
+from composable_fsdp.lifecycle import (
+    GRADIENT_TRANSITIONS,
+    PARAMETER_TRANSITIONS,
+    GradientOperation,
+    GradientState,
+    ParameterOperation,
+    ParameterState,
+    advance,
+)
+
+P, PO, G, GO = ParameterState, ParameterOperation, GradientState, GradientOperation
+Table = Mapping[tuple[Any, Any], Any]
+
+
+def reachable(table: Table, start: Enum) -> set[Enum]:
+    found, frontier = {start}, [start]
+    while frontier:
+        state = frontier.pop()
+        after = {end for (begin, _), end in table.items() if begin is state} - found
+        found |= after
+        frontier += after
+    return found
+
+
+@pytest.mark.parametrize(
+    ("table", "start"),
+    [(PARAMETER_TRANSITIONS, P.SHARDED), (GRADIENT_TRANSITIONS, G.NONE)],
+    ids=["parameters", "gradients"],
+)
+def test_every_state_is_reached_from_the_first_and_leads_back_to_it(table: Table, start: Enum) -> None:
+    assert reachable(table, start) == set(type(start))
+    for state in type(start):
+        assert start in reachable(table, state)
+
+
+@pytest.mark.parametrize(
+    ("table", "operations"),
+    [(PARAMETER_TRANSITIONS, PO), (GRADIENT_TRANSITIONS, GO)],
+    ids=["parameters", "gradients"],
+)
+def test_every_operation_is_legal_somewhere(table: Table, operations: type[Enum]) -> None:
+    assert {operation for _, operation in table} == set(operations)
+
+
+@pytest.mark.parametrize("state", P)
+@pytest.mark.parametrize(("operation", "ends"), [(PO.UNSHARD, {P.UNSHARDING, P.UNSHARDED}), (PO.RESHARD, {P.SHARDED})])
+def test_unshard_and_reshard_are_legal_in_every_state(
+    state: ParameterState, operation: ParameterOperation, ends: set[ParameterState]
+) -> None:
+    assert advance(PARAMETER_TRANSITIONS, state, operation, "g") in ends
+
+
+@pytest.mark.parametrize("state", P)
+def test_unshard_and_then_wait_gives_unsharded_parameters_from_every_state(state: ParameterState) -> None:
+    unsharding = advance(PARAMETER_TRANSITIONS, state, PO.UNSHARD, "g")
+    assert advance(PARAMETER_TRANSITIONS, unsharding, PO.WAIT, "g") is P.UNSHARDED
+
+
+@pytest.mark.parametrize("state", G)
+def test_gradients_can_be_dropped_and_accumulated_in_every_state(state: GradientState) -> None:
+    assert advance(GRADIENT_TRANSITIONS, state, GO.DROP, "g") is G.NONE
+    assert advance(GRADIENT_TRANSITIONS, state, GO.ACCUMULATE, "g") is G.LOCAL
+
+
+@pytest.mark.parametrize("state", G)
+def test_reduce_is_legal_in_every_state_and_sends_only_what_was_not_sent(state: GradientState) -> None:
+    after = advance(GRADIENT_TRANSITIONS, state, GO.REDUCE, "g")
+    assert after is (G.REDUCING if state is G.LOCAL else state)
+
+
+@pytest.mark.parametrize(
+    ("table", "state", "operation"),
+    [(t, *row) for t in (PARAMETER_TRANSITIONS, GRADIENT_TRANSITIONS) for row in t if row[1] is not PO.SHRINK],
+    ids=lambda value: value.name if isinstance(value, Enum) else "",
+)
+def test_an_operation_done_twice_is_as_good_as_once(table: Table, state: Enum, operation: Enum) -> None:
+    once = advance(table, state, operation, "g")
+    assert advance(table, once, operation, "g") is once
+
+
+@pytest.mark.parametrize("state", [P.SHARDED, P.UNSHARDING, P.SHRUNK])
+def test_only_unsharded_parameters_can_be_shrunk(state: ParameterState) -> None:
+    with pytest.raises(LifecycleError, match="SHRINK is not legal here"):
+        advance(PARAMETER_TRANSITIONS, state, PO.SHRINK, "g")
+
+
+@pytest.mark.parametrize("state", [P.SHARDED, P.SHRUNK])
+def test_nobody_waits_for_a_gather_that_was_not_launched(state: ParameterState) -> None:
+    with pytest.raises(LifecycleError, match="WAIT is not legal here"):
+        advance(PARAMETER_TRANSITIONS, state, PO.WAIT, "g")
+
+
+def test_gradients_that_come_while_earlier_ones_are_sent_stay_local_when_those_arrive() -> None:
+    state = G.NONE
+    for operation in (GO.ACCUMULATE, GO.REDUCE, GO.ACCUMULATE, GO.COMPLETE):
+        state = advance(GRADIENT_TRANSITIONS, state, operation, "g")
+    assert state is G.LOCAL
+
+
+@given(st.lists(st.sampled_from(PO)))
+def test_parameters_are_usable_only_after_a_wait_with_no_reshard_since(operations: list[ParameterOperation]) -> None:
+    state, waited = P.SHARDED, False
+    for operation in operations:
+        if (state, operation) not in PARAMETER_TRANSITIONS:
+            continue
+        state = advance(PARAMETER_TRANSITIONS, state, operation, "g")
+        waited = operation is PO.WAIT or (waited and operation is PO.UNSHARD)
+        assert (state is P.UNSHARDED) == waited
+
+
+@given(st.lists(st.sampled_from(GO)))
+def test_gradients_are_local_exactly_while_some_have_not_been_sent(operations: list[GradientOperation]) -> None:
+    state, unsent = G.NONE, False
+    for operation in operations:
+        if (state, operation) not in GRADIENT_TRANSITIONS:
+            continue
+        state = advance(GRADIENT_TRANSITIONS, state, operation, "g")
+        unsent = operation is GO.ACCUMULATE or (unsent and operation is GO.COMPLETE)
+        assert (state is G.LOCAL) == unsent
+
+
+def test_an_illegal_operation_names_the_group_the_state_what_is_legal_and_the_way_out() -> None:
+    message = (
+        "group 'layers.3' is SHARDED: WAIT is not legal here (legal: UNSHARD, RESHARD). "
+        "After an exception in forward or backward, call reset_iter_state() on the root module."
+    )
+    with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$") as caught:
+        advance(PARAMETER_TRANSITIONS, P.SHARDED, PO.WAIT, "layers.3")
+    assert isinstance(caught.value, FSDPError)
+    assert isinstance(caught.value, RuntimeError)
+    assert caught.value.__suppress_context__  # the KeyError would tell nobody anything
+
+
+def test_an_illegal_operation_on_gradients_reads_the_same() -> None:
+    message = (
+        "group '' is NONE: COMPLETE is not legal here (legal: ACCUMULATE, REDUCE, DROP). "
+        "After an exception in forward or backward, call reset_iter_state() on the root module."
+    )
+    with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$"):
+        advance(GRADIENT_TRANSITIONS, G.NONE, GO.COMPLETE, "")

@@ -1,0 +1,149 @@
+"""Events, the recorder, the memory ledger."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp import trace
+from composable_fsdp.trace import Operation, Recorder, TraceEvent, emit, ledger, listeners, now
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_before_or_after() -> Iterator[None]:
+    assert listeners == []
+    yield
+    assert listeners == []
+
+
+def allocate(group: str, nbytes: int) -> TraceEvent:
+    return TraceEvent(Operation.ALLOCATE, group, nbytes, "", 0.0, 0.0)
+
+
+def free(group: str, nbytes: int) -> TraceEvent:
+    return TraceEvent(Operation.FREE, group, nbytes, "", 0.0, 0.0)
+
+
+def recorded(*events: TraceEvent) -> Recorder:
+    recorder = Recorder()
+    recorder.events.extend(events)
+    return recorder
+
+
+def test_events_are_recorded_in_order_while_the_recorder_is_entered_and_not_before_or_after() -> None:
+    recorder = Recorder()
+    emit(Operation.UNSHARD, "before")
+    with recorder as entered:
+        assert entered is recorder
+        emit(Operation.UNSHARD, "a")
+        emit(Operation.WAIT, "a")
+    emit(Operation.RESHARD, "after")
+    assert [str(event) for event in recorder] == ["unshard a", "wait a"]
+
+
+def test_nobody_listens_to_the_null_trace_so_the_guard_makes_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(trace, "TraceEvent", lambda *fields: made.append(str(fields)))
+
+    def step() -> None:
+        if listeners:
+            emit(Operation.UNSHARD, "a")
+
+    step()
+    assert made == []
+    with Recorder():
+        step()
+    assert len(made) == 1
+
+
+def test_an_event_carries_what_was_emitted() -> None:
+    begin = now()
+    with Recorder() as recorder:
+        emit(Operation.REDUCE, "layers.0", 4096, "reduce", begin=begin)
+        emit(Operation.REDUCED, "layers.0")
+    launched, done = recorder
+    assert (launched.operation, launched.group, launched.bytes, launched.lane) == (
+        Operation.REDUCE,
+        "layers.0",
+        4096,
+        "reduce",
+    )
+    assert launched.begin == begin <= launched.end <= now()
+    assert (done.bytes, done.lane) == (0, "")
+    assert done.begin == done.end >= launched.end
+
+
+def test_nested_recorders_each_hear_what_happens_while_they_are_entered() -> None:
+    with Recorder() as outer:
+        emit(Operation.UNSHARD, "a")
+        with Recorder() as inner:
+            emit(Operation.WAIT, "a")
+        emit(Operation.RESHARD, "a")
+    assert [event.operation.value for event in outer] == ["unshard", "wait", "reshard"]
+    assert [event.operation.value for event in inner] == ["wait"]
+
+
+def test_leaving_the_outer_recorder_first_leaves_the_inner_one_listening() -> None:
+    outer, inner = Recorder(), Recorder()
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)  # both have heard the same so far: equal lists, but not the same one
+    emit(Operation.UNSHARD, "a")
+    inner.__exit__(None, None, None)
+    assert (len(outer.events), len(inner.events)) == (0, 1)
+
+
+def test_an_exception_in_the_body_passes_and_ends_the_recording() -> None:
+    with pytest.raises(ZeroDivisionError), Recorder() as recorder:
+        raise ZeroDivisionError
+    emit(Operation.UNSHARD, "a")
+    assert recorder.events == []
+
+
+def test_a_listener_that_leaves_while_it_is_told_does_not_rob_the_next_one() -> None:
+    heard: list[str] = []
+
+    def once(event: TraceEvent) -> None:
+        heard.append(f"once {event}")
+        listeners.remove(once)
+
+    listeners.append(once)
+    with Recorder() as recorder:
+        emit(Operation.UNSHARD, "a")
+        emit(Operation.UNSHARD, "b")
+    assert heard == ["once unshard a"]
+    assert len(recorder.events) == 2
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(0, 5))))
+def test_the_ledger_is_what_was_allocated_less_what_was_freed(entries: list[tuple[bool, str, int]]) -> None:
+    events = [(allocate if taken else free)(group, nbytes) for taken, group, nbytes in entries]
+    held = ledger(events)
+    for group in "abc":
+        assert held.get(group, 0) == sum(n if taken else -n for taken, g, n in entries if g == group)
+    assert all(held.values())
+
+
+def test_the_ledger_leaves_out_groups_that_hold_nothing_and_ignores_other_operations() -> None:
+    wait = TraceEvent(Operation.WAIT, "a", 64, "", 0.0, 0.0)
+    assert ledger([]) == {}
+    assert ledger([allocate("a", 8), wait, allocate("b", 4), free("a", 8)]) == {"b": 4}
+    assert recorded(allocate("a", 8), free("a", 8), allocate("a", 2)).allocated == {"a": 2}
+
+
+def test_the_peak_is_the_most_groups_that_held_memory_at_one_time() -> None:
+    assert recorded().peak_groups == 0
+    a, b, c = allocate("a", 1), allocate("b", 1), allocate("c", 1)
+    assert recorded(a, free("a", 1), b, free("b", 1), c).peak_groups == 1
+    assert recorded(a, b, free("a", 1), c, free("b", 1), free("c", 1)).peak_groups == 2
+    assert recorded(a, a, a).peak_groups == 1
+
+
+def test_the_example_in_the_documentation_is_true() -> None:
+    failed, attempted = doctest.testmod(trace)
+    assert attempted
+    assert not failed
