@@ -78,12 +78,13 @@ def fully_shard(
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     sources = _collect(module, axes, shard_placement_fn, {id(p) for p in ignored_params or ()})
     name = type(module).__name__
+    sharded = cast(type[M], sharded_class(type(module)))  # before anything changes: not every class can be derived from
     group = ParameterGroup(name, sources, axes, precision, offload)
     for source in sources:
         _taken[source.tensor] = f"{source.name!r} of {name}"
     _move_buffers(module, axes.device)
     install_hooks(Unit(module, group, reshard, precision))
-    module.__class__ = cast(type[M], sharded_class(type(module)))
+    module.__class__ = sharded
     return module
 
 

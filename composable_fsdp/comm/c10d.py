@@ -24,8 +24,11 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 _OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
-_DIRECT_BYTES = {"nccl": 1 << 19, "gloo": 1 << 20}
-"""Measured with ``benchmarks/collectives.py``; a backend that is not listed takes gloo's."""
+_GLOO_DIRECT_BYTES = 3 << 20
+"""Where direct and packed cost the same on one host with 2 and 4 ranks, as ``benchmarks/collectives.py`` finds it."""
+
+_COALESCING_DIRECT_BYTES = 1 << 19
+"""For backends that launch many transfers as one. An estimate of what a launch costs in bytes, not measured yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class ProcessGroupCommunicator:
         self.aliases = False
         # gloo sums and divides in one pass more; a sum with the division folded into the shard-sized result is cheaper.
         self.averages = self._backend == "nccl"
-        self.direct_bytes = _DIRECT_BYTES.get(self._backend, _DIRECT_BYTES["gloo"])
+        self.direct_bytes = _COALESCING_DIRECT_BYTES if self._backend == "nccl" else _GLOO_DIRECT_BYTES
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"

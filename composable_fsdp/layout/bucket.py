@@ -39,6 +39,8 @@ class GatherLayout:
     places: FlatLayout
     direct: tuple[int, ...]
     packed: tuple[int, ...]
+    packed_widths: tuple[int, ...]
+    """Elements per packed parameter in each rank's row of the message, alignment included."""
     packed_numel: int
 
     @property
@@ -64,6 +66,7 @@ class ReduceLayout:
     output: FlatLayout
     direct: tuple[int, ...]
     packed: tuple[int, ...]
+    packed_widths: tuple[int, ...]
     packed_numel: int
     has_padding: bool
 
@@ -82,11 +85,11 @@ def plan_gather(
     direct = tuple(
         i for i, s in enumerate(shards) if s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
     )
-    store, packed, packed_numel = _packed_first([s.padded_numel for s in shards], direct, itemsize)
+    store, packed, widths = _packed_first([s.padded_numel for s in shards], direct, itemsize)
     if places is None:
         offsets, end = _aligned([s.full_numel for s in shards], itemsize)
         places = FlatLayout(offsets, end)
-    return GatherLayout(tuple(shards), store, places, direct, packed, packed_numel)
+    return GatherLayout(tuple(shards), store, places, direct, packed, widths, sum(widths))
 
 
 def plan_reduce(
@@ -102,23 +105,23 @@ def plan_reduce(
         for k, s in enumerate(chosen)
         if s.concatenates and s.layout.is_even and s.numel > 0 and s.numel * itemsize >= direct_bytes
     )
-    output, packed, packed_numel = _packed_first([s.padded_numel for s in chosen], direct, itemsize)
+    output, packed, widths = _packed_first([s.padded_numel for s in chosen], direct, itemsize)
     payload = sum(chosen[k].numel for k in packed)
-    padded = bool(packed) and packed_numel * chosen[packed[0]].num_shards != payload
-    return ReduceLayout(tuple(indices), chosen, output, direct, packed, packed_numel, padded)
+    padded = bool(packed) and sum(widths) * chosen[packed[0]].num_shards != payload
+    return ReduceLayout(tuple(indices), chosen, output, direct, packed, widths, sum(widths), padded)
 
 
 def _packed_first(
     lengths: Sequence[int], direct: tuple[int, ...], itemsize: int
-) -> tuple[FlatLayout, tuple[int, ...], int]:
-    """Segments with the packed ones in front; also which are packed and where their part ends."""
+) -> tuple[FlatLayout, tuple[int, ...], tuple[int, ...]]:
+    """Segments with the packed ones in front; also which are packed, and their aligned lengths."""
     packed = tuple(i for i in range(len(lengths)) if i not in direct)
     order = (*packed, *direct)
     starts, end = _aligned([lengths[i] for i in order], itemsize)
     offsets = dict(zip(order, starts, strict=True))
-    packed_end = starts[len(packed)] if direct else end
-    layout = FlatLayout(tuple(offsets[i] for i in range(len(lengths))), end)
-    return layout, packed, packed_end
+    bounds = (*starts, end)
+    widths = tuple(bounds[i + 1] - bounds[i] for i in range(len(packed)))
+    return FlatLayout(tuple(offsets[i] for i in range(len(lengths))), end), packed, widths
 
 
 def _aligned(lengths: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], int]:

@@ -80,6 +80,7 @@ class GroupPlan:
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketPlan, ...]
+    num_trainable: int
 
     @property
     def unsharded_bytes(self) -> int:
@@ -97,10 +98,6 @@ class GroupPlan:
     def reduce_bytes(self) -> int:
         return sum(bucket.reduce_bytes for bucket in self.buckets)
 
-    @property
-    def num_trainable(self) -> int:
-        return sum(spec.trainable for spec in self.specs)
-
 
 @lru_cache(maxsize=1024)
 def plan_group(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> GroupPlan:
@@ -108,7 +105,8 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> GroupP
     members: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
     for index, spec in enumerate(specs):
         members.setdefault(spec.bucket_key, []).append(index)
-    return GroupPlan(specs, tuple(_plan_bucket(specs, tuple(indices), options) for indices in members.values()))
+    buckets = tuple(_plan_bucket(specs, tuple(indices), options) for indices in members.values())
+    return GroupPlan(specs, buckets, num_trainable=sum(spec.trainable for spec in specs))
 
 
 def _plan_bucket(specs: Sequence[ParameterSpec], indices: tuple[int, ...], options: PlanOptions) -> BucketPlan:

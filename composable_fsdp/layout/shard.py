@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from composable_fsdp.errors import ParameterError
@@ -47,37 +47,33 @@ class TensorShards:
     Invariant: every rank's piece has ``padded_numel`` elements: first the ones it owns, contiguous in the order of a
     tensor of ``shard_shape(rank)``, then padding. (On a dim other than the first this is *not* a narrowed view of a
     tensor of ``padded_shape``: local shards stay contiguous however uneven the cut is.)
+
+    The derived numbers are worked out once: steps look them up for every parameter.
     """
 
     shape: tuple[int, ...]
     dim: int
     num_shards: int
+    layout: ShardLayout = field(init=False, compare=False, repr=False)
+    numel: int = field(init=False, compare=False, repr=False)
+    padded_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """Shape of one rank's piece with its padding."""
+    padded_numel: int = field(init=False, compare=False, repr=False)
+    concatenates: bool = field(init=False, compare=False, repr=False)
+    """Whether the padded pieces, one after the other, are the tensor's own memory followed by padding."""
 
-    @property
-    def layout(self) -> ShardLayout:
-        return ShardLayout(self.shape[self.dim], self.num_shards)
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """Shape of one rank's piece with its padding."""
-        return (*self.shape[: self.dim], self.layout.padded_shard, *self.shape[self.dim + 1 :])
-
-    @property
-    def padded_numel(self) -> int:
-        return prod(self.padded_shape)
+    def __post_init__(self) -> None:
+        layout = ShardLayout(self.shape[self.dim], self.num_shards)
+        padded_shape = (*self.shape[: self.dim], layout.padded_shard, *self.shape[self.dim + 1 :])
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "numel", prod(self.shape))
+        object.__setattr__(self, "padded_shape", padded_shape)
+        object.__setattr__(self, "padded_numel", prod(padded_shape))
+        object.__setattr__(self, "concatenates", prod(self.shape[: self.dim]) == 1)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what ``rank`` owns, without padding."""
         return (*self.shape[: self.dim], len(self.layout.owned_by(rank)), *self.shape[self.dim + 1 :])
-
-    @property
-    def concatenates(self) -> bool:
-        """Whether the padded pieces, one after the other, are the tensor's own memory followed by padding."""
-        return prod(self.shape[: self.dim]) == 1
 
     @property
     def full_numel(self) -> int:

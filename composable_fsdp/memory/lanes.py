@@ -39,6 +39,8 @@ class Pending(Generic[T]):
     def __init__(self, launch: Callable[[], Work], finish: Callable[[], T], after: Pending[Any] | None) -> None:
         self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
         self._after = after
+        self._held: Pending[Any] | None = None
+        """Earlier work, already ordered before this, whose buffers are in use until this has been waited for."""
         self._work: Work | None = None
         self._result: T | None = None
         self._done = False
@@ -59,7 +61,7 @@ class Pending(Generic[T]):
         self._complete()
         if self._event is not None and self._current_stream is not None:
             self._current_stream().wait_event(self._event)
-        self._owned = self._work = None
+        self._owned = self._work = self._held = None
         return cast(T, self._result)
 
     def synchronize(self) -> T:
@@ -73,7 +75,7 @@ class Pending(Generic[T]):
         """All of the work on ``stream``, which is the current one, now and without blocking the host."""
         if self._after is not None:
             stream.wait_event(self._after._event)
-            self._after = None
+        self._held, self._after = self._after, None
         self._complete()
         self._event, self._current_stream = stream.record_event(), current_stream
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AliasedBuffer", "OwnedBuffer", "UnshardedBuffer", "allocate_storage", "free_storage"]
+__all__ = ["AliasedBuffer", "OwnedBuffer", "UnshardedBuffer", "allocate_storage", "contiguous_strides", "free_storage"]
 
 
 def allocate_storage(tensor: torch.Tensor, nbytes: int) -> None:
@@ -86,9 +86,14 @@ class AliasedBuffer:
         return _shaped(self._flat.data, offset, shape)
 
 
-def _shaped(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of ``shape``."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
         step *= max(length, 1)
-    return flat.as_strided(shape, strides[::-1], offset)
+    return tuple(reversed(strides))
+
+
+def _shaped(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return flat.as_strided(shape, contiguous_strides(shape), offset)

@@ -12,6 +12,7 @@ import torch
 
 from composable_fsdp.layout.bucket import FlatLayout
 from composable_fsdp.layout.shard import TensorShards
+from composable_fsdp.memory.storage import contiguous_strides
 
 __all__ = ["ShardStore"]
 
@@ -34,20 +35,7 @@ class ShardStore:
         self._rank = rank
         self.flat = torch.zeros(layout.numel, dtype=dtype, device=device, pin_memory=pin_memory)
 
-    def segment(self, index: int) -> torch.Tensor:
-        """1-d view of one parameter's padded shard."""
-        offset = self._layout.offsets[index]
-        return self.flat[offset : offset + self._shards[index].padded_numel]
-
     def local(self, index: int) -> torch.Tensor:
         """View of one parameter's shard, contiguous, shaped, without padding."""
-        return shaped_shard(self.flat, self._layout.offsets[index], self._shards[index], self._rank)
-
-
-def shaped_shard(flat: torch.Tensor, offset: int, shards: TensorShards, rank: int) -> torch.Tensor:
-    """The part of ``flat`` at ``offset`` that ``rank`` owns, in its shape."""
-    shape = shards.shard_shape(rank)
-    numel = 1
-    for length in shape:
-        numel *= length
-    return flat[offset : offset + numel].view(shape)
+        shape = self._shards[index].shard_shape(self._rank)
+        return self.flat.as_strided(shape, contiguous_strides(shape), self._layout.offsets[index])

@@ -14,8 +14,8 @@ from composable_fsdp.layout.bucket import GatherLayout
 from composable_fsdp.layout.pack import pack_gradient, take_shard, unpack_parameter
 from composable_fsdp.layout.plan import BucketPlan, plan_smaller
 from composable_fsdp.layout.reduction import Reduction
-from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer
-from composable_fsdp.memory.store import ShardStore, shaped_shard
+from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer, contiguous_strides
+from composable_fsdp.memory.store import ShardStore
 from composable_fsdp.runtime.parameter import ShardedParameter
 
 __all__ = ["Bucket", "Gather", "ReducedBucket", "Scatter"]
@@ -61,7 +61,6 @@ class Bucket:
         store: ShardStore,
         device: torch.device,
     ) -> None:
-        self.plan = plan
         self.parameters = [parameters[i] for i in plan.indices]
         self.store = store
         self._shard = shard
@@ -72,7 +71,18 @@ class Bucket:
             if plan.aliased
             else OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
         )
+        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if not plan.aliased else []
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
+        self.follow(plan)
+
+    def follow(self, plan: BucketPlan) -> None:
+        """Takes over a plan that differs only in which parameters are trainable."""
+        self.plan = plan
+        layout, rank = plan.reduce, self._shard.rank
+        self._reduced_views = [
+            _contiguous_view(shards.shard_shape(rank), offset)
+            for shards, offset in zip(layout.shards, layout.output.offsets, strict=True)
+        ]
 
     @property
     def gradient_device(self) -> torch.device:
@@ -110,11 +120,25 @@ class Bucket:
         if gather.packed is None:
             return
         layout = gather.layout
-        rows = gather.packed.view(layout.num_shards, layout.packed_numel)
-        for i in layout.packed:
-            shards, start = layout.shards[i], layout.store.offsets[i]
-            place = self.buffer.region(layout.places.offsets[i], self.plan.gather.shards[i].full_numel)
-            unpack_parameter(shards, rows[:, start : start + shards.padded_numel], place)
+        whole = layout.num_shards == self._shard.size
+        rows = gather.packed.view(layout.num_shards, layout.packed_numel).split(layout.packed_widths, dim=1)
+        places, sources = [], []
+        for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
+            shards = layout.shards[i]
+            source = row if row.size(1) == shards.padded_numel else row[:, : shards.padded_numel]
+            if shards.concatenates:
+                places.append(self._row_places[position] if whole else self._row_place(layout, i))
+                sources.append(source)
+            else:
+                unpack_parameter(shards, source, self._row_place(layout, i))
+        if places:
+            torch._foreach_copy_(places, sources)
+
+    def _row_place(self, layout: GatherLayout, i: int) -> torch.Tensor:
+        """Where the full parameter is unpacked to; as rows of pieces, where these lie one after the other there."""
+        shards = layout.shards[i]
+        place = self.buffer.region(layout.places.offsets[i], shards.full_numel)
+        return place.view(layout.num_shards, shards.padded_numel) if shards.concatenates else place
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
         """Keeps the slice of ``rank`` on a smaller mesh of ``num_shards``, from which backward gathers again."""
@@ -153,14 +177,27 @@ class Bucket:
             num_shards = self._shard.size
             new = torch.zeros if layout.has_padding else torch.empty
             message = new(num_shards * layout.packed_numel, dtype=plan.reduce_dtype, device=self._device)
-            rows = message.view(num_shards, layout.packed_numel)
-            for k in layout.packed:
-                shards, start = layout.shards[k], layout.output.offsets[k]
-                pack_gradient(shards, gradients[k], rows[:, start : start + shards.padded_numel])
+            self._pack(gradients, message.view(num_shards, layout.packed_numel))
             if reduction.pre_divide != 1.0:
                 message.div_(reduction.pre_divide)
             scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
         return scatter
+
+    def _pack(self, gradients: list[torch.Tensor | None], message: torch.Tensor) -> None:
+        """Copies packed gradients into their columns of ``message``, one row per rank, casting on the way."""
+        layout = self.plan.reduce
+        columns, sources = [], []
+        for k, column in zip(layout.packed, message.split(layout.packed_widths, dim=1), strict=True):
+            shards, gradient = layout.shards[k], gradients[k]
+            if column.size(1) != shards.padded_numel:
+                column = column[:, : shards.padded_numel]
+            if gradient is not None and shards.concatenates and shards.layout.is_even and gradient.is_contiguous():
+                columns.append(column)
+                sources.append(gradient.view(column.shape))
+            else:
+                pack_gradient(shards, gradient, column)
+        if columns:
+            torch._foreach_copy_(columns, sources)
 
     def finish_scatter(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
         """Scales what arrived, casts it to the dtype of the shards and brings it to where they rest."""
@@ -170,10 +207,10 @@ class Bucket:
         if flat.device != self.gradient_device:
             host = torch.empty_like(flat, device=self.gradient_device, pin_memory=self.store.flat.is_pinned())
             flat = host.copy_(flat, non_blocking=True)
-        layout, rank = self.plan.reduce, self._shard.rank
+        indices, views = self.plan.reduce.indices, self._reduced_views
         return ReducedBucket(
-            [self.parameters[layout.indices[k]] for k in scatter.present],
-            [shaped_shard(flat, layout.output.offsets[k], layout.shards[k], rank) for k in scatter.present],
+            [self.parameters[indices[k]] for k in scatter.present],
+            [flat.as_strided(*views[k]) for k in scatter.present],
         )
 
     def _wire_gradient(self, gradient: torch.Tensor | None, numel: int, reduction: Reduction) -> torch.Tensor:
@@ -181,3 +218,8 @@ class Bucket:
             return torch.zeros(numel, dtype=self.plan.reduce_dtype, device=self._device)
         flat = gradient.reshape(-1).to(self.plan.reduce_dtype)
         return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
+
+
+def _contiguous_view(shape: tuple[int, ...], offset: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Arguments of ``as_strided`` for a tensor of ``shape`` that lies at ``offset``."""
+    return shape, contiguous_strides(shape), offset

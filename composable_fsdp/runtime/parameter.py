@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable_fsdp.errors import ParameterError
+from composable_fsdp.memory.storage import contiguous_strides
 
 __all__ = ["ParameterSource", "ShardedParameter"]
 
@@ -45,7 +46,7 @@ class ShardedParameter:
         self._attributes = dict(vars(tensor))
         self._slots = [(module._parameters, name) for module, name in source.owners if not _intercepts(module)]
         self._intercepting = [(module, name) for module, name in source.owners if _intercepts(module)]
-        stride = torch.empty(self.shape, device="meta").stride()
+        stride = contiguous_strides(self.shape)
         distributed = DTensor.from_local(
             local, mesh, tuple(placements), run_check=False, shape=torch.Size(self.shape), stride=stride
         )
@@ -83,7 +84,10 @@ class ShardedParameter:
             ParameterError: what is registered now is not a DTensor sharded as this parameter is.
         """
         registered = self._registered()
-        if registered is self.unsharded or registered is self.sharded:
+        if registered is self.unsharded:
+            return
+        if registered is self.sharded:
+            self._carry_attributes(registered)  # a conversion (``to``, ``to_empty``) swaps them away with the tensor
             return
         old, new = cast(Any, self.sharded), cast(Any, registered)
         if not isinstance(new, DTensor) or not isinstance(new, nn.Parameter):

@@ -155,7 +155,7 @@ class GroupTensors:
             parameter.follow_requires_grad(self._on_gradient)
         self.plan = self._make_plan()
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
-            bucket.plan = plan
+            bucket.follow(plan)
 
     def misplaced(self, group: str) -> ParameterError:
         """The error that names the parameters whose shards are not where those of ``group`` rest."""
