@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from text import checkpoints
+from text.checkpoints import Checkpoints
 from text.data import Corpus, load_corpus
 from text.options import Options, UsageError, make_parser, parse_options
-from text.report import Reporter, progress_text
+from text.report import Reporter, outcome, progress_text
 from text.sharding import build_sharded_model, compute_dtype, groups_of, make_mesh
-from text.training import History, Trainer, make_optimizer
-from text.verify import verify
+from text.training import History, Trainer, is_reported, make_optimizer
+from text.verify import allowed_differences, compare_runs, compare_with_reference
 from torch.distributed.device_mesh import DeviceMesh
 
 REPEATED_STEPS = 5  # how many of the last steps are trained again from the checkpoint before them
@@ -35,6 +35,7 @@ class Run:
     device: torch.device
     mesh: DeviceMesh
     corpus: Corpus
+    checkpoints: Checkpoints
     reporter: Reporter
     start: int
 
@@ -91,10 +92,14 @@ def choose_device(name: str) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if wanted != accelerator:
-        raise UsageError(f"--device {name} is not usable here: choose auto, cpu{f' or {accelerator}' if accelerator else ''}")
+        raise UsageError(
+            f"--device {name} is not usable here: choose auto, cpu{f' or {accelerator}' if accelerator else ''}"
+        )
     local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
     if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
-        raise UsageError(f"there are more ranks than {wanted} devices ({devices}): start {devices}, or use --device cpu")
+        raise UsageError(
+            f"there are more ranks than {wanted} devices ({devices}): start {devices}, or use --device cpu"
+        )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(wanted, local_rank)
 
@@ -104,16 +109,17 @@ def run(options: Options) -> int:
     world_size = dist.get_world_size()
     options.check_ranks(world_size)
     device = choose_device(options.device)
-    start = checkpoints.prepare_folder(options.out, resume=options.resume, overwrite=options.overwrite)
+    checkpoints = Checkpoints(options.out)
+    start = checkpoints.prepare(resume=options.resume, overwrite=options.overwrite)
     if start >= options.steps:
         raise UsageError(f"the checkpoint in {options.out} has had {start} steps already: pass --steps above {start}")
-    reporter = Reporter(dist.get_rank())
-    job = Run(options, device, make_mesh(options, device, world_size), load_corpus(), reporter, start)
+    reporter, mesh = Reporter(dist.get_rank()), make_mesh(options, device, world_size)
+    job = Run(options, device, mesh, load_corpus(), checkpoints, reporter, start)
     introduce(job)
 
     trainer = job.trainer(options.seed)
     if options.resume:
-        checkpoints.load(trainer, options.out, start)
+        checkpoints.load(trainer, start)
     groups = groups_of(trainer.model, options)
     before = trainer.validate(job.corpus.validation)
     history = train(job, trainer)
@@ -132,7 +138,9 @@ def run(options: Options) -> int:
 
 def introduce(job: Run) -> None:
     """Say what is about to be trained, on what."""
-    axes = " × ".join(f"{name} {size}" for name, size in zip(job.mesh.mesh_dim_names or (), job.mesh.shape, strict=True))
+    axes = " × ".join(
+        f"{name} {size}" for name, size in zip(job.mesh.mesh_dim_names or (), job.mesh.shape, strict=True)
+    )
     training, validation = job.corpus.training, job.corpus.validation
     job.reporter.say(f"mesh: {axes}, on {job.device.type}; gathers in {compute_dtype(job.options)}")
     job.reporter.say(
@@ -155,7 +163,7 @@ def train(job: Run, trainer: Trainer) -> History:
         watcher.step_done(done - 1)
         regular = options.save_every and done % options.save_every == 0
         if regular or done in (job.rehearsal, options.steps):
-            checkpoints.save(trainer, options.out, done)
+            job.checkpoints.save(trainer, done)
 
     try:
         return trainer.train(job.corpus.training, steps, on_report=on_report, after_step=after_step)
@@ -167,21 +175,32 @@ def check_resume(job: Run, trainer: Trainer, history: History) -> bool:
     """Train the last steps once more, in a fresh model, from the checkpoint before them."""
     options = job.options
     fresh = job.trainer(options.seed + 1)  # other initial values, so that only the checkpoint can make it equal
-    checkpoints.load(fresh, options.out, job.rehearsal)
+    same_state = job.checkpoints.load(fresh, job.rehearsal)
     again = fresh.train(job.corpus.training, range(job.rehearsal, options.steps))
-    first = history.losses[job.rehearsal - history.start :]
-    largest = max((abs(one - other) for one, other in zip(first, again.losses, strict=True)), default=0.0)
-    equal = checkpoints.same_state(trainer, fresh)
-    return True
+    found, allowed = compare_runs(trainer.model, history, fresh.model, again), allowed_differences(options)
+    equal = "equal" if same_state else "DIFFERENT"
+    job.reporter.say(f"resumed at step {job.rehearsal}: parameters and AdamW state {equal} to those saved")
+    job.reporter.say(outcome(f"steps {job.rehearsal + 1} to {options.steps} again", found, allowed))
+    return same_state and found.within(allowed)
 
 
 def check_reference(job: Run, trainer: Trainer, history: History) -> bool:
     """Train all steps unsharded, and compare."""
-    watcher = job.reporter.watch("unsharded", job.options.steps)
-    result = verify(trainer, job.corpus.training, history, watcher.step_done)
-    watcher.close()
-    job.reporter.say(repr(result))
-    return result.holds
+    steps = range(job.options.steps)
+    watcher = job.reporter.watch("unsharded", len(steps))
+
+    def on_step(step: int, loss: float) -> None:
+        watcher.step_done(step)
+        if is_reported(step, steps):
+            watcher.report(step, f"loss {loss:.3f}")
+
+    try:
+        found = compare_with_reference(trainer, history, job.corpus.training, on_step)
+    finally:
+        watcher.close()
+    allowed = allowed_differences(job.options)
+    job.reporter.say(outcome("sharded against unsharded", found, allowed))
+    return found.within(allowed)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class _Cut:
 def _cut(shards: TensorShards) -> _Cut:
     """Looked up for every tensor of every step: working it out costs as much as the copy of a small one."""
     dim, length, piece = shards.dim, shards.layout.length, shards.layout.padded_shard
-    whole = length // piece if piece else shards.num_shards
+    whole = length // max(1, piece)
     before, after = shards.shape[:dim], shards.shape[dim + 1 :]
     short_shape = (*before, length - whole * piece, *after)
     return _Cut(

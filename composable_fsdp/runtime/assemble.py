@@ -33,6 +33,8 @@ def assemble(root: nn.Module) -> Iteration:
         name or ROOT_NAME: unit for name, module in root.named_modules() if (unit := find_unit(module)) is not None
     }
     top = unit_of(root)
+    for former in {iteration_of(unit) for unit in units.values() if unit.iteration is not None}:
+        former.drain()
     iteration = Iteration(top, units, Lanes(top.group.axes.device))
     for name, unit in units.items():
         unit.group.name = name

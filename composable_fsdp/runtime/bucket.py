@@ -157,16 +157,16 @@ class Bucket:
     # -- full gradients to reduced shards
 
     def prepare_scatter(self, reduction: Reduction) -> Scatter | None:
-        """Takes the gradients that autograd left and says what must travel; ``None`` where there are none.
+        """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
 
         The message always holds every trainable parameter, zeros for those without a gradient, so that its size is the
         same on every rank whatever part each of them used.
         """
         layout, plan = self.plan.reduce, self.plan
+        if not layout.indices:
+            return None
         gradients = [self.parameters[i].take_gradient() for i in layout.indices]
         present = [k for k, gradient in enumerate(gradients) if gradient is not None]
-        if not present:
-            return None
         output = torch.empty(layout.output.numel, dtype=plan.reduce_dtype, device=self._device)
         scatter = Scatter([], output, present)
         for k in layout.direct:

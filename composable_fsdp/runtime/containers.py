@@ -12,62 +12,77 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = ["map_tensors", "tensors_in"]
 
+Map = Callable[[torch.Tensor], torch.Tensor]
 
-def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
+"""Types without tensors in them, told apart here since a pytree walk costs more than the rest of a hook."""
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """Every tensor in ``tree``, in order."""
     if isinstance(tree, torch.Tensor):
         yield tree
-        return
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        else:
-            for child in _children(leaf):
-                yield from tensors_in(child)
+    elif type(tree) not in _ATOMS:
+        for child in _children(tree):
+            yield from tensors_in(child)
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+def map_tensors(function: Map, tree: Any) -> Any:
     """``tree`` with ``function`` applied to every tensor; the same object where no tensor changed."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    leaves, spec = tree_flatten(tree)
-    mapped = [_map_leaf(function, leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(mapped, leaves, strict=True)):
+    kind = type(tree)
+    if kind in _ATOMS:
         return tree
-    return mapped[0] if leaves[0] is tree else tree_unflatten(mapped, spec)
+    if kind is tuple or kind is list:
+        mapped = [map_tensors(function, child) for child in tree]
+        return tree if _same(mapped, tree) else kind(mapped)
+    if _is_dataclass_value(tree):
+        return _with_fields(tree, _changed(function, _fields(tree)))
+    leaves, spec = tree_flatten(tree)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return _with_items(tree, _changed(function, dict(tree))) if isinstance(tree, MutableMapping) else tree
+    mapped = [map_tensors(function, leaf) for leaf in leaves]
+    return tree if _same(mapped, leaves) else tree_unflatten(mapped, spec)
 
 
-def _map_leaf(function: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return function(leaf)
-    if _is_dataclass_value(leaf):
-        names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
-        changed = _changed(function, {name: getattr(leaf, name) for name in names})
-        new = copy.copy(leaf) if changed else leaf
-        for name, value in changed.items():
-            object.__setattr__(new, name, value)  # frozen dataclasses too
-        return new
-    if isinstance(leaf, MutableMapping):
-        changed = _changed(function, dict(leaf))
-        new = copy.copy(leaf) if changed else leaf
-        for key, value in changed.items():
-            new[key] = value
-        return new
-    return leaf
+def _children(tree: Any) -> Any:
+    if type(tree) is tuple or type(tree) is list:
+        return tree
+    if _is_dataclass_value(tree):
+        return _fields(tree).values()
+    leaves = tree_flatten(tree)[0]
+    if len(leaves) == 1 and leaves[0] is tree:
+        return tree.values() if isinstance(tree, MutableMapping) else ()
+    return leaves
 
 
-def _changed(function: Callable[[torch.Tensor], torch.Tensor], items: dict[Any, Any]) -> dict[Any, Any]:
+def _same(mapped: list[Any], originals: Any) -> bool:
+    return all(new is old for new, old in zip(mapped, originals, strict=True))
+
+
+def _changed(function: Map, items: dict[Any, Any]) -> dict[Any, Any]:
     mapped = {key: map_tensors(function, value) for key, value in items.items()}
     return {key: value for key, value in mapped.items() if value is not items[key]}
 
 
-def _children(leaf: Any) -> list[Any]:
-    if _is_dataclass_value(leaf):
-        return [getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
-    if isinstance(leaf, MutableMapping):
-        return list(leaf.values())
-    return []
+def _is_dataclass_value(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
-def _is_dataclass_value(leaf: object) -> bool:
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+
+
+def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
+    new = copy.copy(value) if changed else value
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)  # frozen dataclasses too
+    return new
+
+
+def _with_items(mapping: Any, changed: dict[Any, Any]) -> Any:
+    new = copy.copy(mapping) if changed else mapping
+    for key, item in changed.items():
+        new[key] = item
+    return new

@@ -121,7 +121,7 @@ class Iteration:
         ahead = unit.backward_prefetch
         if ahead is None:
             names = self._scheduler.backward(call.record, call.position)
-            ahead = [self.units[name] for name in names]
+            ahead = [self.units[name] for name in names if name in self.units]
         self._unshard(unit, (u for u in ahead if u.unshard_in_backward))
 
     def post_backward(self, call: Call) -> None:

@@ -89,7 +89,7 @@ class ShardedParameter:
         if registered is self.sharded:
             self._carry_attributes(registered)  # a conversion (``to``, ``to_empty``) swaps them away with the tensor
             return
-        old, new = cast(Any, self.sharded), cast(Any, registered)
+        old, new = cast(Any, self.sharded), registered
         if not isinstance(new, DTensor) or not isinstance(new, nn.Parameter):
             raise ParameterError(
                 f"parameter {self.name!r} was replaced after sharding by a {type(registered).__name__}, which is not a "
@@ -102,8 +102,8 @@ class ShardedParameter:
                 f"{new.placements} on {new.device_mesh}; expected shape {self.shape} with {old.placements} on "
                 f"{old.device_mesh}."
             )
-        self.sharded = registered
-        self._carry_attributes(registered)
+        self.sharded = new
+        self._carry_attributes(new)
 
     def build_unsharded(self, data: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Makes the parameter that modules compute with out of ``data``, a view of the unsharded buffer."""
@@ -158,12 +158,13 @@ class ShardedParameter:
         """Forgets gradients that have not been reduced."""
         self.unsharded.grad = self.accumulated = None
 
-    def _registered(self) -> nn.Parameter:
+    def _registered(self) -> nn.Parameter | None:
+        """What is in the parameter's place now; ``None`` if somebody deleted it."""
         if self._slots:
             parameters, name = self._slots[0]
-            return cast(nn.Parameter, parameters[name])
+            return parameters.get(name)
         module, name = self._intercepting[0]
-        return cast(nn.Parameter, module._parameters[name])
+        return module._parameters.get(name)
 
     def _register(self, parameter: nn.Parameter) -> None:
         for parameters, name in self._slots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 from collections.abc import Callable
@@ -21,80 +22,85 @@ T = TypeVar("T")
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def folder_of(out: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` steps lies."""
-    return out / f"checkpoint-{step:06d}"
+class Checkpoints:
+    """The checkpoints in one folder, and the fingerprints of those that this run wrote or read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fingerprints: dict[int, str] = {}
+
+    def save(self, trainer: Trainer, step: int) -> None:
+        """Write the state after ``step`` steps. Its metadata file comes last, so that a torn checkpoint has none."""
+        state = _state(trainer)
+        self._fingerprints[step] = _fingerprint(state)
+        dcp.save(state, checkpoint_id=self._path(step))
+
+    def load(self, trainer: Trainer, step: int) -> bool:
+        """Bring ``trainer`` to the state after ``step`` steps.
+
+        Returns:
+            Whether that state is, bit by bit and on every rank, the one that this run wrote or read there before;
+            true if it did neither.
+        """
+        state = _state(trainer)
+        dcp.load(state, checkpoint_id=self._path(step))
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(trainer.model, trainer.optimizer, **parts)
+        loaded = _fingerprint(_state(trainer))
+        return _on_every_rank(loaded == self._fingerprints.setdefault(step, loaded))
+
+    def prepare(self, *, resume: bool, overwrite: bool) -> int:
+        """The step to start from: that of the newest complete checkpoint with ``resume``, else 0.
+
+        Raises:
+            UsageError: there are checkpoints but neither flag is given, or ``resume`` finds none.
+        """
+        return _from_rank_0(lambda: _prepare(self._folder, resume=resume, overwrite=overwrite))
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"checkpoint-{step:06d}"
 
 
-def save(trainer: Trainer, out: Path, step: int) -> None:
-    """Write the state after ``step`` steps. The metadata file comes last, so that a torn checkpoint has none."""
-    dcp.save(_state(trainer, step), checkpoint_id=folder_of(out, step))
-
-
-def load(trainer: Trainer, out: Path, step: int) -> None:
-    """Bring ``trainer`` to the state after ``step`` steps."""
-    state = _state(trainer, step)
-    dcp.load(state, checkpoint_id=folder_of(out, step))
-    set_state_dict(
-        trainer.model,
-        trainer.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
-
-
-def _state(trainer: Trainer, step: int) -> dict[str, Any]:
+def _state(trainer: Trainer) -> dict[str, Any]:
     model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    return {"model": model, "optimizer": optimizer, "step": step}
+    return {"model": model, "optimizer": optimizer}
 
 
-def same_state(one: Trainer, other: Trainer) -> bool:
-    """Whether parameters and AdamW state are equal, bit by bit, on every rank."""
-    left, right = _tensors(_state(one, 0)), _tensors(_state(other, 0))
-    equal = left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    unequal = torch.tensor(0 if equal else 1)
-    dist.all_reduce(unequal)
-    return int(unequal.item()) == 0
-
-
-def _tensors(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """This rank's part of each tensor in a nested state dict, by its path."""
-    found: dict[str, torch.Tensor] = {}
+def _fingerprint(state: dict[str, Any]) -> str:
+    """A hash of this rank's part of every tensor in a nested state dict."""
+    digest = hashlib.sha256()
     for name, value in state.items():
+        digest.update(name.encode())
         if isinstance(value, dict):
-            found |= _tensors(value, f"{prefix}{name}/")
-        elif isinstance(value, DTensor):
-            found[prefix + name] = value.to_local().detach()
+            digest.update(_fingerprint(value).encode())
         elif isinstance(value, torch.Tensor):
-            found[prefix + name] = value.detach()
-    return found
+            local = value.to_local() if isinstance(value, DTensor) else value
+            digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
-def prepare_folder(out: Path, *, resume: bool, overwrite: bool) -> int:
-    """The step to start from: that of the newest complete checkpoint with ``resume``, else 0.
-
-    Raises:
-        UsageError: there are checkpoints but neither flag is given, or ``resume`` finds none.
-    """
-    return _from_rank_0(lambda: _prepare(out, resume=resume, overwrite=overwrite))
+def _on_every_rank(condition: bool) -> bool:
+    failures = torch.tensor(0 if condition else 1)
+    dist.all_reduce(failures)
+    return failures.item() == 0
 
 
-def _prepare(out: Path, *, resume: bool, overwrite: bool) -> int:
+def _prepare(folder: Path, *, resume: bool, overwrite: bool) -> int:
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"the folder {out} can not be made: {error.strerror}") from error
-    found = sorted(path for path in out.iterdir() if NAME.fullmatch(path.name))
+        raise UsageError(f"the folder {folder} can not be made: {error.strerror}") from error
+    found = sorted(path for path in folder.iterdir() if NAME.fullmatch(path.name))
     if overwrite:
         for path in found:
             shutil.rmtree(path)
         return 0
     complete = [path for path in found if (path / ".metadata").exists()]
     if resume and not complete:
-        raise UsageError(f"--resume found no complete checkpoint in {out}: leave it out to start from the beginning")
+        raise UsageError(f"--resume found no complete checkpoint in {folder}: leave it out to start from the beginning")
     if found and not resume:
         raise UsageError(
-            f"{out} already holds {found[-1].name}: pass --resume to go on from there, --overwrite to delete it, "
+            f"{folder} already holds {found[-1].name}: pass --resume to go on from there, --overwrite to delete it, "
             "or another folder as --out"
         )
     return int(complete[-1].name.removeprefix("checkpoint-")) if complete else 0

@@ -89,8 +89,8 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        after_attention: Tensor = x + self.attention(self.attention_norm(x))
+        return after_attention + self.feed_forward(self.feed_forward_norm(after_attention))
 
 
 class Transformer(nn.Module):
@@ -115,11 +115,10 @@ class Transformer(nn.Module):
 
     def _initialize(self, shape: ModelShape) -> None:
         """Normal weights; those that write into the residual stream shrink with depth (GPT-2, section 2.3)."""
-        writers = {module for block in self.blocks for module in (block.attention.out, block.feed_forward.down)}
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                scale = (2 * shape.layers) ** -0.5 if module in writers else 1.0
-                nn.init.normal_(module.weight, std=INITIAL_STD * scale)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                writes = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+                nn.init.normal_(parameter, std=INITIAL_STD * ((2 * shape.layers) ** -0.5 if writes else 1.0))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -91,10 +91,10 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     run = parser.add_argument_group("training")
-    run.add_argument("--steps", type=_positive, default=120, help="optimizer steps, at least 2")
+    run.add_argument("--steps", type=_positive, default=100, help="optimizer steps, at least 2")
     run.add_argument("--batch", type=_positive, default=4, help="sequences per rank and step")
     run.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
-    run.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW after the warm-up")
+    run.add_argument("--lr", type=float, default=3e-4, help="learning rate of AdamW after the warm-up")
     run.add_argument("--seed", type=int, default=0, help="of the initial parameters and of the batches")
     run.add_argument("--validation-batches", type=_positive, default=16, help="batches per rank in each validation")
     run.add_argument("--device", default="auto", help="cpu, cuda, ...; auto is the accelerator, or cpu without one")
@@ -115,7 +115,11 @@ def make_parser() -> argparse.ArgumentParser:
     shard = parser.add_argument_group("sharding")
     shard.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16, reduce in float32")
     shard.add_argument(
-        "--hybrid", type=_positive, default=1, metavar="R", help="R copies of the model, each sharded over world/R ranks"
+        "--hybrid",
+        type=_positive,
+        default=1,
+        metavar="R",
+        help="R copies of the model, each sharded over world/R ranks",
     )
     shard.add_argument(
         "--reshard",

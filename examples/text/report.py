@@ -17,6 +17,7 @@ from rich.table import Table
 
 from .sharding import Group
 from .training import History
+from .verify import Differences
 
 WIDTH = 100  # of tables and lines where there is no terminal to ask
 MIB = 2**20
@@ -97,7 +98,12 @@ class Reporter:
             return Silence()
         if not self._console.is_terminal:
             return Lines(title, total)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
         progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
         progress.start()
         return Bar(progress, progress.add_task(title, total=total, text=""))
@@ -109,11 +115,11 @@ class Reporter:
         table.add_column("group", footer="all")
         table.add_column("parameters", footer=f"{total.parameters:,}", justify="right")
         table.add_column("bytes on rank 0", footer=f"{total.bytes_at_rest:,}", justify="right")
-        table.add_column(f"bytes gathered per step ({_dtype_name(dtype)})", footer=f"{total.bytes_gathered:,}", justify="right")
+        table.add_column(
+            f"bytes gathered per step ({_dtype_name(dtype)})", footer=f"{total.bytes_gathered:,}", justify="right"
+        )
         for group in groups:
-            table.add_row(
-                group.name, f"{group.parameters:,}", f"{group.bytes_at_rest:,}", f"{group.bytes_gathered:,}"
-            )
+            table.add_row(group.name, f"{group.parameters:,}", f"{group.bytes_at_rest:,}", f"{group.bytes_gathered:,}")
         self._console.print(table)
 
     def draw_curve(self, path: Path, history: History, before: float, after: float) -> None:
@@ -127,7 +133,9 @@ class Reporter:
         axes.plot([history.start, end], [before, after], "o", color="tab:red", label="validation", zorder=3)
         for step, loss in ((history.start, before), (end, after)):
             axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(0, 8), ha="center")
-        axes.set(xlabel="optimizer steps", ylabel="loss (nats per byte)", title="Python's standard library, byte by byte")
+        axes.set(
+            xlabel="optimizer steps", ylabel="loss (nats per byte)", title="Python's standard library, byte by byte"
+        )
         axes.margins(x=0.05, y=0.12)
         axes.grid(alpha=0.3)
         axes.legend()
@@ -144,6 +152,18 @@ def memory_in_use(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{psutil.Process().memory_info().rss / MIB:,.0f} MiB resident"
     return f"{torch.get_device_module(device).max_memory_allocated() / MIB:,.0f} MiB at peak"
+
+
+def outcome(check: str, found: Differences, allowed: Differences) -> str:
+    """One line for one check."""
+    verdict = "ok" if found.within(allowed) else "FAILED"
+    pairs = {
+        "loss": (found.loss, allowed.loss),
+        "gradient norm": (found.norm, allowed.norm),
+        "parameters": (found.parameter, allowed.parameter),
+    }
+    differences = ", ".join(f"{name} {value:.1e} (allowed {limit:.0e})" for name, (value, limit) in pairs.items())
+    return f"{check}: {verdict}; largest difference in {differences}"
 
 
 def _sum(groups: Sequence[Group]) -> Group:

@@ -72,7 +72,8 @@ class Group:
 
 def groups_of(model: nn.Module, options: Options) -> list[Group]:
     """The groups of a sharded model at rest, the root first."""
-    return [_describe(name, module, options) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    return [_describe(name, module, options) for name, module in modules.items() if isinstance(module, FSDPModule)]
 
 
 def _describe(name: str, module: nn.Module, options: Options) -> Group:

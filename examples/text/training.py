@@ -64,6 +64,11 @@ def learning_rate(options: Options, step: int) -> float:
     return options.lr * min(1.0, (step + 1) / WARM_UP_STEPS)
 
 
+def is_reported(step: int, steps: range) -> bool:
+    """Whether a step's loss is shown: every tenth, the first and the last."""
+    return (step + 1) % REPORT_EVERY == 0 or step in (steps[0], steps[-1])
+
+
 def batch_key(options: Options, step: int, rank: int) -> str:
     """What the batch of one rank in one step is drawn from."""
     return f"train/{options.seed}/{step}/{rank}"
@@ -111,7 +116,7 @@ class Trainer:
         for step in steps:
             began = time.perf_counter()
             self.step(text, step, history)
-            due = (step + 1) % REPORT_EVERY == 0 or step in (steps[0], steps[-1])
+            due = is_reported(step, steps)
             if due:
                 history.settle(dist.get_world_size())
             busy, unreported = busy + time.perf_counter() - began, unreported + 1

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_fsdp.errors import ParameterError
@@ -89,9 +89,10 @@ def test_where_pieces_concatenate_they_are_the_memory_of_the_tensor_and_then_pad
         assert shards.full_numel == shards.numel
 
 
-@given(SHAPES, WORLD_SIZES)
-def test_a_cut_on_the_first_dim_always_concatenates(shape: tuple[int, ...], num_shards: int) -> None:
-    assert TensorShards(shape, 0, num_shards).concatenates
+@given(tensor_shards())
+@example(TensorShards((1, 5), 1, 2))
+def test_pieces_concatenate_exactly_where_every_dim_before_the_cut_has_one_index(shards: TensorShards) -> None:
+    assert shards.concatenates == all(length == 1 for length in shards.shape[: shards.dim])
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.data())

@@ -1,0 +1,277 @@
+"""All ranks of an axis in one process, in one thread: for tests of what a communicator is asked to do.
+
+The simulated ranks take turns. Each launches its collectives and goes on; the data move when the last rank has launched
+the same collective. What would hang or corrupt data on real ranks is an error here, which names the ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp.testing.text import format_ranks
+
+__all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+
+
+class DeadlockError(AssertionError):
+    """A rank waits for a collective that other ranks have not launched: on real ranks it would wait for ever."""
+
+
+class MismatchError(AssertionError):
+    """Ranks launched different collectives in the same place: real ones would hang or corrupt each other's data."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One transfer as far as ranks must agree on it."""
+
+    dtype: torch.dtype
+    input: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.input} -> {self.output}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What all ranks must agree on in a collective."""
+
+    kind: str
+    op: ReduceOp | None
+    parts: tuple[_Part, ...]
+
+    def __str__(self) -> str:
+        operation = f"{self.op.value}, " if self.op else ""
+        transfers = f"{len(self.parts)} transfer{'s'[: len(self.parts) != 1]}"
+        shown = ", ".join([*map(str, self.parts[:6]), *["..."][: len(self.parts) > 6]])
+        return f"{self.kind}({operation}{transfers}: {shown})" if self.parts else f"{self.kind}({operation}nothing)"
+
+    @property
+    def bytes(self) -> int:
+        return sum(max(part.input, part.output) * part.dtype.itemsize for part in self.parts)
+
+    def difference(self, other: _Signature) -> str:
+        """The first transfer that differs, where that is what differs."""
+        if (self.kind, self.op, len(self.parts)) != (other.kind, other.op, len(other.parts)):
+            return ""
+        index = next(i for i, pair in enumerate(zip(self.parts, other.parts, strict=True)) if pair[0] != pair[1])
+        return f"\nThe first difference is transfer {index}: {self.parts[index]} against {other.parts[index]}."
+
+
+class _Collective:
+    """The n-th collective of every rank. Invariant: ``transfers`` is empty from the moment that the data moved."""
+
+    def __init__(self, number: int, signature: _Signature) -> None:
+        self.number = number
+        self.signature = signature
+        self.arrived: set[int] = set()
+        self.transfers: dict[int, tuple[Transfer, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FakeWork:
+    """One rank's view of a launched collective."""
+
+    _world: FakeWorld
+    _collective: _Collective
+    _rank: int
+
+    def wait(self) -> None:
+        """Raises :class:`DeadlockError`, which names them, if some ranks have not launched the collective."""
+        collective = self._collective
+        if len(collective.arrived) == self._world.size or not collective.signature.parts:
+            return
+        missing = set(range(self._world.size)) - collective.arrived
+        raise DeadlockError(
+            f"rank {self._rank} waits for its collective {collective.number}, {collective.signature}, which "
+            f"{format_ranks(missing)} of {self._world.size} did not launch. Real ranks would wait for ever. Let every "
+            "simulated rank launch before one of them waits."
+        )
+
+
+class FakeWorld:
+    """The ranks of one mesh axis, simulated. Final.
+
+    A reduction adds up in the order of ranks, floats narrower than fp32 in fp32 and rounded once at the end, everything
+    else in its own dtype. Data are written below autograd, so version counters stay.
+
+    Memory does not grow with the square of ``size``: beside the callers' tensors there is one full tensor at a time.
+
+    Attributes:
+        launches: collectives by kind (``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``). A collective counts
+            once, when its first rank launches it; one without transfers does not count.
+        bytes: their sizes by kind: the output of an all-gather, the input of a reduce-scatter, the tensors of an
+            all-reduce, on one rank.
+    """
+
+    def __init__(self, size: int, *, averages: bool = True, direct_bytes: int = 0) -> None:
+        """
+        Args:
+            size: number of ranks.
+            averages: whether the communicators support ``ReduceOp.AVERAGE``.
+            direct_bytes: what the communicators give as their ``direct_bytes``.
+        """
+        if size < 1:
+            raise ConfigurationError(f"A world has at least one rank, not {size}.")
+        self.size = size
+        self.averages = averages
+        self.direct_bytes = direct_bytes
+        self.launches: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self._launched = [0] * size
+        self._open: dict[int, _Collective] = {}
+
+    def communicator(self, rank: int) -> FakeCommunicator:
+        """The end that ``rank`` holds. All of a rank's communicators share one sequence of collectives."""
+        if not 0 <= rank < self.size:
+            raise ConfigurationError(f"rank {rank} is not in a world of {self.size}: use 0 to {self.size - 1}.")
+        return FakeCommunicator(self, rank)
+
+    def _launch(self, rank: int, signature: _Signature, transfers: tuple[Transfer, ...]) -> FakeWork:
+        number = self._launched[rank]
+        collective = self._open.get(number) or self._first_launch(number, signature)
+        if signature != collective.signature:
+            raise MismatchError(
+                f"ranks disagree on their collective {number} (the first is 0):\n"
+                f"  {format_ranks(collective.arrived)}: {collective.signature}\n"
+                f"  {format_ranks([rank])}: {signature}{collective.signature.difference(signature)}"
+            )
+        self._launched[rank] += 1
+        collective.arrived.add(rank)
+        collective.transfers[rank] = transfers
+        if len(collective.arrived) == self.size:
+            del self._open[number]
+            in_order = [collective.transfers[r] for r in range(self.size)]
+            collective.transfers.clear()
+            for part in zip(*in_order, strict=True):
+                _MOVES[signature.kind](part, signature.op)
+        return FakeWork(self, collective, rank)
+
+    def _first_launch(self, number: int, signature: _Signature) -> _Collective:
+        if signature.parts:
+            self.launches[signature.kind] += 1
+            self.bytes[signature.kind] += signature.bytes
+        collective = self._open[number] = _Collective(number, signature)
+        return collective
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCommunicator:
+    """One rank of a :class:`FakeWorld`. Get it from :meth:`FakeWorld.communicator`.
+
+    Every method raises ``ConfigurationError`` for tensors that the ``Communicator`` protocol does not allow,
+    ``UnsupportedError`` for an average that the world does not support, and :class:`MismatchError` if another rank
+    launched something else in the same place.
+    """
+
+    world: FakeWorld
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    @property
+    def averages(self) -> bool:
+        return self.world.averages
+
+    @property
+    def aliases(self) -> bool:
+        return False
+
+    @property
+    def direct_bytes(self) -> int:
+        return self.world.direct_bytes
+
+    def all_gather(self, transfers: Sequence[Transfer]) -> FakeWork:
+        return self._launch(ALL_GATHER, None, transfers, input_size=1, output_size=self.size)
+
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> FakeWork:
+        return self._launch(REDUCE_SCATTER, op, transfers, input_size=self.size, output_size=1)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> FakeWork:
+        return self._launch(ALL_REDUCE, op, [Transfer(t, t) for t in tensors], input_size=1, output_size=1)
+
+    def _launch(
+        self, kind: str, op: ReduceOp | None, transfers: Sequence[Transfer], *, input_size: int, output_size: int
+    ) -> FakeWork:
+        """``input_size`` and ``output_size``: elements of each, in shards."""
+        for index, transfer in enumerate(transfers):
+            problem = _problem(transfer, input_size, output_size)
+            if problem:
+                raise ConfigurationError(f"rank {self.rank}, {kind}, transfer {index}: {problem}")
+        parts = tuple(_Part(t.input.dtype, t.input.numel(), t.output.numel()) for t in transfers)
+        if op is ReduceOp.AVERAGE:
+            self._check_average(kind, parts)
+        return self.world._launch(self.rank, _Signature(kind, op, parts), tuple(transfers))
+
+    def _check_average(self, kind: str, parts: Iterable[_Part]) -> None:
+        if not self.averages:
+            raise UnsupportedError(
+                f"rank {self.rank}, {kind}: this world does not average. Ask its `averages` first, or sum and divide."
+            )
+        for part in parts:
+            if not (part.dtype.is_floating_point or part.dtype.is_complex):
+                raise UnsupportedError(f"rank {self.rank}, {kind}: {part.dtype} has no average. Use ReduceOp.SUM.")
+
+
+def _problem(transfer: Transfer, input_size: int, output_size: int) -> str:
+    """What the protocol does not allow about a transfer, or nothing."""
+    for name, tensor in transfer._asdict().items():
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            return (
+                f"{name} must be 1-d and contiguous, not of shape {tuple(tensor.shape)} with strides {tensor.stride()}."
+            )
+    output, input = transfer
+    if output.dtype != input.dtype:
+        return f"output is {output.dtype} and input {input.dtype}. Cast before you send."
+    if output.numel() * input_size != input.numel() * output_size:
+        return (
+            f"output has {output.numel()} elements and input {input.numel()}, but they must be as {output_size} to "
+            f"{input_size}."
+        )
+    return ""
+
+
+def _gather(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
+    # One full tensor before anything is written, since inputs may lie inside outputs.
+    full = torch.cat([transfer.input.data for transfer in ranks])
+    for transfer in ranks:
+        transfer.output.data.copy_(full)
+
+
+def _reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> torch.Tensor:
+    dtype = ranks[0].input.dtype
+    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize else dtype
+    total = ranks[0].input.data.to(wide, copy=True)
+    for transfer in ranks[1:]:
+        total += transfer.input.data.to(wide)
+    return total / len(ranks) if op is ReduceOp.AVERAGE else total
+
+
+def _reduce_scatter(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
+    for transfer, part in zip(ranks, _reduce(ranks, op).chunk(len(ranks)), strict=True):
+        transfer.output.data.copy_(part)
+
+
+def _all_reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
+    total = _reduce(ranks, op)
+    for transfer in ranks:
+        transfer.output.data.copy_(total)
+
+
+_MOVES: dict[str, Callable[[Sequence[Transfer], ReduceOp | None], None]] = {
+    ALL_GATHER: _gather,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_REDUCE: _all_reduce,
+}

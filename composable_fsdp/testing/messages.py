@@ -1,0 +1,81 @@
+"""What the caller of ``run_ranks`` and its workers send each other, pickled, over one pipe per worker."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Call", "Job", "Raised", "Ready", "Returned", "WarningFilter", "apply_warning_filters", "warning_filters"]
+
+
+@dataclass(frozen=True, slots=True)
+class WarningFilter:
+    """One row of ``warnings.filters``, its patterns as text."""
+
+    action: Any
+    message: str
+    category: Any  # a class, or a tuple of them
+    module: str
+    lineno: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The function to run, and the caller's warning filters: what is an error in the test is one on its ranks."""
+
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    filters: tuple[WarningFilter, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """To a worker: run the pickled :class:`Job`, which can be unpickled only where ``path`` is ``sys.path``."""
+
+    path: tuple[str, ...]
+    directory: str
+    job: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From a worker: the default process group is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """From a worker: the function's pickled result, and whether the default group outlived it."""
+
+    result: bytes
+    group_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """From a worker: the function's exception, as text."""
+
+    error: str
+    traceback: str
+
+
+def warning_filters() -> tuple[WarningFilter, ...]:
+    """The filters in force, the strongest first."""
+    return tuple(
+        WarningFilter(action, _pattern(message), category, _pattern(module), lineno)
+        for action, message, category, module, lineno in warnings.filters
+    )
+
+
+def apply_warning_filters(filters: tuple[WarningFilter, ...]) -> None:
+    """Puts ``filters`` in place of those in force."""
+    warnings.resetwarnings()
+    for row in reversed(filters):
+        warnings.filterwarnings(row.action, row.message, row.category, row.module, row.lineno)
+
+
+def _pattern(matcher: Any) -> str:
+    """``warnings`` keeps a compiled pattern, a text (in its own default filters), or None."""
+    return str(getattr(matcher, "pattern", matcher) or "")

@@ -1,0 +1,202 @@
+"""The worker processes of one world size: started once, called often, killed together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from typing import BinaryIO, cast
+
+import torch.distributed as dist
+
+from composable_fsdp.testing.messages import Call, Raised, Ready, Returned
+
+__all__ = ["Died", "Outcome", "RankPool", "Stuck"]
+
+_GRACE = 1.0
+"""Seconds that the others get after a first rank failed: enough to fail too, if the error is everybody's."""
+
+_STACKS_TIMEOUT = 2.0
+"""Seconds for all signal handlers to write their stacks. They need milliseconds."""
+
+_START_TIMEOUT = 300.0
+"""Seconds for all workers to import torch. It takes 4 s on an idle core; busy machines have many ranks per core."""
+
+_BOOT = (
+    "import json, sys; start = json.loads(sys.argv.pop()); sys.path[:] = start.pop('path'); "
+    "from composable_fsdp.testing.worker import main; main(**start)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process ended. ``exit_code`` is negative for a signal; ``stacks`` is faulthandler's text of a crash."""
+
+    exit_code: int
+    stacks: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """The process had not answered when the call was given up, after ``seconds``; ``stacks`` is faulthandler's text."""
+
+    seconds: float
+    stacks: str
+
+
+Outcome = Ready | Returned | Raised | Died | Stuck
+
+
+class RankPool:
+    """``size`` processes with a gloo process group over the loopback interface. Final.
+
+    Invariant: between calls every worker waits for the next one. Whoever sees anything else than ``Returned`` from all
+    of them must ``kill`` the pool, since a failed collective leaves ranks out of step.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        # The system chooses the port and the server is this process, so concurrent runs have nothing to race for.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: list[_Worker] = []
+        self._ready: list[Outcome] = []
+        try:
+            for rank in range(size):
+                self._workers.append(_Worker(rank, size, self._store.port))
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all processes run."""
+        return all(worker.process.poll() is None for worker in self._workers)
+
+    def wait_until_ready(self) -> list[Outcome]:
+        """``Ready`` from every rank, or what happened instead; asks only once."""
+        if not self._ready:
+            self._ready = self._collect(_START_TIMEOUT)
+        return self._ready
+
+    def run(self, job: bytes, timeout: float) -> list[Outcome]:
+        """What became of a pickled ``Job`` on every rank, after ``timeout`` seconds and some for stacks at most."""
+        call = Call(tuple(sys.path), os.getcwd(), job)
+        for worker in self._workers:
+            worker.send(call)
+        return self._collect(timeout)
+
+    def kill(self) -> None:
+        """Ends all processes and those that they started, and waits until they are gone."""
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.close()
+
+    def _collect(self, timeout: float) -> list[Outcome]:
+        begin = time.monotonic()
+        deadline = begin + timeout
+        outcomes: dict[_Worker, Outcome] = {}
+        while len(outcomes) < self.size and time.monotonic() < deadline:
+            waiting = [worker for worker in self._workers if worker not in outcomes]
+            for worker in _answered(waiting, deadline - time.monotonic()):
+                outcomes[worker] = outcome = worker.receive()
+                if isinstance(outcome, (Raised, Died)):
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        stuck = [worker for worker in self._workers if worker not in outcomes]
+        seconds = time.monotonic() - begin
+        for worker, stacks in zip(stuck, _stacks(stuck), strict=True):
+            outcomes[worker] = Stuck(seconds, stacks)
+        return [outcomes[worker] for worker in self._workers]
+
+
+class _Worker:
+    """One process, the caller's end of its pipe, and the file for its stacks."""
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        self.connection, theirs = Pipe()
+        self._dump = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  # lives as long as the process
+        start = {
+            "path": sys.path,
+            "rank": rank,
+            "world_size": size,
+            "port": port,
+            "pipe": theirs.fileno(),
+            "dump": self._dump.fileno(),
+        }
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOT, json.dumps(start)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), self._dump.fileno()],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback_interface()},
+                start_new_session=True,  # Ctrl-C is the caller's; and the worker's own children can be killed with it
+            )
+
+    def send(self, call: Call) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died just now, which receive() will find out
+            self.connection.send(call)
+
+    def receive(self) -> Outcome:
+        try:
+            return cast(Outcome, self.connection.recv())
+        except (EOFError, OSError):
+            self.kill()  # changes no exit code: a process that closed its pipe is on its way out
+            return Died(self.process.wait(), self.stacks())
+
+    def stacks(self) -> str:
+        """What faulthandler has written so far."""
+        size = os.fstat(self._dump.fileno()).st_size
+        return os.pread(self._dump.fileno(), size, 0).decode(errors="replace")
+
+    def kill(self) -> None:
+        if self.process.returncode is None:  # after that the number may be another process's
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self.process.kill()
+
+    def close(self) -> None:
+        self.process.wait()
+        self.connection.close()
+        self._dump.close()
+
+
+def _answered(workers: list[_Worker], timeout: float) -> Iterator[_Worker]:
+    """Those that answered or died, after a fraction of a second at most."""
+    ready = wait([worker.connection for worker in workers], max(0.0, min(timeout, 0.2)))
+    for worker in workers:
+        # A process that the worker forked may hold the pipe open, so the end of the worker itself counts too.
+        if worker.connection in ready or worker.process.poll() is not None:
+            yield worker
+
+
+def _stacks(workers: Sequence[_Worker]) -> list[str]:
+    """Asks running workers where they are. One that cannot even run a signal handler gives an empty text."""
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + _STACKS_TIMEOUT
+    before, now = [""] * len(workers), [worker.stacks() for worker in workers]
+    while time.monotonic() < deadline and (now != before or not all(now)):
+        time.sleep(0.02)
+        before, now = now, [worker.stacks() for worker in workers]
+    return now
+
+
+def _loopback_interface() -> str:
+    """``lo`` on Linux, ``lo0`` on macOS."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -1,0 +1,157 @@
+"""``run_ranks``: a function on real processes, and what went wrong there as one readable error."""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.testing.messages import Job, Raised, Ready, Returned, warning_filters
+from composable_fsdp.testing.pool import Died, Outcome, RankPool, Stuck
+from composable_fsdp.testing.text import format_ranks, function_stack
+
+__all__ = ["RanksError", "run_ranks", "shutdown"]
+
+T = TypeVar("T")
+
+
+class RanksError(AssertionError):
+    """A function given to :func:`run_ranks` failed.
+
+    Attributes:
+        failures: what happened, by rank; ranks that returned are left out.
+    """
+
+    def __init__(self, headline: str, failures: Mapping[int, str]) -> None:
+        self.failures = dict(failures)
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, text in failures.items():
+            ranks_by_text.setdefault(text, []).append(rank)
+        parts = [f"--- {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+        super().__init__("\n".join([headline, *parts]))
+
+
+def run_ranks(
+    function: Callable[..., T], world_size: int, *args: object, timeout: float = 60.0, **kwargs: object
+) -> list[T]:
+    """Runs ``function(*args, **kwargs)`` on ``world_size`` processes at once and returns the results in rank order.
+
+    Inside, ``torch.distributed`` is initialised with gloo on the loopback interface, torch computes with one thread,
+    all seeds are 0, and the caller's warning filters are in force. The processes are kept for the next call with the
+    same world size, so that only the first one pays for ``import torch``. Before every call dtype, device and grad mode
+    are torch's defaults again, and process groups that earlier functions made are destroyed; module globals stay.
+
+    Args:
+        function: a function at the top of a module that the workers can import by its name. It, the arguments and the
+            results are pickled. Whatever else its module imports is imported by every worker once.
+        world_size: number of processes, at least 1.
+        timeout: seconds after which the function must have returned everywhere. Starting the processes does not count.
+
+    Raises:
+        RanksError: the function raised on some rank, or died there, or did not return in time. All processes of this
+            world size are then killed, since a failed collective leaves ranks out of step. The next call makes others.
+        ConfigurationError: the function or its arguments cannot be sent to other processes.
+    """
+    __tracebackhide__ = True
+    if world_size < 1:
+        raise ConfigurationError(f"run_ranks needs at least one rank, not {world_size}.")
+    job = _pickled(Job(function, args, kwargs, warning_filters()))
+    with _lock:
+        outcomes = _on_pool(world_size, job, timeout)
+    _raise_failures(function, outcomes)
+    return [pickle.loads(outcome.result) for outcome in outcomes if isinstance(outcome, Returned)]
+
+
+def shutdown() -> None:
+    """Ends all worker processes, as the end of the interpreter does; the next :func:`run_ranks` starts others."""
+    with _lock:
+        while _pools:
+            _pools.popitem()[1].kill()
+
+
+_pools: dict[int, RankPool] = {}
+_lock = threading.RLock()
+atexit.register(shutdown)
+
+
+def _on_pool(world_size: int, job: bytes, timeout: float) -> list[Outcome]:
+    """Runs the job, and keeps the pool only if every rank is fit for another."""
+    pool = _take(world_size)
+    reusable = False
+    try:
+        outcomes = pool.wait_until_ready()
+        if all(isinstance(outcome, Ready) for outcome in outcomes):
+            outcomes = pool.run(job, timeout)
+            reusable = all(isinstance(outcome, Returned) and outcome.group_alive for outcome in outcomes)
+    finally:
+        if reusable:
+            _pools[world_size] = pool
+        else:
+            pool.kill()
+    return outcomes
+
+
+def _take(world_size: int) -> RankPool:
+    pool = _pools.pop(world_size, None)
+    if pool is not None and pool.alive:
+        return pool
+    if pool is not None:  # a worker was killed from outside between calls
+        pool.kill()
+    return RankPool(world_size)
+
+
+def _pickled(job: Job) -> bytes:
+    name = f"{job.function.__module__}.{job.function.__qualname__}"
+    if job.function.__module__ == "__main__":
+        raise ConfigurationError(
+            f"run_ranks: other processes cannot import {name} from the script that was started. "
+            "Move it to a module and import it from there."
+        )
+    try:
+        return pickle.dumps(job)
+    except Exception as error:
+        raise ConfigurationError(
+            f"run_ranks: {name} and its arguments cannot be sent to other processes: {error}. The function must stand "
+            "at the top of a module, and the arguments must be picklable."
+        ) from error
+
+
+def _raise_failures(function: Callable[..., object], outcomes: Sequence[Outcome]) -> None:
+    __tracebackhide__ = True
+    failures = {r: _describe(o) for r, o in enumerate(outcomes) if not isinstance(o, (Ready, Returned))}
+    if not failures:
+        return
+    culprits = [r for r, o in enumerate(outcomes) if isinstance(o, (Raised, Died))]
+    what = "failed" if culprits else "did not return in time"
+    where = f"{format_ranks(culprits or failures)} of {len(outcomes)}"
+    raise RanksError(f"{function.__module__}.{function.__qualname__} {what} on {where}", failures)
+
+
+def _describe(outcome: Outcome) -> str:
+    match outcome:
+        case Raised(error, traceback):
+            return f"raised {error}\n{traceback.rstrip()}"
+        case Died(exit_code, stacks) if exit_code < 0:
+            return _lines(f"died of {_signal_name(-exit_code)}", stacks)
+        case Died(exit_code, stacks):
+            return _lines(f"ended with exit code {exit_code}", stacks)
+        case Stuck(seconds, stacks):
+            where = function_stack(stacks) or stacks or "(its stack could not be had)"
+            return _lines(f"killed after {seconds:.1f} s, when it was at", where)
+        case _:
+            return "returned"
+
+
+def _lines(headline: str, rest: str) -> str:
+    return f"{headline}\n{rest.rstrip()}" if rest.strip() else headline
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

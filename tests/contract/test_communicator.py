@@ -1,0 +1,282 @@
+"""What every communicator must do: one suite, run on the loopback, on simulated ranks and on real gloo processes.
+
+A case plays one rank: it launches, yields, and then waits and looks. Simulated ranks go from yield to yield in turn,
+real ones all at once. A new communicator passes the suite by one more ``test_`` function that plays the cases on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+
+from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.loopback import LoopbackCommunicator
+from composable_fsdp.comm.protocol import Communicator, Transfer, Work
+from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp.testing import FakeWorld, run_ranks
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.uint8)
+
+Case = Callable[[Communicator], Iterator[None]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """What ``rank`` sends. Small whole numbers, so that sums are exact in every dtype and any order."""
+    return (torch.arange(numel) % 5 + rank + 1).to(dtype)
+
+
+def gathered(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([own(rank, numel, dtype) for rank in range(size)])
+
+
+def summed(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    total = size * own(0, numel, torch.int64) + sum(range(size))
+    return total.to(dtype)
+
+
+def part(whole: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    return whole.chunk(comm.size)[comm.rank]
+
+
+def exactly(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert_close(actual, expected, rtol=0, atol=0)
+
+
+@case
+def a_rank_knows_its_place(comm: Communicator) -> Iterator[None]:
+    assert 0 <= comm.rank < comm.size
+    assert isinstance(comm.averages, bool)
+    assert comm.direct_bytes >= 0
+    assert comm.aliases == (comm.size == 1 and comm.aliases), "only an axis of size 1 has nothing to move"
+    yield
+
+
+@case
+def all_gather_puts_every_input_in_rank_order(comm: Communicator) -> Iterator[None]:
+    for dtype in FLOATS + INTEGERS:
+        input = own(comm.rank, 7, dtype)
+        output = torch.full((7 * comm.size,), 99).to(dtype)
+        work = comm.all_gather([Transfer(output, input)])
+        yield
+        work.wait()
+        exactly(output, gathered(comm.size, 7, dtype))
+        exactly(input, own(comm.rank, 7, dtype))
+
+
+@case
+def all_gather_takes_an_input_that_lies_in_its_place_in_the_output(comm: Communicator) -> Iterator[None]:
+    for dtype in FLOATS + INTEGERS:
+        output = torch.full((7 * comm.size,), 99).to(dtype)
+        input = part(output, comm)
+        input.copy_(own(comm.rank, 7, dtype))
+        work = comm.all_gather([Transfer(output, input)])
+        yield
+        work.wait()
+        exactly(output, gathered(comm.size, 7, dtype))
+
+
+@case
+def an_all_gather_that_aliases_takes_one_tensor_as_both(comm: Communicator) -> Iterator[None]:
+    tensor = own(comm.rank, 7, torch.float32)
+    if comm.aliases:
+        comm.all_gather([Transfer(tensor, tensor)]).wait()
+    yield
+    exactly(tensor, own(comm.rank, 7, torch.float32))
+
+
+@case
+def all_gather_stays_inside_its_output(comm: Communicator) -> Iterator[None]:
+    buffer = torch.full((5 * comm.size + 4,), -1.0)
+    work = comm.all_gather([Transfer(buffer[2:-2], own(comm.rank, 5, torch.float32))])
+    yield
+    work.wait()
+    exactly(buffer[2:-2], gathered(comm.size, 5, torch.float32))
+    exactly(buffer[[0, 1, -2, -1]], torch.full((4,), -1.0))
+
+
+@case
+def one_all_gather_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
+    sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
+    transfers = [
+        Transfer(torch.empty(numel * comm.size, dtype=dtype), own(comm.rank, numel, dtype)) for numel, dtype in sizes
+    ]
+    work = comm.all_gather(transfers)
+    yield
+    work.wait()
+    for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
+        exactly(transfer.output, gathered(comm.size, numel, dtype))
+
+
+@case
+def reduce_scatter_sums_and_gives_every_rank_its_part(comm: Communicator) -> Iterator[None]:
+    for dtype in FLOATS + INTEGERS:
+        numel = 7 * comm.size
+        input, output = own(comm.rank, numel, dtype), torch.full((7,), 99).to(dtype)
+        work = comm.reduce_scatter([Transfer(output, input)], ReduceOp.SUM)
+        yield
+        work.wait()
+        exactly(output, part(summed(comm.size, numel, dtype), comm))
+
+
+@case
+def one_reduce_scatter_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
+    sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
+    transfers = [
+        Transfer(torch.empty(numel, dtype=dtype), own(comm.rank, numel * comm.size, dtype)) for numel, dtype in sizes
+    ]
+    work = comm.reduce_scatter(transfers, ReduceOp.SUM)
+    yield
+    work.wait()
+    for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
+        exactly(transfer.output, part(summed(comm.size, numel * comm.size, dtype), comm))
+
+
+@case
+def all_reduce_sums_in_place(comm: Communicator) -> Iterator[None]:
+    tensors = [own(comm.rank, 11, dtype) for dtype in FLOATS + INTEGERS]
+    work = comm.all_reduce(tensors, ReduceOp.SUM)
+    yield
+    work.wait()
+    for tensor in tensors:
+        exactly(tensor, summed(comm.size, 11, tensor.dtype))
+
+
+@case
+def a_communicator_that_averages_divides_by_its_size(comm: Communicator) -> Iterator[None]:
+    if not comm.averages:
+        return
+    for dtype in FLOATS:
+        scattered = Transfer(torch.empty(6, dtype=dtype), own(comm.rank, 6 * comm.size, dtype))
+        reduced = own(comm.rank, 6, dtype)
+        works = [comm.reduce_scatter([scattered], ReduceOp.AVERAGE), comm.all_reduce([reduced], ReduceOp.AVERAGE)]
+        yield
+        for work in works:
+            work.wait()
+        mean = summed(comm.size, 6 * comm.size, torch.float64) / comm.size
+        assert_close(scattered.output, part(mean, comm).to(dtype))
+        assert_close(reduced, mean[:6].to(dtype))
+
+
+@case
+def tensors_without_elements_may_come_alone(comm: Communicator) -> Iterator[None]:
+    for dtype in FLOATS + INTEGERS:
+        nothing = torch.empty(0, dtype=dtype)
+        works = [
+            comm.all_gather([Transfer(nothing, nothing.clone())]),
+            comm.reduce_scatter([Transfer(nothing.clone(), nothing.clone())], ReduceOp.SUM),
+            comm.all_reduce([nothing.clone()], ReduceOp.SUM),
+        ]
+        yield
+        for work in works:
+            work.wait()
+
+
+@case
+def an_empty_list_moves_nothing_and_waits_for_nobody(comm: Communicator) -> Iterator[None]:
+    comm.all_gather([]).wait()
+    comm.reduce_scatter([], ReduceOp.SUM).wait()
+    comm.all_reduce([], ReduceOp.SUM).wait()
+    yield
+
+
+@case
+def many_launches_may_come_before_the_first_wait_and_waits_in_any_order(comm: Communicator) -> Iterator[None]:
+    size, rank = comm.size, comm.rank
+    launched: list[tuple[Work, torch.Tensor, torch.Tensor]] = []
+    for numel in range(1, 21):
+        full = torch.empty(numel * size)
+        work = comm.all_gather([Transfer(full, own(rank, numel, torch.float32))])
+        launched.append((work, full, gathered(size, numel, torch.float32)))
+        shard = torch.empty(numel)
+        work = comm.reduce_scatter([Transfer(shard, own(rank, numel * size, torch.float32))], ReduceOp.SUM)
+        launched.append((work, shard, part(summed(size, numel * size, torch.float32), comm)))
+        everywhere = own(rank, numel, torch.float32)
+        work = comm.all_reduce([everywhere], ReduceOp.SUM)
+        launched.append((work, everywhere, summed(size, numel, torch.float32)))
+    yield
+    for work, actual, expected in reversed(launched):
+        work.wait()
+        exactly(actual, expected)
+
+
+@case
+def a_collective_sees_what_the_one_waited_for_before_it_wrote(comm: Communicator) -> Iterator[None]:
+    tensor = torch.full((4,), float(comm.rank + 1))
+    expected = sum(range(1, comm.size + 1))
+    for _ in range(3):
+        work = comm.all_reduce([tensor], ReduceOp.SUM)
+        yield
+        work.wait()
+        exactly(tensor, torch.full((4,), float(expected)))
+        expected *= comm.size
+
+
+@case
+def a_work_may_be_waited_for_more_than_once(comm: Communicator) -> Iterator[None]:
+    tensor = own(comm.rank, 4, torch.float32)
+    work = comm.all_reduce([tensor], ReduceOp.SUM)
+    yield
+    work.wait()
+    work.wait()
+    exactly(tensor, summed(comm.size, 4, torch.float32))
+
+
+@case
+def large_tensors_travel_whole(comm: Communicator) -> Iterator[None]:
+    numel = 1 << 16
+    gather = Transfer(torch.empty(numel * comm.size), own(comm.rank, numel, torch.float32))
+    scatter = Transfer(torch.empty(numel), own(comm.rank, numel * comm.size, torch.float32))
+    works = [comm.all_gather([gather]), comm.reduce_scatter([scatter], ReduceOp.SUM)]
+    yield
+    for work in works:
+        work.wait()
+    exactly(gather.output, gathered(comm.size, numel, torch.float32))
+    exactly(scatter.output, part(summed(comm.size, numel * comm.size, torch.float32), comm))
+
+
+def play_in_turn(function: Case, communicators: list[Communicator]) -> None:
+    """All ranks in one process: each goes to its next yield before any goes further."""
+    players = [function(comm) for comm in communicators]
+    while players:
+        going_on = [player for player in players if next(player, "over") is None]
+        assert len(going_on) in (0, len(players)), "ranks yield equally often"
+        players = going_on
+
+
+def play_on_process_group(name: str) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for _ in CASES[name](ProcessGroupCommunicator(group, "cpu")):
+        pass
+
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@every_case
+def test_loopback(name: str) -> None:
+    play_in_turn(CASES[name], [LoopbackCommunicator()])
+
+
+@every_case
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_fake(name: str, size: int) -> None:
+    world = FakeWorld(size)
+    play_in_turn(CASES[name], [world.communicator(rank) for rank in range(size)])
+
+
+@every_case
+@pytest.mark.parametrize("size", [2, 4])
+def test_gloo(name: str, size: int) -> None:
+    run_ranks(play_on_process_group, size, name)

@@ -1,0 +1,234 @@
+"""Small models, their batches and their losses. Importable by worker processes, so everything is at module level.
+
+A :class:`Task` is all that a training run needs. Batches depend on step and rank alone, so that any process can make
+those of all ranks, and run the unsharded reference on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = [
+    "TASKS",
+    "Adapters",
+    "Block",
+    "Chain",
+    "Routed",
+    "Task",
+    "Transformer",
+    "UnevenMLP",
+    "Wide",
+    "shard_layers",
+]
+
+Batch = tuple[torch.Tensor, ...]
+
+
+class UnevenMLP(nn.Module):
+    """Three layers of which no size divides by 2 or 4; the last one has fewer rows than 4 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 9), nn.Linear(9, 3)])
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+class Chain(nn.Module):
+    """Equal linear layers and nothing besides, so that the root's own group is empty."""
+
+    def __init__(self, width: int = 8, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Routed(nn.Module):
+    """Layers that run in the order that ``route`` says, then ``side`` on the inputs, which need no gradient."""
+
+    def __init__(self, width: int = 8, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
+        self.side = nn.Linear(width, width)
+        self.route = list(range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x
+        for index in self.route:
+            out = torch.tanh(self.layers[index](out))
+        return out + torch.tanh(self.side(x))
+
+
+class Wide(nn.Module):
+    """Weights of more than 3 MiB, which travel direct, one even and one not, between small ones, which are packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1024, 768), nn.Linear(768, 1027)])
+        self.head = nn.Linear(1027, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block. Keys have no bias: its true gradient is zero, and Adam would follow rounding."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width + 1), nn.GELU(), nn.Linear(2 * width + 1, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(-4, -2).unbind(-3)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2).flatten(-2))
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """A decoder with ``depth`` blocks; the head may be the embedding's own weight."""
+
+    def __init__(self, *, tied: bool, vocabulary: int = 23, width: int = 12, depth: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([Block(width, 3) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+class Adapters(nn.Module):
+    """bf16 base weights, frozen, with fp32 adapters beside them: two dtypes within one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([AdaptedLinear(9, 9) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class AdaptedLinear(nn.Module):
+    """A bf16 linear plus a trainable fp32 product of two thin matrices."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 3) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, dtype=torch.bfloat16)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(inputs, rank, bias=False)
+        self.up = nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x.bfloat16()).to(x.dtype) + self.up(self.down(x))
+        return out
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model with its data and loss.
+
+    Args:
+        build: makes the model; the same one every time, on every rank.
+        batch: inputs, then the target, out of a seeded generator.
+        criterion: of output and target.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def batch_of(self, step: int, rank: int) -> Batch:
+        """The batch of ``rank`` at ``step``: different for every pair."""
+        return self.batch(torch.Generator().manual_seed(1000 * step + rank + 1))
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss of ``model`` on ``batch``."""
+        return self.criterion(model(*batch[:-1]), batch[-1])
+
+
+def seeded(make: Callable[..., nn.Module], **arguments: Any) -> Callable[[], nn.Module]:
+    """``make(**arguments)`` with the same initial values every time."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return make(**arguments)
+
+    return build
+
+
+def vectors(inputs: int, outputs: int, batch_size: int = 4) -> Callable[[torch.Generator], Batch]:
+    """Batches of random inputs and targets."""
+    return lambda generator: (
+        torch.randn(batch_size, inputs, generator=generator),
+        torch.randn(batch_size, outputs, generator=generator),
+    )
+
+
+def sequences(vocabulary: int, length: int = 6) -> Callable[[torch.Generator], Batch]:
+    """Batches of random tokens and their successors."""
+
+    def batch(generator: torch.Generator) -> Batch:
+        tokens = torch.randint(vocabulary, (2, length + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return batch
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+TASKS = {
+    "mlp": Task(seeded(UnevenMLP), vectors(5, 3), squared_error),
+    "chain": Task(seeded(Chain), vectors(8, 8), squared_error),
+    "routed": Task(seeded(Routed), vectors(8, 8), squared_error),
+    "wide": Task(seeded(Wide), vectors(1024, 6), squared_error),
+    "transformer": Task(seeded(Transformer, tied=False), sequences(23), cross_entropy),
+    "tied": Task(seeded(Transformer, tied=True), sequences(23), cross_entropy),
+    "adapters": Task(seeded(Adapters), vectors(9, 9), squared_error),
+}
+
+
+def shard_layers(model: nn.Module, fully_shard: Callable[..., Any], **options: Any) -> nn.Module:
+    """``fully_shard`` on every module in ``model.layers``, then on the whole."""
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model

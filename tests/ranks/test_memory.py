@@ -1,0 +1,182 @@
+"""What is in memory when: real storages, not what the library says; and that what the library says is true."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
+from tests.parity.training import OPTIMIZERS
+from tests.ranks._models import TASKS, shard_layers
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    return [unit for module in model.modules() if (unit := find_unit(module)) is not None]
+
+
+def unsharded_bytes(unit: Unit) -> int:
+    """Bytes that the storages of the group's unsharded parameters really have."""
+    storages = {s._cdata: s.nbytes() for p in unit.group.parameters for s in [p.unsharded.untyped_storage()]}
+    return sum(storages.values())
+
+
+class LiveStorages:
+    """Storages that appeared since this was made, and that a tensor still uses. Sizes in bytes."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()  # what is there already is not asked again, nor counted
+
+    def check(self, where: str, *, least: int, expected: list[int]) -> None:
+        """That of storages of at least ``least`` bytes there are just these; a bias may add 8 KiB to each."""
+        deadline = time.monotonic() + 5
+        while True:
+            actual = self._sizes(least)
+            if len(actual) == len(expected) and all(0 <= a - e < 8192 for a, e in zip(actual, expected, strict=True)):
+                return
+            # gloo's threads let go of a message a moment after they said that it is done.
+            assert time.monotonic() < deadline, f"{where}: storages of {actual} bytes, expected {expected}"
+            time.sleep(0.01)
+
+    def _sizes(self, least: int) -> list[int]:
+        gc.collect()
+        storages = {}
+        for thing in gc.get_objects():
+            kind = type(thing)  # isinstance would ask lazy objects, some of which warn
+            if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor):
+                storage = thing.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+        return sorted(nbytes for nbytes in storages.values() if nbytes >= least)
+
+
+# Of the weights of this task, every whole one has more than this, and what ranks hold of one less.
+FULL = 3_000_000
+WEIGHTS = [768 * 1024 * 4, 1028 * 768 * 4]  # 1027 rows are padded to 1028
+
+
+def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
+    task, rank = TASKS["wide"], dist.get_rank()
+    live = LiveStorages()
+    model = shard_layers(task.build(), fully_shard, reshard_after_forward=reshard_after_forward)
+    optimizer = OPTIMIZERS["adamw-foreach"](model.parameters())
+    kept = WEIGHTS if reshard_after_forward is False else []
+    live.check("after sharding", least=FULL, expected=[])
+    for step in range(3):
+        loss = task.loss(model, task.batch_of(step, rank))
+        live.check("between forward and backward", least=FULL, expected=kept)
+        between = [unit for unit in units_of(model) if unsharded_bytes(unit)]
+        assert between == {False: units_of(model), None: [unit_of(model)]}.get(reshard_after_forward, [])
+        if type(reshard_after_forward) is int:
+            slices = [nbytes // reshard_after_forward for nbytes in WEIGHTS]
+            live.check("slices", least=FULL // reshard_after_forward, expected=slices)
+        loss.backward()
+        del loss
+        live.check("after backward", least=FULL, expected=[])
+        assert [unsharded_bytes(unit) for unit in units_of(model)] == [0, 0, 0]
+        check_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(task.batch_of(step, rank)[0])
+        live.check("after a forward without gradients", least=FULL, expected=kept)
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Gradients are DTensors, placed like the parameters, and no larger than their shards."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        gradient = parameter.grad
+        assert isinstance(gradient, DTensor), name
+        assert (gradient.placements, gradient.device_mesh) == (parameter.placements, parameter.device_mesh)
+        assert (gradient.shape, gradient.dtype) == (parameter.shape, parameter.dtype)
+        assert gradient.to_local().shape == parameter.to_local().shape
+        assert parameter.to_local().shape[0] <= -(-parameter.shape[0] // dist.get_world_size())
+
+
+@pytest.mark.behaviour("C-03")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (2, False), (4, 2)])
+def test_no_full_parameter_is_in_memory_after_forward_and_after_backward(
+    world_size: int, reshard: bool | int | None
+) -> None:
+    run_ranks(watch_training_steps, world_size, reshard)
+
+
+class CheckedLedger:
+    """Compares, at every event, what the trace says is allocated with the storages themselves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._units = units_of(model)
+        self.events: list[TraceEvent] = []
+        self.most_unsharded = 0
+
+    def __call__(self, event: TraceEvent) -> None:
+        self.events.append(event)
+        real = {unit.name: nbytes for unit in self._units if (nbytes := unsharded_bytes(unit))}
+        assert real == ledger(self.events), f"after {event}"
+        self.most_unsharded = max(self.most_unsharded, len(real))
+
+    def __enter__(self) -> CheckedLedger:
+        listeners.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        listeners.remove(self)
+
+
+def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy) -> None:
+    task, rank = TASKS[task_name], dist.get_rank()
+    for reshard in (True, False, None, 2):
+        model = shard_layers(task.build(), fully_shard, reshard_after_forward=reshard, mp_policy=precision)
+        task.loss(model, task.batch_of(0, rank)).backward()  # names the groups
+        [unit.group.reshard() for unit in units_of(model)]
+        with CheckedLedger(model) as checked:
+            for step in range(2):
+                task.loss(model, task.batch_of(step, rank)).backward()
+            with torch.no_grad():
+                model(*task.batch_of(2, rank)[:-1])
+            assert isinstance(model, FSDPModule)
+            model.unshard()
+            model.reshard()
+        operations = {event.operation for event in checked.events}
+        assert operations == set(Operation)
+        if reshard is not False:
+            assert ledger(checked.events) == {}
+
+
+@pytest.mark.behaviour("C-03")
+@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
+@pytest.mark.parametrize(("world_size", "task"), [(2, "tied"), (4, "mlp")])
+def test_the_ledger_of_the_trace_is_what_the_storages_say(
+    world_size: int, task: str, precision: MixedPrecisionPolicy
+) -> None:
+    run_ranks(compare_ledger_with_storages, world_size, task, precision)
+
+
+def count_groups_in_memory() -> None:
+    task, rank = TASKS["chain"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard)
+    for step in range(3):
+        with Recorder() as forward, CheckedLedger(model) as checked:
+            loss = task.loss(model, task.batch_of(step, rank))
+        assert checked.most_unsharded == forward.peak_groups
+        # In the first iteration nobody knows yet what comes next, so nothing is gathered ahead.
+        assert forward.peak_groups == (1 if step == 0 else 2)
+        assert forward.allocated == {}
+        with Recorder() as backward:
+            loss.backward()
+        assert backward.peak_groups == 2
+        assert backward.allocated == {}
+
+
+@pytest.mark.behaviour("C-03")
+def test_at_most_two_groups_are_in_memory_at_a_time() -> None:
+    run_ranks(count_groups_in_memory, 2)

@@ -1,0 +1,186 @@
+"""When groups come, go and are reduced: the overlap that is promised, read off the trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.parity.training import check_parity
+from tests.ranks._models import TASKS, Routed, shard_layers
+
+PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
+SCHEDULE = (*PARAMETERS, Operation.REDUCE)
+
+
+def trace_the_first_iterations() -> None:
+    task, rank = TASKS["mlp"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard)
+    forwards, backwards = [], []
+    for step in range(3):
+        with Recorder() as forward:
+            loss = task.loss(model, task.batch_of(step, rank))
+        with Recorder() as backward:
+            loss.backward()
+        forwards.append(forward)
+        backwards.append(backward)
+    assert_trace(
+        forwards[0],
+        "unshard root",
+        "wait root",
+        "unshard layers.0",  # nobody knows yet what comes next
+        "wait layers.0",
+        "reshard layers.0",
+        "unshard layers.1",
+        "wait layers.1",
+        "reshard layers.1",
+        "unshard layers.2",
+        "wait layers.2",
+        "reshard layers.2",
+    )
+    for forward in forwards[1:]:
+        assert_trace(
+            forward,
+            "unshard root",
+            "unshard layers.0",  # on its way while the root computes
+            "wait root",
+            "unshard layers.1",
+            "wait layers.0",
+            "reshard layers.0",
+            "unshard layers.2",
+            "wait layers.1",
+            "reshard layers.1",
+            "wait layers.2",
+            "reshard layers.2",
+        )
+    for backward in backwards:
+        assert_trace(
+            backward,
+            # The root was kept. Its only own gradient is ready at once, and travels while layers.2 is gathered.
+            "unshard layers.2",
+            "reduce root",
+            "unshard layers.1",
+            "wait layers.2",
+            "reduce layers.2",
+            "reshard layers.2",
+            "unshard layers.0",
+            "wait layers.1",
+            "reduce layers.1",
+            "reshard layers.1",
+            "wait layers.0",
+            "reduce layers.0",
+            "reshard layers.0",
+            "reshard root",
+            operations=SCHEDULE,
+        )
+        assert sorted(str(e) for e in backward if e.operation is Operation.REDUCED) == [
+            "reduced layers.0",
+            "reduced layers.1",
+            "reduced layers.2",
+            "reduced root",
+        ]
+
+
+@pytest.mark.behaviour("C-01", "C-08")
+def test_the_second_iteration_prefetches_what_the_first_one_ran_and_backward_goes_the_other_way() -> None:
+    run_ranks(trace_the_first_iterations, 2)
+
+
+def trace_a_group_whose_inputs_need_no_gradient() -> None:
+    task, rank = TASKS["routed"], dist.get_rank()
+    model = task.build()
+    fully_shard(model.get_submodule("side"))
+    shard_layers(model, fully_shard)
+    for step in range(2):
+        loss = task.loss(model, task.batch_of(step, rank))
+        with Recorder() as backward:
+            loss.backward()
+        assert_trace(
+            backward,
+            "unshard side",
+            "unshard layers.3",
+            "wait side",
+            "reduce side",
+            "reshard side",
+            "unshard layers.2",
+            "wait layers.3",
+            "reduce layers.3",
+            "reshard layers.3",
+            "unshard layers.1",
+            "wait layers.2",
+            "reduce layers.2",
+            "reshard layers.2",
+            "unshard layers.0",
+            "wait layers.1",
+            "reduce layers.1",
+            "reshard layers.1",
+            "wait layers.0",
+            "reduce layers.0",
+            "reshard layers.0",
+            "reshard root",
+            operations=SCHEDULE,
+        )
+
+
+@pytest.mark.behaviour("C-05")
+def test_a_group_whose_inputs_need_no_gradient_is_reduced_before_the_next_ones_backward() -> None:
+    run_ranks(trace_a_group_whose_inputs_need_no_gradient, 2)
+
+
+def leave_out_what_was_prefetched() -> None:
+    task, rank = TASKS["routed"], dist.get_rank()
+    model = task.build()
+    assert isinstance(model, Routed)
+    shard_layers(model, fully_shard)
+    task.loss(model, task.batch_of(0, rank)).backward()
+    model.zero_grad()
+    model.route = [0, 1, 2]
+    with Recorder() as forward, torch.no_grad():  # in which the root is not kept either
+        model(task.batch_of(1, rank)[0])
+    events = [str(event) for event in forward if event.operation in PARAMETERS]
+    assert [event for event in events if event.endswith("layers.3")] == ["unshard layers.3", "reshard layers.3"]
+    assert events[-1] == "reshard layers.3"
+    assert forward.allocated == {}
+    task.loss(model, task.batch_of(2, rank)).backward()
+    assert all(p.grad is None for p in model.layers[3].parameters())
+    assert all(p.grad is not None for p in model.layers[2].parameters())
+
+
+@pytest.mark.behaviour("C-08")
+def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward() -> None:
+    run_ranks(leave_out_what_was_prefetched, 2)
+
+
+ROUTES = ([0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2], [3, 2, 1, 0], [1, 1, 0, 1], [0, 1, 2, 3], [2])
+
+
+def train_along_changing_routes() -> None:
+    task = TASKS["routed"]
+    peaks: list[int] = []
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        assert isinstance(model, Routed)
+        model.route = ROUTES[step]
+        with Recorder() as recorder:
+            loss = task.loss(model, task.batch_of(step, rank))
+            loss.backward()
+        peaks.append(recorder.peak_groups)
+        assert recorder.allocated == {}
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model.get_submodule("side"))
+        shard_layers(model, fully_shard)
+
+    check_parity(task.build, play, shard=shard, steps=len(ROUTES))
+    assert max(peaks) == 2  # the one that runs, and one ahead
+
+
+@pytest.mark.behaviour("C-01", "C-04")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_order_that_changes_between_iterations_trains_and_keeps_one_group_ahead_at_most(world_size: int) -> None:
+    run_ranks(train_along_changing_routes, world_size)

@@ -1,0 +1,189 @@
+"""Parameters that are frozen, wholly or partly, now or later; inputs that need gradients or do not."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
+from tests.ranks._models import TASKS, Transformer, seeded, shard_layers
+
+
+def frozen_transformer(*prefixes: str) -> nn.Module:
+    model = TASKS["transformer"].build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes))
+    return model
+
+
+FROZEN = {
+    "a whole group": ("layers.1.",),
+    "the first groups": ("embedding", "layers.0.", "layers.1."),
+    "part of every group": ("layers.0.qkv", "layers.0.norm", "layers.1.mlp", "layers.2.out", "norm"),
+    "all but one parameter": ("embedding", "layers.", "norm.bias", "head"),
+    "the last groups": ("layers.2.", "norm", "head"),
+}
+
+
+def train_with_frozen_parameters(reshard_after_forward: bool | int | None) -> None:
+    for what, prefixes in FROZEN.items():
+        with Recorder() as recorder:
+            model = check_parity(
+                lambda prefixes=prefixes: frozen_transformer(*prefixes),
+                play_task("transformer"),
+                what=what,
+                reshard_after_forward=reshard_after_forward,
+            )
+        assert recorder.allocated == {}, what
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        assert frozen == [name for name, _ in model.named_parameters() if name.startswith(prefixes)]
+        reduced = {e.group for e in recorder if e.operation is Operation.REDUCE}
+        if what == "a whole group":
+            assert reduced == {"root", "layers.0", "layers.2"}  # nothing travels for it
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
+def test_frozen_parameters_stay_as_they_are_and_the_others_train(world_size: int, reshard: bool | int | None) -> None:
+    run_ranks(train_with_frozen_parameters, world_size, reshard)
+
+
+class Gan(nn.Module):
+    """Two networks that are trained in turns, each on what the other does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7))
+        self.critic = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 1))
+
+
+def train_in_turns(two_roots: bool) -> None:
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        assert isinstance(model, Gan)
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        noise, real = torch.randn(4, 5, generator=generator), torch.randn(4, 7, generator=generator)
+        critic_learns = step % 2 == 0
+        model.generator.requires_grad_(not critic_learns)
+        model.critic.requires_grad_(critic_learns)
+        if critic_learns:
+            with torch.no_grad():
+                fake = model.generator(noise)
+            loss = model.critic(fake).mean() - model.critic(real).mean()
+        else:
+            loss = -model.critic(model.generator(noise)).mean()
+        loss.backward()
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        for network in (model.get_submodule("generator"), model.get_submodule("critic")):
+            if two_roots:
+                fully_shard(network[0])  # type: ignore[index]
+                fully_shard(network[2])  # type: ignore[index]
+            fully_shard(network)
+
+    for optimizer in ("sgd", "adamw-fused"):
+        check_parity(seeded(Gan), play, OPTIMIZERS[optimizer], shard=shard, steps=6, what=optimizer)
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("nested", [True, False])
+def test_two_networks_that_freeze_each_other_in_turns_train(nested: bool) -> None:
+    run_ranks(train_in_turns, 2, nested)
+
+
+def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
+    """All frozen in the first forward, then one layer more is thawed in every step, then all are frozen again."""
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        model.requires_grad_(False)
+        for layer in list(model.get_submodule("layers").children())[::-1][: step % 5]:
+            layer.requires_grad_(True)
+        loss = TASKS["transformer"].loss(model, TASKS["transformer"].batch_of(step, rank))
+        assert loss.requires_grad == (step % 5 > 0)
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
+
+    task = TASKS["transformer"]
+    if precision == MixedPrecisionPolicy():
+        check_parity(task.build, play, steps=7)
+        return
+    # In bf16 there is no exact reference, but freezing must not make a difference: thawed from the beginning, and
+    # gradients dropped where they would have been frozen, training is the same.
+    rank = dist.get_rank()
+
+    def play_thawed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        thawed = list(model.get_submodule("layers").children())[::-1][: step % 5]
+        learning = {id(p) for p in chain.from_iterable(layer.parameters() for layer in thawed)}
+        for parameter in model.parameters():
+            if id(parameter) not in learning:
+                parameter.grad = None
+        return loss.detach()
+
+    runs = [
+        train(shard_layers(task.build(), fully_shard, mp_policy=precision), p, ranks=[rank], watched=rank, steps=7)
+        for p in (play, play_thawed)
+    ]
+    assert_equal_runs(*runs, exact=True)
+
+
+@pytest.mark.behaviour("C-05", "D-01")
+@pytest.mark.parametrize(
+    "precision",
+    [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    ],
+    ids=["fp32", "bf16 reduced in fp32", "bf16", "fp32 reduced in bf16"],
+)
+def test_a_model_all_frozen_in_its_first_forward_can_be_thawed_and_frozen_again(
+    precision: MixedPrecisionPolicy,
+) -> None:
+    run_ranks(thaw_bit_by_bit, 2, precision)
+
+
+def ask_for_gradients_of_inputs() -> None:
+    rank = dist.get_rank()
+    task, gradients = TASKS["transformer"], []
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        assert isinstance(model, Transformer)
+        x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_(step > 1)
+        out = model.layers[0](x)
+        loss = out.square().mean()
+        loss.backward()
+        if step > 1:
+            assert x.grad is not None
+            gradients.append(x.grad)
+        else:
+            assert x.grad is None
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        assert isinstance(model, Transformer)
+        for linear in (model.layers[0].out, *model.layers[0].mlp):
+            if isinstance(linear, nn.Linear):
+                fully_shard(linear)
+        fully_shard(model.layers[0])
+
+    check_parity(lambda: task.build(), play, shard=lambda m: shard(m), steps=4)
+    ours, reference = gradients[:2], gradients[2:]
+    # Inputs are each rank's own, so their gradients are not averaged.
+    mine = [gradient for i, gradient in enumerate(reference) if i % dist.get_world_size() == rank]
+    torch.testing.assert_close(ours, mine)
+
+
+@pytest.mark.behaviour("C-05")
+def test_inputs_get_their_gradients_where_they_need_them() -> None:
+    run_ranks(ask_for_gradients_of_inputs, 2)

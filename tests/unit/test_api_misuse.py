@@ -1,0 +1,351 @@
+"""Calls that make no sense: what the error says, and that the module is as it was before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from composable_fsdp import (
+    ConfigurationError,
+    CPUOffloadPolicy,
+    FSDPError,
+    MeshError,
+    MixedPrecisionPolicy,
+    ParameterError,
+    UnsupportedError,
+    fully_shard,
+)
+from tests.ranks._sharding import single_rank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+class WithScalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) * self.scale
+        return out
+
+
+class Unwilling(nn.Linear):
+    """Cannot be derived from."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no subclasses of Unwilling")
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    """Everything that ``fully_shard`` could change about a tree of modules."""
+    return [
+        (
+            name,
+            type(m),
+            sorted(vars(m)),
+            {key: len(value) for key, value in vars(m).items() if "hooks" in key and value is not None},
+            {key: (id(t), type(t), t.data_ptr(), t.device, t.requires_grad) for key, t in tensors_of(m)},
+        )
+        for name, m in module.named_modules()
+    ]
+
+
+def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(key, t) for key, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+
+
+def assert_refused(
+    error: type[Exception], match: str, module: Any, *, within: nn.Module | None = None, **options: Any
+) -> None:
+    """``fully_shard(module, **options)`` raises, and leaves no trace on it or on the model that it is ``within``."""
+    tree = within if within is not None else module
+    before = state_of(tree) if isinstance(tree, nn.Module) else None
+    with pytest.raises(error, match=match):
+        fully_shard(module, **options)
+    if before is not None:
+        assert state_of(tree) == before
+
+
+@pytest.mark.behaviour("A-03")
+def test_without_a_process_group_the_error_says_how_to_start_one() -> None:
+    """In a process of its own, in which nothing has ever been initialised."""
+    code = """
+import torch, composable_fsdp
+model = torch.nn.Linear(2, 2)
+try:
+    composable_fsdp.fully_shard(model)
+except composable_fsdp.MeshError as error:
+    assert type(model) is torch.nn.Linear and type(model.weight) is torch.nn.Parameter
+    assert isinstance(error, ValueError)
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    for part in ("no mesh", "no default process group", "torchrun", "init_process_group", "init_device_mesh", "mesh="):
+        assert part in run.stdout, run.stdout
+
+
+@pytest.mark.behaviour("A-03")
+def test_the_default_mesh_is_one_1d_unnamed_cpu_mesh_for_all_modules() -> None:
+    first, second = fully_shard(nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2))
+    assert isinstance(first.weight, DTensor)
+    assert isinstance(second.weight, DTensor)
+    mesh = first.weight.device_mesh
+    assert second.weight.device_mesh is mesh
+    assert (mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names) == ("cpu", (1,), None)
+
+
+@pytest.mark.behaviour("A-04")
+@pytest.mark.parametrize("nested", [False, True], ids=["own", "of a child"])
+def test_a_scalar_is_named_with_the_way_out(nested: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), WithScalar()) if nested else WithScalar()
+    name = r"'1\.scale'" if nested else "'scale'"
+    match = rf"(?s){name}.*scalar \(0-d\).*reshape\(1\).*ignored_params"
+    assert_refused(ParameterError, match, model)
+
+
+@pytest.mark.behaviour("A-04", "A-11")
+def test_both_ways_out_of_a_scalar_work() -> None:
+    ignoring, reshaped = WithScalar(), WithScalar()
+    scale = ignoring.scale
+    fully_shard(ignoring, ignored_params={scale})
+    assert ignoring.scale is scale
+    reshaped.scale = nn.Parameter(reshaped.scale.detach().reshape(1))
+    fully_shard(reshaped)
+    for model in (ignoring, reshaped):
+        model(torch.ones(2, 3)).sum().backward()
+        assert model.scale.grad is not None
+
+
+@pytest.mark.behaviour("A-05")
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_out_of_range_is_named_with_those_in_range(dim: int) -> None:
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if parameter.ndim == 2 else None
+
+    match = rf"'0\.weight' of shape \(4, 3\) has no dim {dim}.*Shard\(d\) with -2 <= d < 2"
+    assert_refused(ParameterError, match, nn.Sequential(nn.Linear(3, 4)), shard_placement_fn=placement)
+
+
+@pytest.mark.behaviour("A-05")
+@pytest.mark.parametrize("answer", [0, "Shard(0)", Replicate(), Partial(), (Shard(0),)], ids=repr)
+def test_another_answer_than_a_shard_is_shown(answer: object) -> None:
+    match = r"shard_placement_fn returned .*'bias'.*must return Shard\(dim\) or None"
+    assert_refused(
+        ConfigurationError, match, nn.Linear(3, 4), shard_placement_fn=lambda p: answer if p.ndim == 1 else None
+    )
+
+
+@pytest.mark.behaviour("A-05")
+def test_an_exception_of_the_placement_function_passes_through() -> None:
+    def placement(parameter: nn.Parameter) -> Shard:
+        raise LookupError("mine")
+
+    assert_refused(LookupError, "mine", nn.Linear(3, 4), shard_placement_fn=placement)
+
+
+@pytest.mark.behaviour("A-07")
+def test_a_3d_mesh_is_refused_with_the_way_to_slice_it() -> None:
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "replicate", "shard"))
+    match = r"1-d \(shard\) or 2-d \(replicate, shard\), not 3-d \(1, 1, 1\).*mesh\['replicate', 'shard'\]"
+    assert_refused(MeshError, match, nn.Linear(3, 4), mesh=mesh)
+    fully_shard(nn.Linear(3, 4), mesh=mesh["replicate", "shard"])
+
+
+@pytest.mark.behaviour("A-07")
+@pytest.mark.parametrize("mesh", ["cpu", (2, 2), "the process group"])
+def test_what_is_no_mesh_is_refused_by_its_type(mesh: object) -> None:
+    mesh = dist.group.WORLD if mesh == "the process group" else mesh
+    match = rf"mesh must be a torch\.distributed\.DeviceMesh, not {type(mesh).__name__}.*init_device_mesh"
+    assert_refused(MeshError, match, nn.Linear(3, 4), mesh=mesh)
+
+
+@pytest.mark.behaviour("A-08")
+def test_twice_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    assert_refused(ConfigurationError, "applied to this FSDPLinear already.*once.*bottom-up", model[0], within=model)
+    assert_refused(ConfigurationError, "applied to this FSDPSequential already", model)
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize("value", [None, torch.ones(2), nn.Parameter(torch.ones(2)), "model", nn.Linear], ids=type)
+def test_what_is_no_module_is_refused_by_its_type(value: object) -> None:
+    assert_refused(ConfigurationError, f"takes an nn.Module, not {type(value).__name__}", value)
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize(
+    "make", [lambda m: nn.ModuleList([m]), lambda m: nn.ModuleDict({"a": m})], ids=["List", "Dict"]
+)
+def test_a_container_without_forward_is_refused(make: Callable[[nn.Module], nn.Module]) -> None:
+    container = make(nn.Linear(3, 3))
+    match = rf"{type(container).__name__} has no forward.*on each module in it, or on the module that contains it"
+    assert_refused(ConfigurationError, match, container)
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_container_with_a_forward_of_its_own_is_fine() -> None:
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self:
+                x = module(x)
+            return x
+
+    fully_shard(Chain([nn.Linear(3, 3)]))(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_modules_is_refused_with_the_way_out(kind: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    match = "list of modules.*not supported in this version.*a module that contains them, or on each"
+    assert_refused(UnsupportedError, match, kind(model), within=model)
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a forward"])
+def test_a_child_after_its_parent_is_refused_naming_both(ran: bool) -> None:
+    class Outer(nn.Sequential):
+        pass
+
+    class Inner(nn.Sequential):
+        pass
+
+    inner = Inner(nn.Linear(3, 3))
+    outer = fully_shard(Outer(inner))
+    if ran:
+        outer(torch.ones(1, 3)).sum().backward()
+    match = r"parameter '0\.weight' of Inner already belongs.*bottom-up.*on Inner first, then on the \w*Outer"
+    assert_refused(ConfigurationError, match, inner, within=outer)
+    outer(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_child_while_its_parent_is_unsharded_is_refused() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3)))
+    model.unshard()
+    assert_refused(ConfigurationError, "already belongs to the group of", model[0], within=model)
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_parent_takes_what_no_earlier_call_took() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
+    fully_shard(model[1][0])
+    fully_shard(model[1])
+    taken = {id(p) for p in model[1].parameters()}
+    assert all(isinstance(p, DTensor) for p in model[1].parameters())
+    assert not any(isinstance(p, DTensor) for i in (0, 2) for p in model[i].parameters())
+    fully_shard(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert {id(p) for p in model[1].parameters()} == taken
+
+    def unsharded() -> list[str]:
+        return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+
+    model.unshard()
+    assert unsharded() == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    model.reshard()
+    model[1].unshard()
+    assert unsharded() == ["1.1.weight", "1.1.bias"]
+    model[1].reshard()
+    model[1][0].unshard()
+    assert unsharded() == ["1.0.weight", "1.0.bias"]
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embedding(tokens))
+        return out
+
+
+@pytest.mark.behaviour("A-08", "A-10")
+def test_a_parameter_shared_with_the_parents_group_is_refused_naming_both() -> None:
+    model = TiedHead()
+    fully_shard(model.embedding)
+    match = r"'head\.weight' of TiedHead is the same tensor as 'weight' of Embedding.*one group.*leave out fully_shard"
+    assert_refused(ParameterError, match, model)
+
+
+@pytest.mark.behaviour("A-08", "A-10")
+def test_a_parameter_shared_between_two_children_is_refused_naming_both() -> None:
+    model = TiedHead()
+    fully_shard(model.embedding)
+    match = "'weight' of Linear is the same tensor as 'weight' of Embedding"
+    assert_refused(ParameterError, match, model.head, within=model)
+
+
+@pytest.mark.behaviour("A-08", "A-10")
+def test_a_parameter_shared_between_separate_models_is_refused() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    fully_shard(first)
+    assert_refused(ParameterError, "'weight' of Linear is the same tensor as 'weight' of Linear", second)
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_dtensor_parameter_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    mesh = init_device_mesh("cpu", (1,))
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
+    assert_refused(UnsupportedError, r"'1\.weight' of Sequential is a DTensor already.*ignored_params", model)
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"reshard_after_forward": 2}, r"reshard_after_forward=2 does not divide.*1 ranks"),
+        ({"reshard_after_forward": "yes"}, r"must be True, False, None or an int, not 'yes'"),
+        ({"mp_policy": torch.bfloat16}, "mp_policy must be a MixedPrecisionPolicy, not dtype"),
+        ({"mp_policy": None}, "mp_policy must be a MixedPrecisionPolicy, not NoneType"),
+        ({"offload_policy": True}, "offload_policy must be an OffloadPolicy, not bool"),
+        ({"offload_policy": MixedPrecisionPolicy()}, "offload_policy must be an OffloadPolicy, not Mixed"),
+        ({"mp_policy": CPUOffloadPolicy()}, "mp_policy must be a MixedPrecisionPolicy, not CPUOffload"),
+    ],
+    ids=repr,
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], match: str) -> None:
+    assert_refused(ConfigurationError, match, nn.Linear(3, 3), **options)
+
+
+@pytest.mark.behaviour("A-01", "A-08")
+def test_a_class_that_cannot_be_derived_from_fails_without_a_trace() -> None:
+    assert_refused(TypeError, "no subclasses of Unwilling", Unwilling(3, 3))
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
+    model = WithScalar()
+    assert_refused(ParameterError, "scale", model)
+    model.scale = nn.Parameter(torch.ones(1))
+    fully_shard(model)(torch.ones(1, 3)).sum().backward()
+    assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+
+
+def test_every_error_is_ours() -> None:
+    for error in (ConfigurationError, MeshError, ParameterError, UnsupportedError):
+        assert issubclass(error, FSDPError)
+    assert isinstance(init_device_mesh("cpu", (1,)), DeviceMesh)

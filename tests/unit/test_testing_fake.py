@@ -1,0 +1,321 @@
+"""Simulated ranks: what they add to the contract, and what they say when real ranks would hang."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp.testing import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
+from composable_fsdp.testing.text import format_ranks
+
+
+def ranks_of(world: FakeWorld) -> list[FakeCommunicator]:
+    return [world.communicator(rank) for rank in range(world.size)]
+
+
+def gather(comm: FakeCommunicator, *numels: int, dtype: torch.dtype = torch.float32) -> FakeWork:
+    return comm.all_gather(
+        [Transfer(torch.empty(n * comm.size, dtype=dtype), torch.ones(n, dtype=dtype)) for n in numels]
+    )
+
+
+def scatter(comm: FakeCommunicator, numel: int, op: ReduceOp = ReduceOp.SUM) -> FakeWork:
+    return comm.reduce_scatter([Transfer(torch.empty(numel), torch.ones(numel * comm.size))], op)
+
+
+def message(error: pytest.ExceptionInfo[BaseException]) -> str:
+    return str(error.value)
+
+
+# When data move
+
+
+def test_data_move_when_the_last_rank_launches_and_not_before() -> None:
+    world = FakeWorld(3)
+    outputs = [torch.zeros(3) for _ in range(3)]
+    works = []
+    for comm, output in zip(ranks_of(world), outputs, strict=True):
+        assert all(o.tolist() == [0, 0, 0] for o in outputs)
+        works.append(comm.all_gather([Transfer(output, torch.tensor([comm.rank + 1.0]))]))
+    assert all(o.tolist() == [1, 2, 3] for o in outputs)
+    for work in works:
+        work.wait()
+
+
+def test_ranks_may_be_many_collectives_apart() -> None:
+    world = FakeWorld(2)
+    first, second = ranks_of(world)
+    sums = [torch.tensor([float(i)]) for i in range(5)]
+    works = [first.all_reduce([tensor], ReduceOp.SUM) for tensor in sums]
+    for i in range(5):
+        second.all_reduce([torch.tensor([10.0 * i])], ReduceOp.SUM)
+        works[i].wait()
+    assert torch.cat(sums).tolist() == [0, 11, 22, 33, 44]
+
+
+def test_all_communicators_of_a_rank_share_its_sequence() -> None:
+    world = FakeWorld(2)
+    gather(world.communicator(0), 4)
+    work = scatter(world.communicator(0), 4)
+    gather(world.communicator(1), 4)
+    scatter(world.communicator(1), 4)
+    work.wait()
+
+
+def test_data_are_written_below_autograd() -> None:
+    output = torch.zeros(2)
+    product = torch.ones(2, requires_grad=True) * output
+    FakeWorld(1).communicator(0).all_gather([Transfer(output, torch.ones(2))])
+    product.sum().backward()
+    assert output.tolist() == [1, 1]
+
+
+# Deadlock
+
+
+def test_waiting_too_early_names_the_ranks_that_are_missing_and_the_collective() -> None:
+    world = FakeWorld(6)
+    comms = ranks_of(world)
+    for comm in comms:
+        gather(comm, 1)
+    for rank in (0, 2):
+        work = gather(comms[rank], 4, 2)
+    with pytest.raises(DeadlockError) as error:
+        work.wait()
+    assert message(error) == (
+        "rank 2 waits for its collective 1, all_gather(2 transfers: float32 4 -> 24, float32 2 -> 12), which "
+        "ranks 1, 3-5 of 6 did not launch. Real ranks would wait for ever. Let every simulated rank launch before one of "
+        "them waits."
+    )
+
+
+def test_an_early_wait_is_no_harm_once_all_have_launched() -> None:
+    comms = ranks_of(FakeWorld(2))
+    work = gather(comms[0], 4)
+    with pytest.raises(DeadlockError):
+        work.wait()
+    gather(comms[1], 4)
+    work.wait()
+
+
+def test_an_empty_launch_waits_for_nobody_but_takes_its_place_in_the_sequence() -> None:
+    first, second = ranks_of(FakeWorld(2))
+    first.all_gather([]).wait()
+    with pytest.raises(MismatchError, match=re.escape("rank 0: all_gather(nothing)\n  rank 1: all_gather(1 transfer")):
+        gather(second, 4)
+
+
+# Mismatch
+
+
+def test_a_mismatch_shows_both_sides_with_their_ranks() -> None:
+    comms = ranks_of(FakeWorld(4))
+    for comm in comms:
+        gather(comm, 1)
+    for comm in comms[:3]:
+        gather(comm, 4)
+    with pytest.raises(MismatchError) as error:
+        scatter(comms[3], 4)
+    assert message(error) == (
+        "ranks disagree on their collective 1 (the first is 0):\n"
+        "  ranks 0-2: all_gather(1 transfer: float32 4 -> 16)\n"
+        "  rank 3: reduce_scatter(sum, 1 transfer: float32 16 -> 4)"
+    )
+
+
+def test_a_mismatch_deep_in_a_long_list_is_pointed_out() -> None:
+    first, second = ranks_of(FakeWorld(2))
+    gather(first, *[1] * 9)
+    with pytest.raises(MismatchError) as error:
+        gather(second, *[1] * 8, 2)
+    assert message(error).count("float32 1 -> 2, ...)") == 2
+    assert message(error).endswith("The first difference is transfer 8: float32 1 -> 2 against float32 2 -> 4.")
+
+
+def test_ranks_must_agree_on_sizes_dtypes_number_of_transfers_and_operation() -> None:
+    def launch_differently(rank: int, what: str) -> None:
+        comm = world.communicator(rank)
+        match what, rank:
+            case "size", 1:
+                gather(comm, 5)
+            case "dtype", 1:
+                gather(comm, 4, dtype=torch.bfloat16)
+            case "number", 1:
+                gather(comm, 4, 4)
+            case "operation", _:
+                scatter(comm, 4, ReduceOp.AVERAGE if rank else ReduceOp.SUM)
+            case _:
+                gather(comm, 4)
+
+    for what in ("size", "dtype", "number", "operation"):
+        world = FakeWorld(2)
+        launch_differently(0, what)
+        with pytest.raises(MismatchError):
+            launch_differently(1, what)
+
+
+def test_a_rank_that_mismatched_has_not_launched() -> None:
+    first, second = ranks_of(FakeWorld(2))
+    work = gather(first, 4)
+    with pytest.raises(MismatchError):
+        gather(second, 5)
+    with pytest.raises(DeadlockError, match="rank 1 of 2"):
+        work.wait()
+    gather(second, 4)
+    work.wait()
+
+
+# What the protocol does not allow
+
+
+@pytest.mark.parametrize(
+    ("output", "input", "text"),
+    [
+        (torch.empty(2, 4), torch.empty(4), r"output must be 1-d and contiguous, not of shape (2, 4)"),
+        (torch.empty(8), torch.empty(8)[::2], r"input must be 1-d and contiguous, not of shape (4,) with strides (2,)"),
+        (torch.empty(8), torch.empty(4).half(), "output is torch.float32 and input torch.float16. Cast"),
+        (torch.empty(9), torch.empty(4), "output has 9 elements and input 4, but they must be as 2 to 1."),
+    ],
+)
+def test_a_wrong_transfer_is_named(output: torch.Tensor, input: torch.Tensor, text: str) -> None:
+    comm = FakeWorld(2).communicator(1)
+    good = Transfer(torch.empty(2), torch.empty(1))
+    with pytest.raises(ConfigurationError, match=re.escape(f"rank 1, all_gather, transfer 1: {text}")):
+        comm.all_gather([good, Transfer(output, input)])
+
+
+def test_sizes_of_a_reduce_scatter_are_the_other_way_round() -> None:
+    comm = FakeWorld(2).communicator(0)
+    with pytest.raises(ConfigurationError, match="output has 8 elements and input 4, but they must be as 1 to 2"):
+        comm.reduce_scatter([Transfer(torch.empty(8), torch.empty(4))], ReduceOp.SUM)
+
+
+def test_averages_are_refused_where_the_world_has_none_and_for_integers() -> None:
+    with pytest.raises(UnsupportedError, match="reduce_scatter: this world does not average"):
+        scatter(FakeWorld(2, averages=False).communicator(0), 4, ReduceOp.AVERAGE)
+    with pytest.raises(UnsupportedError, match=re.escape("rank 0, all_reduce: torch.int64 has no average")):
+        FakeWorld(2).communicator(0).all_reduce([torch.ones(2, dtype=torch.int64)], ReduceOp.AVERAGE)
+
+
+def test_worlds_and_ranks_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="at least one rank, not 0"):
+        FakeWorld(0)
+    for rank in (-1, 2):
+        with pytest.raises(ConfigurationError, match=f"rank {rank} is not in a world of 2: use 0 to 1"):
+            FakeWorld(2).communicator(rank)
+
+
+# Knobs and counts
+
+
+def test_the_knobs_show_in_every_communicator() -> None:
+    comm = FakeWorld(2, averages=False, direct_bytes=77).communicator(1)
+    assert (comm.rank, comm.size, comm.averages, comm.aliases, comm.direct_bytes) == (1, 2, False, False, 77)
+    assert FakeWorld(2).communicator(0).averages
+
+
+def test_a_collective_counts_once_with_its_full_size() -> None:
+    world = FakeWorld(4)
+    for comm in ranks_of(world):
+        gather(comm, 8, 1, dtype=torch.bfloat16)
+        scatter(comm, 2)
+        scatter(comm, 3)
+        comm.all_reduce([torch.ones(5)], ReduceOp.SUM)
+        comm.all_gather([])
+    assert world.launches == {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 1}
+    assert world.bytes == {"all_gather": (8 + 1) * 4 * 2, "reduce_scatter": (2 + 3) * 4 * 4, "all_reduce": 5 * 4}
+
+
+def test_it_counts_when_the_first_rank_launches() -> None:
+    world = FakeWorld(2)
+    gather(world.communicator(0), 4)
+    assert world.launches["all_gather"] == 1
+    assert world.bytes["all_gather"] == 32
+
+
+# Arithmetic
+
+
+def all_reduced(tensors: list[torch.Tensor], op: ReduceOp = ReduceOp.SUM) -> torch.Tensor:
+    for comm, tensor in zip(ranks_of(FakeWorld(len(tensors))), tensors, strict=True):
+        comm.all_reduce([tensor], op)
+    assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+    return tensors[0]
+
+
+def test_narrow_floats_are_summed_in_fp32_and_rounded_once() -> None:
+    # In bf16 256 + 1 is 256, so that a sum in bf16 would stay there.
+    total = all_reduced([torch.tensor([256.0], dtype=torch.bfloat16), *torch.ones(4, 1, dtype=torch.bfloat16)])
+    assert total.dtype is torch.bfloat16
+    assert total.item() == 260.0
+
+
+def test_an_average_in_fp16_does_not_overflow_on_the_way() -> None:
+    tensors = [torch.tensor([60000.0], dtype=torch.float16) for _ in range(4)]
+    assert all_reduced(tensors, ReduceOp.AVERAGE).item() == 60000.0
+
+
+def test_fp32_is_summed_in_rank_order() -> None:
+    values = [1e8, 1.0, -1e8, 1.0]
+    assert all_reduced([torch.tensor([value]) for value in values]).item() == 1.0
+    assert all_reduced([torch.tensor([value]) for value in reversed(values)]).item() == 0.0
+
+
+def test_large_integers_stay_exact() -> None:
+    assert all_reduced([torch.tensor([2**53]), torch.tensor([1])]).item() == 2**53 + 1
+
+
+def test_the_order_in_which_ranks_launch_does_not_change_the_sum() -> None:
+    world = FakeWorld(4)
+    tensors = [torch.tensor([value]) for value in (1e8, 1.0, -1e8, 1.0)]
+    for rank in (2, 0, 3, 1):
+        world.communicator(rank).all_reduce([tensors[rank]], ReduceOp.SUM)
+    assert tensors[0].item() == 1.0
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 5), max_size=4), st.randoms())
+def test_a_reduce_scatter_and_an_all_gather_make_an_all_reduce(size: int, numels: list[int], random: object) -> None:
+    world = FakeWorld(size)
+    inputs = {rank: [torch.randint(-9, 9, (n * size,)) for n in numels] for rank in range(size)}
+    shards = {rank: [torch.empty(n, dtype=torch.int64) for n in numels] for rank in range(size)}
+    fulls = {rank: [torch.empty_like(tensor) for tensor in inputs[rank]] for rank in range(size)}
+    for rank, comm in enumerate(ranks_of(world)):
+        comm.reduce_scatter(list(map(Transfer, shards[rank], inputs[rank])), ReduceOp.SUM)
+    for rank, comm in enumerate(ranks_of(world)):
+        comm.all_gather(list(map(Transfer, fulls[rank], shards[rank])))
+    for rank, comm in enumerate(ranks_of(world)):
+        comm.all_reduce(inputs[rank], ReduceOp.SUM)
+    for rank in range(size):
+        assert all(map(torch.equal, fulls[rank], inputs[rank]))
+
+
+def test_a_thousand_ranks_take_no_more_than_their_tensors() -> None:
+    size = 1000
+    world = FakeWorld(size)
+    shards = [torch.full((2,), float(rank)) for rank in range(size)]
+    full = torch.zeros(2 * size)  # shared by all ranks, as nobody looks at them apart
+    works = [comm.all_gather([Transfer(full, shards[comm.rank])]) for comm in ranks_of(world)]
+    for work in works:
+        work.wait()
+    assert full[::2].tolist() == list(range(size))
+    assert not world._open
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([2, 0, 1, 5], "ranks 0-2, 5"),
+        (range(0, 24, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 4 more"),
+        ([*range(0, 16, 2), *range(100, 200)], "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 100 more"),
+    ],
+)
+def test_ranks_are_named_shortly(ranks: list[int], text: str) -> None:
+    assert format_ranks(ranks) == text
