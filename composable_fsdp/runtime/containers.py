@@ -37,6 +37,8 @@ def map_tensors(function: Map, tree: Any) -> Any:
     if kind is tuple or kind is list:
         mapped = [map_tensors(function, child) for child in tree]
         return tree if _same(mapped, tree) else kind(mapped)
+    if kind is dict:
+        return tree | changed if (changed := _changed(function, tree)) else tree
     if _is_dataclass_value(tree):
         return _with_fields(tree, _changed(function, _fields(tree)))
     leaves, spec = tree_flatten(tree)
@@ -49,6 +51,8 @@ def map_tensors(function: Map, tree: Any) -> Any:
 def _children(tree: Any) -> Any:
     if type(tree) is tuple or type(tree) is list:
         return tree
+    if type(tree) is dict:
+        return tree.values()
     if _is_dataclass_value(tree):
         return _fields(tree).values()
     leaves = tree_flatten(tree)[0]

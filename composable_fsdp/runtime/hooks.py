@@ -78,10 +78,12 @@ class _ModuleHooks:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         unit, frame = self._unit, _Frame(sys.exc_info()[1])
         self._frames.append(frame)
-        iteration_of(unit).pre_forward(unit)
+        iteration = iteration_of(unit)
+        iteration.pre_forward(unit)
         dtype = unit.precision.input_dtype
-        if dtype is not None or torch.is_grad_enabled():
-            args, kwargs = map_tensors(_InputMap(dtype, frame.inputs), (args, kwargs))
+        device = unit.group.axes.device if unit is iteration.root else None
+        if dtype is not None or device is not None or torch.is_grad_enabled():
+            args, kwargs = map_tensors(_InputMap(device, dtype, frame.inputs), (args, kwargs))
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -116,9 +118,10 @@ class _ModuleHooks:
 
 
 class _InputMap:
-    """Casts floating-point inputs, and notes a view of each that needs a gradient: one, however often it occurs."""
+    """Moves and casts inputs, and notes a view of each that needs a gradient: one, however often it occurs."""
 
-    def __init__(self, dtype: torch.dtype | None, watched: list[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device | None, dtype: torch.dtype | None, watched: list[torch.Tensor]) -> None:
+        self._device = device
         self._dtype = dtype
         self._watched = watched
         self._mapped: dict[int, torch.Tensor] = {}
@@ -129,8 +132,10 @@ class _InputMap:
         if known is not None:
             return known
         mapped = tensor
+        if self._device is not None and tensor.device != self._device:
+            mapped = mapped.to(self._device, non_blocking=True)
         if self._dtype is not None and tensor.is_floating_point():
-            mapped = tensor.to(self._dtype)
+            mapped = mapped.to(self._dtype)
         if self._grad_enabled and mapped.requires_grad:
             mapped = mapped.view_as(mapped) if mapped is tensor else mapped
             self._watched.append(mapped)

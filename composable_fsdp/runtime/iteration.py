@@ -158,9 +158,10 @@ class Iteration:
         for kept in self.units.values():
             if kept.kept_version is None:
                 continue
+            # A unit that is fresh stays watched: this forward may leave it out, and an optimizer may step before the next.
             if stepped or kept.kept_version != kept.group.tensors.version:
                 kept.group.reshard()
-            kept.kept_version = None
+                kept.kept_version = None
 
     def _unshard_in_forward(self, unit: Unit) -> None:
         names = self._scheduler.forward(unit.name) if unit.group.parameters else ()

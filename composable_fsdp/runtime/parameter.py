@@ -83,7 +83,7 @@ class ShardedParameter:
         Raises:
             ParameterError: what is registered now is not a DTensor sharded as this parameter is.
         """
-        registered = self._registered()
+        registered: Any = self._registered()
         if registered is self.unsharded:
             return
         if registered is self.sharded:

@@ -105,7 +105,7 @@ def _take(world_size: int) -> RankPool:
 
 
 def _pickled(job: Job) -> bytes:
-    name = f"{job.function.__module__}.{job.function.__qualname__}"
+    name = _name(job.function)
     if job.function.__module__ == "__main__":
         raise ConfigurationError(
             f"run_ranks: other processes cannot import {name} from the script that was started. "
@@ -120,6 +120,10 @@ def _pickled(job: Job) -> bytes:
         ) from error
 
 
+def _name(function: Callable[..., object]) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
 def _raise_failures(function: Callable[..., object], outcomes: Sequence[Outcome]) -> None:
     __tracebackhide__ = True
     failures = {r: _describe(o) for r, o in enumerate(outcomes) if not isinstance(o, (Ready, Returned))}
@@ -128,7 +132,7 @@ def _raise_failures(function: Callable[..., object], outcomes: Sequence[Outcome]
     culprits = [r for r, o in enumerate(outcomes) if isinstance(o, (Raised, Died))]
     what = "failed" if culprits else "did not return in time"
     where = f"{format_ranks(culprits or failures)} of {len(outcomes)}"
-    raise RanksError(f"{function.__module__}.{function.__qualname__} {what} on {where}", failures)
+    raise RanksError(f"{_name(function)} {what} on {where}", failures)
 
 
 def _describe(outcome: Outcome) -> str:
