@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.errors import ConfigurationError, ParameterError, UnsupportedError
@@ -27,6 +28,8 @@ __all__ = ["fully_shard", "register_fsdp_forward_method"]
 
 M = TypeVar("M", bound=nn.Module)
 PlacementFunction = Callable[[nn.Parameter], Shard | None]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 _taken: Any = WeakIdKeyDictionary()
 """Original parameters that a group replaced, with a description: whoever still holds one shares it across groups."""
@@ -51,7 +54,7 @@ def fully_shard(
     afterwards.
 
     Args:
-        module: any module with a ``forward``. Its class becomes a subclass of its own class and of ``FSDPModule``.
+        module: any module that is called. Its class becomes a subclass of its own class and of ``FSDPModule``.
         mesh: 1-d: shard over it. 2-d: replicate over the first dim, shard over the second; a second dim of size 1 is
             plain data parallelism. ``None``: all ranks of the default process group, on its accelerator if it has one.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
@@ -112,7 +115,8 @@ def _check_module(module: object) -> None:
         raise ConfigurationError(
             f"fully_shard has been applied to this {name} already. Apply it once to each module, bottom-up."
         )
-    if type(module).forward is nn.Module.forward:
+    # Other modules may do without: their methods can be registered with register_fsdp_forward_method.
+    if isinstance(module, _CONTAINERS) and getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise ConfigurationError(
             f"{name} has no forward, so there is no call before which its parameters could be gathered. "
             "Call fully_shard on each module in it, or on the module that contains it."
@@ -160,6 +164,11 @@ def _dim_to_shard(
         raise UnsupportedError(
             f"parameter {name!r} of {module_name} is a DTensor already (tensor parallel?); sharding it further is not "
             "supported in this version. Pass it in ignored_params."
+        )
+    if is_lazy(parameter):
+        raise ParameterError(
+            f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward before "
+            "fully_shard, so that the module learns its shapes."
         )
     if parameter.device.type not in ("cpu", "meta", axes.device.type):
         raise ParameterError(

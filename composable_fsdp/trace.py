@@ -7,7 +7,7 @@ operation. Readers are callables; :class:`Recorder` is the one that keeps everyt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -91,15 +91,23 @@ class Recorder:
     @property
     def peak_groups(self) -> int:
         """The most groups that held unsharded memory at one time."""
-        return max((len(ledger(self.events[: i + 1])) for i in range(len(self.events))), default=0)
+        return max(len(held) for held in _holdings(self.events))
 
 
-def ledger(events: list[TraceEvent]) -> dict[str, int]:
+def ledger(events: Iterable[TraceEvent]) -> dict[str, int]:
     """Bytes of unsharded parameters per group after ``events``."""
+    *_, last = _holdings(events)
+    return last
+
+
+def _holdings(events: Iterable[TraceEvent]) -> Iterator[dict[str, int]]:
+    """Bytes of unsharded parameters per group, before the first event and after each that changes them."""
     held: dict[str, int] = {}
+    yield held
+    signs = {Operation.ALLOCATE: 1, Operation.FREE: -1}
     for event in events:
-        if event.operation is Operation.ALLOCATE:
-            held[event.group] = held.get(event.group, 0) + event.bytes
-        elif event.operation is Operation.FREE:
-            held[event.group] = held.get(event.group, 0) - event.bytes
-    return {group: nbytes for group, nbytes in held.items() if nbytes}
+        change = signs.get(event.operation, 0) * event.bytes
+        if change:
+            changed = held | {event.group: held.get(event.group, 0) + change}
+            held = {group: nbytes for group, nbytes in changed.items() if nbytes}
+            yield held

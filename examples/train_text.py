@@ -114,7 +114,7 @@ def run(options: Options) -> int:
     if start >= options.steps:
         raise UsageError(f"the checkpoint in {options.out} has had {start} steps already: pass --steps above {start}")
     reporter, mesh = Reporter(dist.get_rank()), make_mesh(options, device, world_size)
-    job = Run(options, device, mesh, load_corpus(), checkpoints, reporter, start)
+    job = Run(options, device, mesh, load_corpus(seq=options.seq), checkpoints, reporter, start)
     introduce(job)
 
     trainer = job.trainer(options.seed)

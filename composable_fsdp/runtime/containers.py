@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def _children(tree: Any) -> Any:
         return _fields(tree).values()
     leaves = tree_flatten(tree)[0]
     if len(leaves) == 1 and leaves[0] is tree:
-        return tree.values() if isinstance(tree, MutableMapping) else ()
+        return tree.values() if isinstance(tree, Mapping) else ()
     return leaves
 
 

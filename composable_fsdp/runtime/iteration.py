@@ -158,7 +158,7 @@ class Iteration:
         for kept in self.units.values():
             if kept.kept_version is None:
                 continue
-            # A unit that is fresh stays watched: this forward may leave it out, and an optimizer may step before the next.
+            # A fresh one stays watched: this forward may leave it out, and an optimizer step before the next.
             if stepped or kept.kept_version != kept.group.tensors.version:
                 kept.group.reshard()
                 kept.kept_version = None

@@ -44,6 +44,7 @@ class ShardedParameter:
         self.dim = source.dim
         self.shape = tuple(tensor.shape)
         self._attributes = dict(vars(tensor))
+        self._places = [(module._parameters, name) for module, name in source.owners]
         self._slots = [(module._parameters, name) for module, name in source.owners if not _intercepts(module)]
         self._intercepting = [(module, name) for module, name in source.owners if _intercepts(module)]
         stride = contiguous_strides(self.shape)
@@ -159,12 +160,13 @@ class ShardedParameter:
         self.unsharded.grad = self.accumulated = None
 
     def _registered(self) -> nn.Parameter | None:
-        """What is in the parameter's place now; ``None`` if somebody deleted it."""
-        if self._slots:
-            parameters, name = self._slots[0]
-            return parameters.get(name)
-        module, name = self._intercepting[0]
-        return module._parameters.get(name)
+        """What is in the sharded parameter's place now, at whichever owner; ``None`` if somebody deleted it."""
+        sharded = self.sharded
+        for parameters, name in self._places:
+            registered = parameters.get(name)
+            if registered is not sharded:
+                return registered
+        return sharded
 
     def _register(self, parameter: nn.Parameter) -> None:
         for parameters, name in self._slots:

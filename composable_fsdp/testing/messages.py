@@ -55,7 +55,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """From a worker: the function's exception, as text."""
+    """From a worker: the function's exception, the first line of its text and its traceback."""
 
     error: str
     traceback: str

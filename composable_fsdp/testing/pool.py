@@ -29,7 +29,7 @@ _GRACE = 1.0
 _STACKS_TIMEOUT = 2.0
 """Seconds for all signal handlers to write their stacks. They need milliseconds."""
 
-_START_TIMEOUT = 300.0
+_START_TIMEOUT = 120.0
 """Seconds for all workers to import torch. It takes 4 s on an idle core; busy machines have many ranks per core."""
 
 _BOOT = (
@@ -78,13 +78,9 @@ class RankPool:
             raise
 
     @property
-    def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers]
-
-    @property
     def alive(self) -> bool:
         """Whether all processes run."""
-        return all(worker.process.poll() is None for worker in self._workers)
+        return not any(worker.ended for worker in self._workers)
 
     def wait_until_ready(self) -> list[Outcome]:
         """``Ready`` from every rank, or what happened instead; asks only once."""
@@ -151,11 +147,23 @@ class _Worker:
             self.connection.send(call)
 
     def receive(self) -> Outcome:
-        try:
-            return cast(Outcome, self.connection.recv())
-        except (EOFError, OSError):
-            self.kill()  # changes no exit code: a process that closed its pipe is on its way out
-            return Died(self.process.wait(), self.stacks())
+        """The answer of a worker that answered or ended."""
+        with suppress(EOFError, OSError):
+            if self.connection.poll():
+                return cast(Outcome, self.connection.recv())
+        self.kill()  # changes no exit code: a process that closed its pipe is on its way out
+        return Died(self.process.wait(), self.stacks())
+
+    @property
+    def ended(self) -> bool:
+        """Asks without collecting the process: until then its number, and with it its group, cannot be another's."""
+        if self.process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def ask_for_stacks(self) -> None:
+        if not self.ended:
+            os.kill(self.process.pid, signal.SIGUSR1)
 
     def stacks(self) -> str:
         """What faulthandler has written so far."""
@@ -163,11 +171,9 @@ class _Worker:
         return os.pread(self._dump.fileno(), size, 0).decode(errors="replace")
 
     def kill(self) -> None:
-        if self.process.returncode is None:  # after that the number may be another process's
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self.process.kill()
+        """Ends the process and those that it started, unless it was collected."""
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self.process.wait()
@@ -180,15 +186,14 @@ def _answered(workers: list[_Worker], timeout: float) -> Iterator[_Worker]:
     ready = wait([worker.connection for worker in workers], max(0.0, min(timeout, 0.2)))
     for worker in workers:
         # A process that the worker forked may hold the pipe open, so the end of the worker itself counts too.
-        if worker.connection in ready or worker.process.poll() is not None:
+        if worker.connection in ready or worker.ended:
             yield worker
 
 
 def _stacks(workers: Sequence[_Worker]) -> list[str]:
     """Asks running workers where they are. One that cannot even run a signal handler gives an empty text."""
     for worker in workers:
-        if worker.process.poll() is None:
-            worker.process.send_signal(signal.SIGUSR1)
+        worker.ask_for_stacks()
     deadline = time.monotonic() + _STACKS_TIMEOUT
     before, now = [""] * len(workers), [worker.stacks() for worker in workers]
     while time.monotonic() < deadline and (now != before or not all(now)):

@@ -106,7 +106,8 @@ def _run(call: Call) -> Returned | Raised:
     except BaseException as error:  # exit() and pytest.fail() too must reach the caller
         own_frame = error.__traceback__
         text = traceback.format_exception(type(error), error, own_frame and own_frame.tb_next)
-        return Raised(traceback.format_exception_only(type(error), error)[-1].strip(), "".join(text))
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Raised(first_line, "".join(text))
 
 
 def _pickled(result: object) -> bytes:

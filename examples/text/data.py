@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .options import UsageError
+
 # Not the library's own text, or text that some distributions ship apart, so that it would differ between machines.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 VALIDATION_SHARE = 20  # one file in so many
@@ -66,15 +68,22 @@ def is_for_validation(name: str) -> bool:
     return zlib.crc32(name.encode()) % VALIDATION_SHARE == 0
 
 
-def load_corpus() -> Corpus:
-    """Read the standard library's sources, leaving out files that are not UTF-8."""
+def load_corpus(*, seq: int) -> Corpus:
+    """Read the standard library's sources, leaving out files that are not UTF-8.
+
+    Raises:
+        UsageError: there is too little text for windows of ``seq`` bytes, as where Python came without its sources.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     parts: dict[bool, list[bytes]] = {True: [], False: []}
     for path in source_files(folder):
         content = path.read_bytes()
         if _is_text(content):
             parts[is_for_validation(path.relative_to(folder).as_posix())].append(content)
-    return Corpus(training=_join(parts[False]), validation=_join(parts[True]))
+    corpus = Corpus(training=_join(parts[False]), validation=_join(parts[True]))
+    if min(len(corpus.training.data), len(corpus.validation.data)) <= seq:
+        raise UsageError(f"too little Python source in {folder} for --seq {seq}: use a shorter one, or a full Python")
+    return corpus
 
 
 def _is_text(content: bytes) -> bool:

@@ -90,7 +90,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         after_attention: Tensor = x + self.attention(self.attention_norm(x))
-        return after_attention + self.feed_forward(self.feed_forward_norm(after_attention))
+        after_feed_forward: Tensor = after_attention + self.feed_forward(self.feed_forward_norm(after_attention))
+        return after_feed_forward
 
 
 class Transformer(nn.Module):

@@ -104,16 +104,18 @@ def make_parser() -> argparse.ArgumentParser:
     shape.add_argument("--dim", type=_positive, default=384)
     shape.add_argument("--heads", type=_positive, default=6)
     shape.add_argument("--hidden", type=_positive, default=1024, help="width inside the feed-forward part")
-    shape.add_argument(
-        "--tied",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="use the embedding as the output head too",
+    head = shape.add_mutually_exclusive_group()
+    head.add_argument("--tied", action="store_true", default=True, help="the embedding is the output head too")
+    head.add_argument(
+        "--untied", dest="tied", action="store_false", default=argparse.SUPPRESS, help="the head has its own weights"
     )
-    shape.add_argument("--untied", dest="tied", action="store_false", help="the same as --no-tied")
 
     shard = parser.add_argument_group("sharding")
-    shard.add_argument("--bf16", action="store_true", help="gather and compute in bfloat16, reduce in float32")
+    shard.add_argument(
+        "--bf16",
+        action="store_true",
+        help="gather and compute in bfloat16, reduce in float32; slow on CPUs without bfloat16 units",
+    )
     shard.add_argument(
         "--hybrid",
         type=_positive,
@@ -124,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     shard.add_argument(
         "--reshard",
         type=_reshard,
-        default=None,
+        default="none",
         metavar="{true,false,none,N}",
         help="free full parameters after forward: always, never, all but the root's, or keep 1/N of them",
     )
@@ -137,7 +139,11 @@ def make_parser() -> argparse.ArgumentParser:
     existing = files.add_mutually_exclusive_group()
     existing.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     existing.add_argument("--overwrite", action="store_true", help="delete the checkpoints that lie in --out first")
-    files.add_argument("--verify", action="store_true", help="train the same steps unsharded too, and compare")
+    files.add_argument(
+        "--verify",
+        action="store_true",
+        help="train the same steps unsharded too, and compare; a rate at which training is unstable, like 1e-3, fails",
+    )
     return parser
 
 
@@ -148,6 +154,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     problems = {
         "--steps must be at least 2: a checkpoint is saved before the last one": values["steps"] < 2,
         "--lr must be above 0": values["lr"] <= 0,
+        "--verify compares all steps from the first one on: leave out --resume": values["verify"] and values["resume"],
         "--save-every must not be negative": values["save_every"] < 0,
         f"--heads {shape.heads} must cut --dim {shape.dim} into even parts": shape.dim % (2 * shape.heads) != 0,
     }

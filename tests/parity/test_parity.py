@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -36,11 +38,11 @@ def reference(task: str, optimizer: str, rank: int, world_size: int) -> Run:
     return train(model, play_task(task), OPTIMIZERS[optimizer], ranks=everyone, watched=rank, divide=world_size)
 
 
-def sharded(library: object, task: str, optimizer: str, reshard_after_forward: bool | int | None) -> Run:
+def sharded(
+    fully_shard: Callable[..., Any], task: str, optimizer: str, reshard_after_forward: bool | int | None
+) -> Run:
     rank = dist.get_rank()
-    model = shard_layers(
-        TASKS[task].build(), getattr(library, "fully_shard"), reshard_after_forward=reshard_after_forward
-    )
+    model = shard_layers(TASKS[task].build(), fully_shard, reshard_after_forward=reshard_after_forward)
     return train(model, play_task(task), OPTIMIZERS[optimizer], ranks=[rank], watched=rank)
 
 
@@ -48,10 +50,10 @@ def compare_with_reference_and_peer(reshard_after_forward: bool | int | None) ->
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for task, optimizer in COMBINATIONS:
         what = f"{task}, {optimizer}"
-        ours = sharded(composable_fsdp, task, optimizer, reshard_after_forward)
+        ours = sharded(composable_fsdp.fully_shard, task, optimizer, reshard_after_forward)
         assert_equal_runs(ours, reference(task, optimizer, rank, world_size), what=f"{what}, reference")
         if (task, optimizer) in PEER_COMBINATIONS:
-            theirs = sharded(peer, task, optimizer, reshard_after_forward)
+            theirs = sharded(peer.fully_shard, task, optimizer, reshard_after_forward)
             # The sum of two is the same in either order; gloo adds up four in an order that depends on the message.
             assert_equal_runs(ours, theirs, what=f"{what}, torch", exact=world_size == 2)
 

@@ -1,7 +1,7 @@
 """Training runs that are compared: sharded ones with the unsharded reference, ours with torch's own FSDP2.
 
-A run is described by a *play*: a function that runs forwards and backwards of one step on one rank's data. The reference
-plays every rank's part in turn on one unsharded model and divides the summed gradients by the number of ranks.
+A run is described by a *play*: a function that runs the forwards and backwards of one step on one rank's data. The
+reference plays every rank's part in turn on one unsharded model and divides the summed gradients by the number of ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def train(
         watched: whose losses are kept.
         divide: what the gradients are divided by before the optimizer's step.
     """
-    optimizer, run = make_optimizer(model.parameters()), Run()
+    parameters = dict(model.named_parameters())  # what is kept unsharded shows others in between
+    optimizer, run = make_optimizer(parameters.values()), Run()
     for step in range(steps):
         optimizer.zero_grad()
         for rank in ranks:
@@ -88,14 +89,14 @@ def train(
             if rank == watched:
                 run.losses.append(loss)
         if divide != 1:
-            for parameter in model.parameters():
+            for parameter in parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.div_(divide)
         if between is not None:
             between(model, step)
         optimizer.step()
-    run.parameters = {name: kept(p) for name, p in model.named_parameters()}
-    run.gradients = {name: None if p.grad is None else kept(p.grad) for name, p in model.named_parameters()}
+    run.parameters = {name: kept(p) for name, p in parameters.items()}
+    run.gradients = {name: None if p.grad is None else kept(p.grad) for name, p in parameters.items()}
     return run
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
+from composable_fsdp import FSDPModule
 from tests.ranks._models import Task
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "exactly",
     "expected_shard",
     "initialise",
+    "sharded",
     "single_rank",
     "train_alike",
     "values_of",
@@ -39,6 +40,12 @@ def single_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def sharded(module: nn.Module) -> FSDPModule:
+    """``module``, known to the type checker for what it is now."""
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,12 +121,19 @@ def train_alike(
     *,
     steps: int = 3,
     optimizer: Callable[..., torch.optim.Optimizer] = adamw,
-    **tolerance: Any,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
     """Trains ``model`` on this rank's batches, ``reference`` on the gradient averaged over all ranks' batches.
 
-    Losses and gradients must agree at every step, parameters at the end.
+    Losses and gradients must agree at every step, parameters at the end; within the defaults of the dtype unless said.
     """
+
+    def alike(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:
+        assert (actual is None) == (expected is None), what
+        if actual is not None and expected is not None:
+            assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     ours, theirs = optimizer(model.parameters()), optimizer(reference.parameters())
     for step in range(steps):
@@ -128,20 +142,12 @@ def train_alike(
         losses = [task.loss(reference, task.batch_of(step, r)) for r in range(num_ranks)]
         torch.stack(losses).mean().backward()
         gradients = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
-        assert_close(loss, losses[rank], **tolerance, msg=lambda text, step=step: f"loss of step {step}: {text}")
+        alike(loss, losses[rank], f"loss of step {step}")
         for name, parameter in reference.named_parameters():
-            _assert_same_gradient(gradients[name], parameter.grad, f"gradient of {name} in step {step}", tolerance)
+            alike(gradients[name], parameter.grad, f"gradient of {name} in step {step}")
         ours.step()
         ours.zero_grad()
         theirs.step()
         theirs.zero_grad()
     for (name, value), expected in zip(values_of(model).items(), values_of(reference).values(), strict=True):
-        assert_close(value, expected, **tolerance, msg=lambda text, name=name: f"{name} at the end: {text}")
-
-
-def _assert_same_gradient(
-    actual: torch.Tensor | None, expected: torch.Tensor | None, what: str, tolerance: Mapping[str, Any]
-) -> None:
-    assert (actual is None) == (expected is None), what
-    if actual is not None and expected is not None:
-        assert_close(actual, expected, **tolerance, msg=lambda text: f"{what}: {text}")
+        alike(value, expected, f"{name} at the end")

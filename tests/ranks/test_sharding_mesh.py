@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,25 +62,28 @@ def _mesh_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | Non
 
 
 @pytest.mark.behaviour("A-07")
-@pytest.mark.parametrize("task", ["mlp", "transformer", "wide"])
 @pytest.mark.parametrize(
-    ("shape", "names"),
+    ("task", "shape", "names"),
     [
-        ((2, 2), None),
-        ((2, 2), ("replicate", "shard")),
-        ((4, 1), None),
-        ((1, 4), ("outer", "inner")),
-        ((4,), ("data",)),
-        ((2, 1), ("replicate", "shard")),
-        ((1, 2), None),
-        ((3, 1), None),
+        ("mlp", (2, 2), None),
+        ("mlp", (2, 2), ("replicate", "shard")),
+        ("transformer", (2, 2), ("replicate", "shard")),
+        ("wide", (2, 2), None),
+        ("mlp", (4, 1), None),
+        ("tied", (4, 1), ("replicate", "shard")),
+        ("mlp", (1, 4), ("outer", "inner")),
+        ("mlp", (4,), ("data",)),
+        ("mlp", (2, 1), ("replicate", "shard")),
+        ("wide", (2, 1), None),
+        ("mlp", (1, 2), None),
+        ("mlp", (3, 1), None),
     ],
     ids=str,
 )
 def test_every_mesh_trains_with_parity_on_different_data(
     task: str, shape: tuple[int, ...], names: tuple[str, ...] | None
 ) -> None:
-    run_ranks(_mesh_parity, int(torch.tensor(shape).prod()), task, shape, names)
+    run_ranks(_mesh_parity, prod(shape), task, shape, names)
 
 
 def _sliced() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from composable_fsdp.testing import run_ranks
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._sharding import adamw, assert_sharded, initialise, train_alike, values_of
 
-MESHES = [(2,), (4,), (3,), (2, 2), (2, 1)]
+MODELS_AND_MESHES = [("mlp", (2,)), ("mlp", (2, 2)), ("mlp", (3,)), ("tied", (4,)), ("tied", (2, 1)), ("wide", (3,))]
 
 
 def on_meta(task: str, mesh: DeviceMesh, **options: object) -> nn.Module:
@@ -36,10 +38,9 @@ def _to_empty(task: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.behaviour("A-12")
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("task", ["mlp", "tied", "wide"])
+@pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
 def test_to_empty_and_own_values_train_with_parity(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(_to_empty, int(torch.tensor(shape).prod()), task, shape)
+    run_ranks(_to_empty, prod(shape), task, shape)
 
 
 def _assign(task: str, shape: tuple[int, ...]) -> None:
@@ -62,10 +63,9 @@ def _assign(task: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.behaviour("A-12")
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("task", ["mlp", "tied", "wide"])
+@pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
 def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tuple[int, ...]) -> None:
-    run_ranks(_assign, int(torch.tensor(shape).prod()), task, shape)
+    run_ranks(_assign, prod(shape), task, shape)
 
 
 def _assign_again() -> None:

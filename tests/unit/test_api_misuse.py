@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parameter import is_lazy
 
 from composable_fsdp import (
     ConfigurationError,
@@ -23,8 +25,9 @@ from composable_fsdp import (
     ParameterError,
     UnsupportedError,
     fully_shard,
+    register_fsdp_forward_method,
 )
-from tests.ranks._sharding import single_rank
+from tests.ranks._sharding import sharded, single_rank
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,7 +62,7 @@ def state_of(module: nn.Module) -> list[Any]:
             type(m),
             sorted(vars(m)),
             {key: len(value) for key, value in vars(m).items() if "hooks" in key and value is not None},
-            {key: (id(t), type(t), t.data_ptr(), t.device, t.requires_grad) for key, t in tensors_of(m)},
+            {key: (id(t), type(t), is_lazy(t) or t.data_ptr(), t.device, t.requires_grad) for key, t in tensors_of(m)},
         )
         for name, m in module.named_modules()
     ]
@@ -132,6 +135,15 @@ def test_both_ways_out_of_a_scalar_work() -> None:
         assert model.scale.grad is not None
 
 
+@pytest.mark.behaviour("A-17")
+def test_a_parameter_that_has_no_shape_yet_is_named_with_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4))
+    assert_refused(ParameterError, r"'1\.weight' of Sequential has no shape yet.*a forward before fully_shard", model)
+    model(torch.ones(2, 3))
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+
+
 @pytest.mark.behaviour("A-05")
 @pytest.mark.parametrize("dim", [2, -3])
 def test_a_dim_out_of_range_is_named_with_those_in_range(dim: int) -> None:
@@ -192,10 +204,16 @@ def test_what_is_no_module_is_refused_by_its_type(value: object) -> None:
 
 @pytest.mark.behaviour("A-08")
 @pytest.mark.parametrize(
-    "make", [lambda m: nn.ModuleList([m]), lambda m: nn.ModuleDict({"a": m})], ids=["List", "Dict"]
+    "container",
+    [
+        nn.ModuleList([nn.Linear(3, 3)]),
+        nn.ModuleDict({"a": nn.Linear(3, 3)}),
+        nn.ParameterList([torch.ones(3)]),
+        nn.ParameterDict({"a": torch.ones(3)}),
+    ],
+    ids=lambda container: type(container).__name__,
 )
-def test_a_container_without_forward_is_refused(make: Callable[[nn.Module], nn.Module]) -> None:
-    container = make(nn.Linear(3, 3))
+def test_a_container_without_forward_is_refused(container: nn.Module) -> None:
     match = rf"{type(container).__name__} has no forward.*on each module in it, or on the module that contains it"
     assert_refused(ConfigurationError, match, container)
 
@@ -208,7 +226,30 @@ def test_a_container_with_a_forward_of_its_own_is_fine() -> None:
                 x = module(x)
             return x
 
-    fully_shard(Chain([nn.Linear(3, 3)]))(torch.ones(1, 3)).sum().backward()
+    patched = nn.ModuleList([nn.Linear(3, 3)])
+    patched.forward = types.MethodType(Chain.forward, patched)
+    for container in (Chain([nn.Linear(3, 3)]), patched):
+        fully_shard(container)
+        container(torch.ones(1, 3)).sum().backward()
+        assert all(isinstance(p, DTensor) and p.grad is not None for p in container.parameters())
+
+
+@pytest.mark.behaviour("A-08", "C-08")
+def test_a_module_without_forward_works_through_its_registered_methods() -> None:
+    class Codec(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(x)
+            return out
+
+    module = Codec()
+    fully_shard(module)
+    register_fsdp_forward_method(module, "encode")
+    module.encode(torch.ones(1, 3)).sum().backward()
+    assert all(isinstance(p, DTensor) and p.grad is not None for p in module.parameters())
 
 
 @pytest.mark.behaviour("A-08")
@@ -240,32 +281,34 @@ def test_a_child_after_its_parent_is_refused_naming_both(ran: bool) -> None:
 @pytest.mark.behaviour("A-08")
 def test_a_child_while_its_parent_is_unsharded_is_refused() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(3, 3)))
-    model.unshard()
+    sharded(model).unshard()
     assert_refused(ConfigurationError, "already belongs to the group of", model[0], within=model)
 
 
 @pytest.mark.behaviour("A-08")
 def test_a_parent_takes_what_no_earlier_call_took() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
-    fully_shard(model[1][0])
-    fully_shard(model[1])
-    taken = {id(p) for p in model[1].parameters()}
-    assert all(isinstance(p, DTensor) for p in model[1].parameters())
+    innermost = nn.Linear(3, 3)
+    inner = nn.Sequential(innermost, nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 3))
+    fully_shard(innermost)
+    fully_shard(inner)
+    taken = {id(p) for p in inner.parameters()}
+    assert all(isinstance(p, DTensor) for p in inner.parameters())
     assert not any(isinstance(p, DTensor) for i in (0, 2) for p in model[i].parameters())
     fully_shard(model)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert {id(p) for p in model[1].parameters()} == taken
+    assert {id(p) for p in inner.parameters()} == taken
 
     def unsharded() -> list[str]:
         return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
 
-    model.unshard()
+    sharded(model).unshard()
     assert unsharded() == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    model.reshard()
-    model[1].unshard()
+    sharded(model).reshard()
+    sharded(inner).unshard()
     assert unsharded() == ["1.1.weight", "1.1.bias"]
-    model[1].reshard()
-    model[1][0].unshard()
+    sharded(inner).reshard()
+    sharded(innermost).unshard()
     assert unsharded() == ["1.0.weight", "1.0.bias"]
 
 
@@ -307,9 +350,9 @@ def test_a_parameter_shared_between_separate_models_is_refused() -> None:
 
 @pytest.mark.behaviour("A-08")
 def test_a_dtensor_parameter_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    mesh = init_device_mesh("cpu", (1,))
-    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
+    second = nn.Linear(3, 3)
+    second.weight = nn.Parameter(distribute_tensor(second.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    model = nn.Sequential(nn.Linear(3, 3), second)
     assert_refused(UnsupportedError, r"'1\.weight' of Sequential is a DTensor already.*ignored_params", model)
 
 
@@ -341,11 +384,11 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
     model = WithScalar()
     assert_refused(ParameterError, "scale", model)
     model.scale = nn.Parameter(torch.ones(1))
-    fully_shard(model)(torch.ones(1, 3)).sum().backward()
+    fully_shard(model)
+    model(torch.ones(1, 3)).sum().backward()
     assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
 
 
 def test_every_error_is_ours() -> None:
     for error in (ConfigurationError, MeshError, ParameterError, UnsupportedError):
         assert issubclass(error, FSDPError)
-    assert isinstance(init_device_mesh("cpu", (1,)), DeviceMesh)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import FSDPModule, fully_shard
-from tests.ranks._sharding import exactly, single_rank, values_of
+from composable_fsdp import fully_shard
+from tests.ranks._sharding import exactly, sharded, single_rank, values_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,16 +54,17 @@ def test_names_order_dtypes_and_requires_grad_survive_sharded_and_unsharded() ->
     before = {name: (p.dtype, p.requires_grad, p.shape) for name, p in module.named_parameters()}
     keys = list(module.state_dict())
     fully_shard(module)
-    sharded = dict(module.named_parameters())
+    at_rest = dict(module.named_parameters())
     for _ in range(2):
         step(module)
-        for parameters in (sharded, module.seen):
+        for parameters in (at_rest, module.seen):
             assert list(parameters) == list(before)
             assert {name: (p.dtype, p.requires_grad, p.shape) for name, p in parameters.items()} == before
-            assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in parameters.values())
-        assert all(isinstance(p, DTensor) for p in sharded.values())
+            tensors: list[torch.Tensor] = list(parameters.values())
+            assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in tensors)
+        assert all(isinstance(p, DTensor) for p in at_rest.values())
         assert not any(isinstance(p, DTensor) for p in module.seen.values())
-        assert all(p is sharded[name] for name, p in module.named_parameters()), "backward leaves them sharded"
+        assert all(p is at_rest[name] for name, p in module.named_parameters()), "backward leaves them sharded"
         assert list(module.state_dict()) == keys
 
 
@@ -74,7 +75,7 @@ def test_values_survive_sharded_and_unsharded() -> None:
     fully_shard(module)
     for name, value in values_of(module).items():
         exactly(value, values[name], name)
-    module.unshard()
+    sharded(module).unshard()
     for name, parameter in module.named_parameters():
         assert not isinstance(parameter, DTensor), name
         exactly(parameter.detach(), values[name], name)
@@ -85,8 +86,8 @@ def test_optimizers_and_users_see_the_same_sharded_objects_for_ever() -> None:
     module = fully_shard(Zoo())
     before = [id(p) for p in module.parameters()]
     step(module)
-    module.unshard()
-    module.reshard()
+    sharded(module).unshard()
+    sharded(module).reshard()
     assert [id(p) for p in module.parameters()] == before
 
 
@@ -118,7 +119,7 @@ def test_attributes_outlive_a_conversion(convert: Callable[[nn.Module], object])
     fully_shard(module)
     convert(module)
     assert vars(module.weight).get("origin") == "here"
-    module.unshard()
+    sharded(module).unshard()
     assert vars(module.weight).get("origin") == "here"
 
 
@@ -129,8 +130,8 @@ class Tied(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(5, 3)
         self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_parameter("alias", self.embedding.weight)
+        self.alias = nn.Parameter(torch.randn(5, 3))
+        self.embedding.weight = self.head.weight = self.alias
         self.layer = nn.Linear(3, 3)
         self.again = self.layer
         self.in_forward: list[bool] = []
@@ -157,7 +158,7 @@ def test_parameters_shared_within_a_group_are_one_object_before_during_and_after
         module(torch.tensor([[1, 2]])).sum().backward()
     assert module.in_forward == [True, True]
     assert module.alias.grad is not None
-    module.unshard()
+    sharded(module).unshard()
     assert module.is_tied
     assert not isinstance(module.alias, DTensor)
 
@@ -167,8 +168,7 @@ class Swaps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.assigned: list[object]
-        vars(self)["assigned"] = []
+        self.assigned: list[Any] = []
         self.weight = nn.Parameter(torch.randn(3, 3))
         self.bias = nn.Parameter(torch.randn(3))
 
@@ -189,19 +189,18 @@ def test_a_module_that_overrides_setattr_sees_every_swap(nested: bool) -> None:
     module = Swaps()
     original = module.weight
     model = fully_shard(nn.Sequential(module) if nested else module, reshard_after_forward=True)
-    assert isinstance(model, FSDPModule)
-    sharded = module.weight
+    at_rest = module.weight
     assert module.assigned[0] is original
-    assert module.assigned[-1] is sharded
+    assert module.assigned[-1] is at_rest
     del module.assigned[1:]
     model(torch.randn(2, 3)).sum().backward()
     kinds = [isinstance(value, DTensor) for value in module.assigned[1:]]
     assert kinds == [False, True, False, True], "unsharded and sharded, in forward and in backward"
-    assert module.assigned[-1] is sharded
-    model.unshard()
+    assert module.assigned[-1] is at_rest
+    sharded(model).unshard()
     assert not isinstance(module.assigned[-1], DTensor)
-    model.reshard()
-    assert module.assigned[-1] is sharded
+    sharded(model).reshard()
+    assert module.assigned[-1] is at_rest
 
 
 class Costly(nn.Linear):

@@ -17,9 +17,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, ParameterError, fully_shard
 from composable_fsdp.trace import Operation, Recorder
 from tests.ranks._models import Task, seeded, squared_error, vectors
-from tests.ranks._sharding import adamw, exactly, initialise, single_rank, train_alike, values_of
-
-EXACT = {"rtol": 0.0, "atol": 0.0}
+from tests.ranks._sharding import adamw, exactly, initialise, sharded, single_rank, train_alike, values_of
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +102,7 @@ def test_on_one_rank_unsharded_parameters_are_the_shards_own_memory(reshard: boo
     shards = {name: p.to_local().data_ptr() for name, p in model.named_parameters() if isinstance(p, DTensor)}
     assert len(shards) == 4
     assert model.seen == [shards["first.weight"]] * 2
-    assert isinstance(model, FSDPModule)
-    model.unshard()
+    sharded(model).unshard()
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == shards
 
 
@@ -155,8 +152,8 @@ def test_a_module_without_parameters_passes_gradients_through() -> None:
     assert list(module.parameters()) == []
     with torch.no_grad():
         module(torch.randn(2, 3))
-    module.unshard()
-    module.reshard()
+    sharded(module).unshard()
+    sharded(module).reshard()
     module.to(torch.float64)
 
 
@@ -170,7 +167,7 @@ def test_modules_without_parameters_anywhere_in_a_chain_train_with_parity() -> N
     for child in model.children():
         fully_shard(child)
     fully_shard(model)  # nothing is left for its own group
-    train_alike(model, reference, task, **EXACT)
+    train_alike(model, reference, task, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-16")
@@ -182,7 +179,7 @@ def test_a_module_whose_parameters_are_all_frozen_or_ignored_is_fine() -> None:
     fully_shard(model.get_submodule("second"), ignored_params=ignored)
     fully_shard(model, ignored_params=ignored)
     assert {p for p in model.parameters() if not isinstance(p, DTensor)} == ignored
-    train_alike(model, reference, TASK, **EXACT)
+    train_alike(model, reference, TASK, rtol=0, atol=0)
 
 
 # -- the meta device
@@ -218,16 +215,15 @@ def test_a_partly_materialised_group_names_only_what_is_left() -> None:
     model.first.to_empty(device="cpu")
     model.scale = torch.ones(3)
     initialise(model, values_of(reference))
-    train_alike(model, reference, TASK, **EXACT)
+    train_alike(model, reference, TASK, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-12")
 def test_unshard_on_meta_says_the_same() -> None:
     model = on_meta()
     fully_shard(model)
-    assert isinstance(model, FSDPModule)
     with pytest.raises(ParameterError, match=r"still on the meta device: \['first\.weight',"):
-        model.unshard()
+        sharded(model).unshard()
 
 
 @pytest.mark.behaviour("A-12")
@@ -252,7 +248,7 @@ def test_parameters_from_meta_train_with_parity(through: str) -> None:
         model.to_empty(device="cpu")
         model.load_state_dict(source.state_dict())
     assert all(p.requires_grad and isinstance(p, DTensor) for p in model.parameters())
-    train_alike(model, reference, TASK, **EXACT)
+    train_alike(model, reference, TASK, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-12")
@@ -266,7 +262,7 @@ def test_assigning_in_parts_works() -> None:
         model(torch.ones(2, 5))
     rest = {name: value for name, value in state.items() if name not in first}
     model.load_state_dict(rest, assign=True, strict=False)
-    train_alike(model, reference, TASK, **EXACT)
+    train_alike(model, reference, TASK, rtol=0, atol=0)
 
 
 def put(model: Spy, parameter: object) -> None:
@@ -295,6 +291,43 @@ def test_a_parameter_replaced_by_a_plain_one_is_named_with_the_way_out(replace: 
     )
     with pytest.raises(ParameterError, match=match):
         model(torch.ones(2, 5))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+@pytest.mark.behaviour("A-10", "A-12", "H-02")
+def test_a_shared_parameter_replaced_under_its_second_name_is_noticed() -> None:
+    model = Tied()
+    fully_shard(model)
+    model.second.weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(ParameterError, match=r"'first\.weight' was replaced after sharding by a Parameter"):
+        model(torch.ones(2, 3))
+
+
+@pytest.mark.behaviour("A-10", "A-12")
+@pytest.mark.parametrize("kept", ["first.weight", "second.weight"])
+def test_a_shared_parameter_can_be_assigned_under_either_name(kept: str) -> None:
+    """As from files that store a shared tensor once."""
+    with torch.device("meta"):
+        model = Tied()
+    fully_shard(model)
+    source = Tied()
+    values = values_of(source)
+    fully_shard(source)
+    model.load_state_dict({kept: source.state_dict()[kept]}, assign=True, strict=False)
+    assert model.first.weight is model.second.weight
+    for name, value in values_of(model).items():
+        exactly(value, values[name], name)
+    model(torch.ones(2, 3)).sum().backward()
 
 
 @pytest.mark.behaviour("A-12", "H-02")
@@ -380,7 +413,7 @@ def test_a_plain_module_around_sharded_ones_converts_them() -> None:
     for child in model.children():
         fully_shard(child)
     model.to(torch.float64)
-    train_alike(model, reference, task, **EXACT)
+    train_alike(model, reference, task, rtol=0, atol=0)
 
 
 @pytest.mark.behaviour("A-18", "D-03")
@@ -397,7 +430,7 @@ def test_converting_one_module_of_a_group_splits_its_transfers_and_trains() -> N
     task = Task(seeded(Mixed), TASK.batch, squared_error)
     model, reference = task.build(), task.build()
     fully_shard(model)
-    train_alike(model, reference, task, steps=1, **EXACT)
+    train_alike(model, reference, task, steps=1, rtol=0, atol=0)
     for m in (model, reference):
         m.get_submodule("second").double()
-    train_alike(model, reference, task, **EXACT)
+    train_alike(model, reference, task, rtol=0, atol=0)

@@ -21,6 +21,7 @@ from composable_fsdp.layout.shard import TensorShards
 from tests.unit.test_layout_bucket import DIRECT_BYTES
 from tests.unit.test_layout_shard import shards_of_one_bucket, tensor_shards
 
+FEWER = settings(max_examples=40)
 FLOATS = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 UNTOUCHED = -1.0  # what no test tensor holds
 
@@ -83,6 +84,7 @@ def test_packing_puts_the_piece_of_rank_r_in_row_r_and_touches_nothing_else(
     assert all(bool((columns == UNTOUCHED).all()) for columns in around)
 
 
+@FEWER
 @given(tensor_shards())
 def test_packing_writes_as_many_elements_as_the_tensor_has_and_leaves_padding_alone(shards: TensorShards) -> None:
     _, rows = column_block(shards.num_shards, shards.padded_numel, UNTOUCHED)
@@ -90,6 +92,7 @@ def test_packing_writes_as_many_elements_as_the_tensor_has_and_leaves_padding_al
     assert int((rows == UNTOUCHED).sum()) == rows.numel() - shards.numel
 
 
+@FEWER
 @given(tensor_shards())
 def test_a_missing_gradient_is_packed_as_zeros(shards: TensorShards) -> None:
     message, rows = column_block(shards.num_shards, shards.padded_numel, UNTOUCHED)
@@ -98,6 +101,7 @@ def test_a_missing_gradient_is_packed_as_zeros(shards: TensorShards) -> None:
     assert int((message == UNTOUCHED).sum()) == message.numel() - rows.numel()
 
 
+@FEWER
 @given(tensor_shards())
 def test_a_gradient_expanded_from_one_element_is_packed_like_any_other(shards: TensorShards) -> None:
     gradient = torch.ones(1).expand(shards.shape)  # what sum().backward() leaves
@@ -134,6 +138,7 @@ class CountKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@FEWER
 @given(tensor_shards())
 def test_packing_takes_one_copy_where_the_cut_is_even_and_never_more_than_two(shards: TensorShards) -> None:
     gradient = numbered(shards.shape)
@@ -144,6 +149,7 @@ def test_packing_takes_one_copy_where_the_cut_is_even_and_never_more_than_two(sh
     assert len(kernels.names) <= (1 if shards.layout.is_even else 2)
 
 
+@FEWER
 @given(tensor_shards())
 def test_unpacking_takes_one_copy_where_pieces_concatenate_or_the_cut_is_even_and_never_more_than_two(
     shards: TensorShards,
@@ -220,7 +226,6 @@ def parameters_in(layout: GatherLayout, buffer: Tensor) -> list[Tensor]:
     return [buffer[place : place + shards.numel].view(shards.shape) for shards, place in places]
 
 
-@settings(max_examples=150)
 @given(shards_of_one_bucket(), st.sampled_from([torch.int8, torch.int16, torch.float32, torch.float64]), DIRECT_BYTES)
 def test_gathering_the_shards_of_all_ranks_gives_back_the_parameters(
     shards: tuple[TensorShards, ...], dtype: torch.dtype, direct_bytes: int
@@ -252,6 +257,7 @@ def test_gathering_from_a_smaller_mesh_gives_back_the_parameters_in_the_same_pla
         assert torch.equal(parameter, full)
 
 
+@FEWER
 @given(st.lists(tensor_shards(1), min_size=1, max_size=4), DIRECT_BYTES)
 def test_the_store_of_an_only_rank_holds_the_parameters_as_they_are(
     shards: list[TensorShards], direct_bytes: int
@@ -277,7 +283,6 @@ def message_of(layout: ReduceLayout, gradients: Sequence[Tensor | None], dtype: 
     return message.view(-1)
 
 
-@settings(max_examples=150)
 @given(shards_of_one_bucket(), FLOATS, FLOATS, DIRECT_BYTES, st.data())
 def test_reducing_the_gradients_of_all_ranks_leaves_each_with_its_shard_of_the_sum(
     shards: tuple[TensorShards, ...],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, plan_group, plan_smaller
@@ -30,11 +30,14 @@ def parameter_specs(draw: st.DrawFn) -> ParameterSpec:
     )
 
 
+# Groups are slow to draw, and what one bucket may look like is test_layout_bucket's business.
+FEWER = settings(max_examples=40)
 SPECS = st.lists(parameter_specs(), min_size=1, max_size=6).map(tuple)
 OPTIONS = st.builds(PlanOptions, WORLD_SIZES, DIRECT_BYTES)
 ALIASING = st.builds(PlanOptions, st.just(1), DIRECT_BYTES, st.just(True))
 
 
+@FEWER
 @given(SPECS, OPTIONS | ALIASING)
 def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
@@ -48,6 +51,7 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
         assert {specs[i].bucket_key for i in bucket.indices} == {key}
 
 
+@FEWER
 @given(SPECS, OPTIONS)
 def test_a_bucket_cuts_its_parameters_as_their_specs_say(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
@@ -57,6 +61,7 @@ def test_a_bucket_cuts_its_parameters_as_their_specs_say(
         assert bucket.gather.shards == expected
 
 
+@FEWER
 @given(SPECS, OPTIONS)
 def test_what_travels_is_aligned_in_its_own_dtype(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     for bucket in plan_group(specs, options).buckets:
@@ -71,6 +76,7 @@ def test_what_travels_is_aligned_in_its_own_dtype(specs: tuple[ParameterSpec, ..
         assert_disjoint_and_aligned(reduce.output.offsets, output_lengths, reduce.output.numel, itemsize)
 
 
+@FEWER
 @given(SPECS, OPTIONS)
 def test_exactly_the_trainable_parameters_are_reduced(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     plan = plan_group(specs, options)
@@ -79,6 +85,7 @@ def test_exactly_the_trainable_parameters_are_reduced(specs: tuple[ParameterSpec
     assert plan.num_trainable == sum(len(bucket.reduce.indices) for bucket in plan.buckets)
 
 
+@FEWER
 @given(SPECS, OPTIONS)
 def test_a_gradient_that_must_be_cast_is_packed(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     for bucket in plan_group(specs, options).buckets:
@@ -86,6 +93,7 @@ def test_a_gradient_that_must_be_cast_is_packed(specs: tuple[ParameterSpec, ...]
             assert bucket.reduce.direct == ()
 
 
+@FEWER
 @given(SPECS)
 def test_a_gradient_in_the_dtype_of_the_reduction_travels_direct_where_it_can(specs: tuple[ParameterSpec, ...]) -> None:
     for bucket in plan_group(specs, PlanOptions(2, 0)).buckets:
@@ -94,6 +102,7 @@ def test_a_gradient_in_the_dtype_of_the_reduction_travels_direct_where_it_can(sp
             assert list(bucket.reduce.direct) == [k for k, direct in enumerate(even) if direct]
 
 
+@FEWER
 @given(SPECS, ALIASING)
 def test_an_axis_of_one_rank_aliases_exactly_the_buckets_that_need_no_cast(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
@@ -105,6 +114,7 @@ def test_an_axis_of_one_rank_aliases_exactly_the_buckets_that_need_no_cast(
             assert (bucket.unsharded_bytes, bucket.wire_bytes) == (0, 0)
 
 
+@FEWER
 @given(SPECS, OPTIONS)
 def test_sizes_in_bytes_are_elements_times_the_dtype_in_that_place(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
@@ -121,6 +131,7 @@ def test_sizes_in_bytes_are_elements_times_the_dtype_in_that_place(
         assert getattr(plan, quantity) == sum(getattr(bucket, quantity) for bucket in plan.buckets)
 
 
+@FEWER
 @given(SPECS, OPTIONS)
 def test_freezing_parameters_moves_no_shard_and_no_place(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
@@ -131,6 +142,7 @@ def test_freezing_parameters_moves_no_shard_and_no_place(
     assert after.num_trainable == after.reduce_bytes == 0
 
 
+@FEWER
 @given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
 def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
     specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], direct_bytes: int
@@ -148,7 +160,7 @@ def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
             assert small.full_numel <= large.full_numel
         shard_lengths = [s.padded_numel for s in layout.shards]
         assert_disjoint_and_aligned(layout.store.offsets, shard_lengths, layout.store.numel, itemsize)
-        assert_packed_first(layout.store.offsets, shard_lengths, layout.packed, layout.packed_numel, itemsize)
+        assert_packed_first(layout, itemsize)
 
 
 def test_asking_for_the_same_plan_again_returns_the_one_that_is_there() -> None:

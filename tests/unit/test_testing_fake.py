@@ -13,7 +13,6 @@ from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
-from composable_fsdp.testing.text import format_ranks
 
 
 def ranks_of(world: FakeWorld) -> list[FakeCommunicator]:
@@ -21,9 +20,8 @@ def ranks_of(world: FakeWorld) -> list[FakeCommunicator]:
 
 
 def gather(comm: FakeCommunicator, *numels: int, dtype: torch.dtype = torch.float32) -> FakeWork:
-    return comm.all_gather(
-        [Transfer(torch.empty(n * comm.size, dtype=dtype), torch.ones(n, dtype=dtype)) for n in numels]
-    )
+    inputs = [torch.ones(numel, dtype=dtype) for numel in numels]
+    return comm.all_gather([Transfer(input.repeat(comm.size), input) for input in inputs])
 
 
 def scatter(comm: FakeCommunicator, numel: int, op: ReduceOp = ReduceOp.SUM) -> FakeWork:
@@ -85,14 +83,14 @@ def test_waiting_too_early_names_the_ranks_that_are_missing_and_the_collective()
     comms = ranks_of(world)
     for comm in comms:
         gather(comm, 1)
-    for rank in (0, 2):
-        work = gather(comms[rank], 4, 2)
+    gather(comms[0], 4, 2)
+    work = gather(comms[2], 4, 2)
     with pytest.raises(DeadlockError) as error:
         work.wait()
     assert message(error) == (
         "rank 2 waits for its collective 1, all_gather(2 transfers: float32 4 -> 24, float32 2 -> 12), which "
-        "ranks 1, 3-5 of 6 did not launch. Real ranks would wait for ever. Let every simulated rank launch before one of "
-        "them waits."
+        "ranks 1, 3-5 of 6 did not launch. Real ranks would wait for ever. Let every simulated rank launch before one "
+        "of them waits."
     )
 
 
@@ -280,10 +278,10 @@ def test_the_order_in_which_ranks_launch_does_not_change_the_sum() -> None:
     assert tensors[0].item() == 1.0
 
 
-@given(st.integers(1, 9), st.lists(st.integers(0, 5), max_size=4), st.randoms())
-def test_a_reduce_scatter_and_an_all_gather_make_an_all_reduce(size: int, numels: list[int], random: object) -> None:
+@given(st.integers(1, 9), st.lists(st.integers(0, 5), max_size=4))
+def test_a_reduce_scatter_and_an_all_gather_make_an_all_reduce(size: int, numels: list[int]) -> None:
     world = FakeWorld(size)
-    inputs = {rank: [torch.randint(-9, 9, (n * size,)) for n in numels] for rank in range(size)}
+    inputs = {rank: [torch.arange(n * size) ** 2 * (rank + 1) for n in numels] for rank in range(size)}
     shards = {rank: [torch.empty(n, dtype=torch.int64) for n in numels] for rank in range(size)}
     fulls = {rank: [torch.empty_like(tensor) for tensor in inputs[rank]] for rank in range(size)}
     for rank, comm in enumerate(ranks_of(world)):
@@ -306,16 +304,3 @@ def test_a_thousand_ranks_take_no_more_than_their_tensors() -> None:
         work.wait()
     assert full[::2].tolist() == list(range(size))
     assert not world._open
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([2, 0, 1, 5], "ranks 0-2, 5"),
-        (range(0, 24, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 4 more"),
-        ([*range(0, 16, 2), *range(100, 200)], "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 100 more"),
-    ],
-)
-def test_ranks_are_named_shortly(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks) == text

@@ -86,7 +86,7 @@ def test_lines_that_differ_in_place_stand_next_to_each_other() -> None:
 
 @pytest.mark.parametrize("line", ["unshrd a", "Unshard a", "", "a unshard"])
 def test_a_line_must_begin_with_an_operation(line: str) -> None:
-    with pytest.raises(ConfigurationError, match="does not begin with an operation.* one of unshard, wait, reshard"):
+    with pytest.raises(ConfigurationError, match=r"does not begin with an operation.* one of unshard, wait, reshard"):
         assert_trace(recorded(), line)
 
 

@@ -140,6 +140,7 @@ def test_the_peak_is_the_most_groups_that_held_memory_at_one_time() -> None:
     a, b, c = allocate("a", 1), allocate("b", 1), allocate("c", 1)
     assert recorded(a, free("a", 1), b, free("b", 1), c).peak_groups == 1
     assert recorded(a, b, free("a", 1), c, free("b", 1), free("c", 1)).peak_groups == 2
+    assert recorded(a, b).peak_groups == 2
     assert recorded(a, a, a).peak_groups == 1
 
 

@@ -1,0 +1,335 @@
+"""``run_ranks``: results, reuse, and that every way of failing is told and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.testing import RanksError, pool, run_ranks, shutdown
+
+ROOT = Path(__file__).parents[2]
+
+# What runs on the ranks
+
+
+def place(*args: object, **kwargs: object) -> tuple[object, ...]:
+    return dist.get_rank(), dist.get_world_size(), args, kwargs
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def sum_of_ranks() -> torch.Tensor:
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def surroundings() -> tuple[object, ...]:
+    return (
+        dist.get_backend(),
+        len(dist.distributed_c10d._world.pg_map),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.rand(()).item(),
+        random.random(),
+        numpy.random.random(),
+    )
+
+
+def change_surroundings() -> int:
+    dist.new_group([0, 1])
+    torch.set_num_threads(2)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    random.seed(7)
+    torch.manual_seed(7)
+    numpy.random.seed(7)
+    return os.getpid()
+
+
+def directory() -> str:
+    return os.getcwd()
+
+
+def warning() -> str:
+    try:
+        warnings.warn("careful", UserWarning, stacklevel=1)
+    except UserWarning as error:
+        return f"raised {error!r}"
+    return "passed over"
+
+
+def destroy_default_group() -> int:
+    dist.destroy_process_group()
+    return os.getpid()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        wrong = {"loss": 3.5}
+        assert wrong["loss"] == 0, f"rank {rank} sees {wrong}"
+    dist.barrier()
+
+
+def exit_on(rank: int, child_file: str, *, code: int) -> None:
+    if dist.get_rank() == rank:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads
+            child = os.fork()  # it inherits all pipes and sockets, so that nobody sees them closed
+        if child == 0:
+            time.sleep(600)
+        Path(child_file).write_text(str(child))
+        os._exit(code)
+    dist.barrier()
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave_others_waiting(child_file: str) -> None:
+    if dist.get_rank() == 1:
+        child = subprocess.Popen(["sleep", "600"])
+        Path(child_file).write_text(str(child.pid))
+        time.sleep(600)
+    dist.barrier()
+
+
+# Helpers
+
+
+def exists(pid: int) -> bool:
+    """Also as a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def runs(pid: int) -> bool:
+    """Zombies do not count: an orphan's is for init to collect."""
+    return exists(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def failure_of(function: Callable[..., object], world_size: int, *args: object, **options: object) -> RanksError:
+    """The error of a call, which must have ended the processes."""
+    pids = run_ranks(pid, world_size)
+    with pytest.raises(RanksError) as error:
+        run_ranks(function, world_size, *args, **options)  # type: ignore[arg-type]  # options may be the timeout
+    assert not any(map(exists, pids))
+    return error.value
+
+
+# What works
+
+
+def test_results_come_in_rank_order_and_arguments_arrive() -> None:
+    assert run_ranks(place, 2, "a", [1], key="b") == [(rank, 2, ("a", [1]), {"key": "b"}) for rank in range(2)]
+    assert run_ranks(place, 1) == [(0, 1, (), {})]
+
+
+def test_ranks_talk_to_each_other() -> None:
+    assert [tensor.item() for tensor in run_ranks(sum_of_ranks, 2)] == [1.0, 1.0]
+
+
+def test_processes_are_kept_for_the_next_call_of_the_same_size() -> None:
+    pids = run_ranks(pid, 2)
+    assert len(set(pids)) == 2
+    assert run_ranks(pid, 2) == pids
+    assert not set(run_ranks(pid, 1)) & set(pids)
+    assert run_ranks(pid, 2) == pids
+
+
+def test_a_function_finds_nothing_changed_by_those_before_it() -> None:
+    before = run_ranks(surroundings, 2)
+    assert before[0] == before[1]
+    assert before[0][:7] == ("gloo", 1, 1, torch.float32, torch.device("cpu"), True, False)
+    assert run_ranks(change_surroundings, 2) == run_ranks(pid, 2)
+    assert run_ranks(surroundings, 2) == before
+
+
+def test_modules_and_files_are_found_as_the_caller_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_made_after_the_pool.py").write_text("def answer():\n    return open('file').read()\n")
+    (tmp_path / "file").write_text("42")
+    run_ranks(pid, 2)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    module = __import__("module_made_after_the_pool")
+    assert run_ranks(module.answer, 2) == ["42", "42"]
+    monkeypatch.undo()
+    assert run_ranks(directory, 2) == [os.getcwd()] * 2
+
+
+def test_warnings_are_errors_exactly_where_they_are_for_the_caller() -> None:
+    assert run_ranks(warning, 2) == ["raised UserWarning('careful')"] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert run_ranks(warning, 2) == ["passed over"] * 2
+
+
+def test_a_function_may_destroy_the_default_group() -> None:
+    pids = run_ranks(destroy_default_group, 1)
+    assert not any(map(exists, pids))
+    assert not set(run_ranks(pid, 1)) & set(pids)
+
+
+def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it() -> None:
+    (before,) = run_ranks(pid, 1)
+    os.kill(before, signal.SIGKILL)
+    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    (after,) = run_ranks(pid, 1)
+    assert not exists(before)
+    shutdown()
+    assert not exists(after)
+
+
+# What fails
+
+
+def test_an_exception_on_one_rank_does_not_leave_the_others_waiting() -> None:
+    begin = time.monotonic()
+    error = failure_of(fail_on, 2, 1)
+    assert time.monotonic() - begin < 30
+    text = str(error)
+    assert text.startswith(f"{__name__}.fail_on failed on rank 1 of 2\n--- rank 0: killed after ")
+    assert "--- rank 1: raised AssertionError: rank 1 sees {'loss': 3.5}\nTraceback (most recent call last)" in text
+    assert f'File "{__file__}"' in error.failures[1]
+    assert """assert wrong["loss"] == 0""" in error.failures[1]
+    assert "dist.barrier()" in error.failures[0]
+    assert "testing/worker.py" not in text
+    assert [tensor.item() for tensor in run_ranks(sum_of_ranks, 2)] == [1.0, 1.0]
+
+
+def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_path: Path) -> None:
+    child_file = tmp_path / "child"
+    error = failure_of(leave_others_waiting, 2, str(child_file), timeout=3.0)
+    assert str(error).startswith(
+        f"{__name__}.leave_others_waiting did not return in time on ranks 0-1 of 2\n--- rank 0: "
+    )
+    for rank, line in enumerate(("dist.barrier()", "time.sleep(600)")):
+        assert error.failures[rank].startswith("killed after 3.")
+        assert f"in leave_others_waiting\n    {line}" in error.failures[rank]
+    assert eventually(lambda: not runs(int(child_file.read_text())))
+    assert run_ranks(place, 2) == [(rank, 2, (), {}) for rank in range(2)]
+
+
+def test_a_rank_that_exits_is_told_with_its_code_and_its_children_end_too(tmp_path: Path) -> None:
+    child_file = tmp_path / "child"
+    error = failure_of(exit_on, 2, 1, str(child_file), code=3)
+    assert error.failures[1] == "ended with exit code 3"
+    assert "dist.barrier()" in error.failures[0]
+    assert eventually(lambda: not runs(int(child_file.read_text())))
+
+
+def test_a_rank_that_crashes_shows_its_stack() -> None:
+    failure = failure_of(crash, 1).failures[0]
+    assert failure.startswith("died of SIGSEGV\nFatal Python error: Segmentation fault")
+    assert "in crash" in failure
+
+
+def test_processes_that_do_not_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    shutdown()
+    monkeypatch.setattr(pool, "_BOOT", "raise SystemExit(7)")
+    with pytest.raises(RanksError, match=r"pid failed on ranks 0-2 of 3\n--- ranks 0-2: ended with exit code 7"):
+        run_ranks(pid, 3)
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"test_run_ranks.*<lambda>.* top of a module"):
+        run_ranks(lambda: None, 2)
+    with pytest.raises(ConfigurationError, match=r"place and its arguments.* arguments must be picklable"):
+        run_ranks(place, 2, threading.Lock())
+    with pytest.raises(ConfigurationError, match=r"at least one rank, not 0"):
+        run_ranks(place, 0)
+    monkeypatch.setattr(pid, "__module__", "__main__")
+    with pytest.raises(ConfigurationError, match=r"cannot import __main__.pid from the script.* Move it to a module"):
+        run_ranks(pid, 2)
+
+
+# What is left when the caller ends
+
+
+SCRIPT = """
+import sys
+from composable_fsdp.testing import run_ranks
+from tests.ranks.test_run_ranks import pid, leave_others_waiting
+print(*run_ranks(pid, 2), flush=True)
+if sys.argv[1:]:
+    run_ranks(leave_others_waiting, 2, sys.argv[1])
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: str) -> subprocess.Popen[str]:
+        (tmp_path / "script.py").write_text(SCRIPT)
+        command = [sys.executable, str(tmp_path / "script.py"), *args]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with process:
+            process.kill()
+
+
+def worker_pids(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 2
+    assert all(map(runs, pids))
+    return pids
+
+
+def test_the_end_of_the_interpreter_ends_the_processes(script: Callable[..., subprocess.Popen[str]]) -> None:
+    process = script()
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 2
+    assert process.wait(20) == 0
+    assert not any(map(runs, pids))
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_however_the_caller_ends_the_processes_end_too(
+    script: Callable[..., subprocess.Popen[str]], tmp_path: Path, end: signal.Signals
+) -> None:
+    process = script(str(tmp_path / "child"))
+    pids = worker_pids(process)
+    assert eventually((tmp_path / "child").exists)
+    process.send_signal(end)
+    assert process.wait(20) == -end
+    assert eventually(lambda: not any(map(runs, pids)))
+    assert eventually(lambda: not runs(int((tmp_path / "child").read_text())))
