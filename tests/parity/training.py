@@ -1,7 +1,7 @@
 """Training runs that are compared: sharded ones with the unsharded reference, ours with torch's own FSDP2.
 
 A run is described by a *play*: a function that runs the forwards and backwards of one step on one rank's data. The
-reference plays every rank's part in turn on one unsharded model and divides the summed gradients by the number of ranks.
+reference plays all ranks' parts in turn on one unsharded model and divides the summed gradients by the number of ranks.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ def check_parity(
     steps: int = 5,
     between: Between | None = None,
     what: str = "",
+    exact: bool = False,
+    device: str = "cpu",
     **options: Any,
 ) -> nn.Module:
     """Trains the sharded model and the unsharded reference on this rank and compares them. Returns the sharded one.
@@ -160,6 +162,7 @@ def check_parity(
     Args:
         shard: how to shard; by default every module in ``model.layers`` and the whole, with ``options``.
         between: called in both runs, between the last backward of a step and the optimizer's step.
+        device: of the reference.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build()
@@ -170,7 +173,14 @@ def check_parity(
     ours = train(model, play, make_optimizer, ranks=[rank], watched=rank, steps=steps, between=between)
     everyone = range(world_size)
     expected = train(
-        build(), play, make_optimizer, ranks=everyone, watched=rank, divide=world_size, steps=steps, between=between
+        build().to(device),
+        play,
+        make_optimizer,
+        ranks=everyone,
+        watched=rank,
+        divide=world_size,
+        steps=steps,
+        between=between,
     )
-    assert_equal_runs(ours, expected, what=what)
+    assert_equal_runs(ours, expected, what=what, exact=exact)
     return model

@@ -174,8 +174,9 @@ class Task:
         return self.batch(torch.Generator().manual_seed(1000 * step + rank + 1))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of ``model`` on ``batch``."""
-        return self.criterion(model(*batch[:-1]), batch[-1])
+        """The loss of ``model`` on ``batch``, on the device where the model computes."""
+        output = model(*batch[:-1])
+        return self.criterion(output, batch[-1].to(output.device))
 
 
 def seeded(make: Callable[..., nn.Module], **arguments: Any) -> Callable[[], nn.Module]:

@@ -310,5 +310,5 @@ def test_an_output_in_an_object_that_nobody_registered_never_trains_wrongly() ->
     with suppress(RanksError):
         run_ranks(train_with_hidden_outputs, 2)
         return
-    with pytest.raises(RanksError, match="LifecycleError.*register"):
+    with pytest.raises(RanksError, match=r"LifecycleError.*register"):
         run_ranks(train_with_hidden_outputs, 2)

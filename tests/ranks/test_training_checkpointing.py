@@ -1,0 +1,160 @@
+"""Activation checkpointing, of either kind, outside and inside of sharded modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.parity.training import check_parity, play_task
+from tests.ranks._models import TASKS, Block, Chain, Transformer, seeded, shard_layers
+
+
+class Inside(nn.Module):
+    """A block whose own forward checkpoints what it contains."""
+
+    def __init__(self, block: nn.Module, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block = block
+        self.gain = nn.Parameter(torch.ones(1))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return out * self.gain
+
+
+class Outside(nn.Module):
+    """A transformer that checkpoints its blocks, each alone or all together, each once or twice."""
+
+    def __init__(self, *, use_reentrant: bool, calls: int = 1, together: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(23, 12)
+        self.layers = nn.ModuleList([Block(12, 3) for _ in range(3)])
+        self.head = nn.Linear(12, 23)
+        self.checkpoint = partial(checkpoint, use_reentrant=use_reentrant)
+        self.calls = calls
+        self.together = together
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.together:
+            x = self.checkpoint(self.run_all, x)
+        else:
+            for layer in self.layers:
+                x = self.checkpoint(partial(self.run_one, layer), x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+    def run_one(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.calls):
+            x = layer(x)
+        return x
+
+    def run_all(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.run_one(layer, x)
+        return x
+
+
+def transformer_of(make: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The transformer with its blocks replaced."""
+    model = TASKS["transformer"].build()
+    assert isinstance(model, Transformer)
+    for i, block in enumerate(model.layers):
+        model.layers[i] = make(block)
+    return model
+
+
+def sharded_halves(model: nn.Module) -> None:
+    """Units within units: the linear layers of every block, the block, the whole."""
+    for module in list(model.get_submodule("layers").modules()):
+        if isinstance(module, nn.Linear):
+            fully_shard(module)
+    shard_layers(model, fully_shard)
+
+
+def builders(use_reentrant: bool) -> dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object] | None]]:
+    kind = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+    wrapper = partial(checkpoint_wrapper, checkpoint_impl=kind)
+    return {
+        "inside": (lambda: transformer_of(lambda b: Inside(b, use_reentrant=use_reentrant)), None),
+        "outside": (seeded(Outside, use_reentrant=use_reentrant), None),
+        "outside, called twice": (seeded(Outside, use_reentrant=use_reentrant, calls=2), None),
+        "outside, all at once": (seeded(Outside, use_reentrant=use_reentrant, together=True), None),
+        "outside, with units in units": (seeded(Outside, use_reentrant=use_reentrant, calls=2), sharded_halves),
+        "wrapper inside of the unit": (lambda: transformer_of(wrapper), None),
+        "wrapper outside of the unit": (lambda: transformer_of(wrapper), shard_the_wrapped),
+    }
+
+
+def shard_the_wrapped(model: nn.Module) -> None:
+    for wrapped in model.get_submodule("layers").children():
+        fully_shard(wrapped.get_submodule("_checkpoint_wrapped_module"))
+    fully_shard(model)
+
+
+def train_with_checkpointing(use_reentrant: bool, reshard_after_forward: bool | int | None) -> None:
+    for what, (build, shard) in builders(use_reentrant).items():
+        with Recorder() as recorder:
+            check_parity(
+                build, play_task("transformer"), shard=shard, what=what, reshard_after_forward=reshard_after_forward
+            )
+        assert recorder.allocated == {}, what
+
+
+@pytest.mark.behaviour("C-13")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
+def test_activation_checkpointing_trains_in_either_order(
+    world_size: int, use_reentrant: bool, reshard: bool | int | None
+) -> None:
+    run_ranks(train_with_checkpointing, world_size, use_reentrant, reshard)
+
+
+class CheckpointedChain(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False))
+        return x
+
+
+def trace_recomputation() -> None:
+    task, rank = TASKS["chain"], dist.get_rank()
+    model = shard_layers(CheckpointedChain(depth=3), fully_shard)
+    for step in range(2):
+        loss = task.loss(model, task.batch_of(step, rank))
+        with Recorder() as backward:
+            loss.backward()
+        # Each group is gathered once for recomputation and backward together.
+        operations = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
+        assert_trace(
+            (event for event in backward if event.group != "root"),
+            "unshard layers.2",
+            "unshard layers.1",
+            "wait layers.2",
+            "reduce layers.2",
+            "reshard layers.2",
+            "unshard layers.0",
+            "wait layers.1",
+            "reduce layers.1",
+            "reshard layers.1",
+            "wait layers.0",
+            "reduce layers.0",
+            "reshard layers.0",
+            operations=operations,
+        )
+
+
+@pytest.mark.behaviour("C-13")
+def test_recomputation_and_backward_share_one_gather() -> None:
+    run_ranks(trace_recomputation, 2)

@@ -1,0 +1,331 @@
+"""Mixed precision: what computes, travels, is summed and rests in which dtype, checked to the bit where it can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import fsdp as peer
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp.layout.reduction import plan_reduction
+from composable_fsdp.testing import run_ranks
+from tests.parity.training import (
+    OPTIMIZERS,
+    assert_equal_runs,
+    check_parity,
+    kept,
+    local_part,
+    play_task,
+    train,
+)
+from tests.ranks._models import TASKS, seeded, shard_layers, squared_error, vectors
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+POLICIES = (
+    {"param_dtype": BF16, "reduce_dtype": FP32},
+    {"param_dtype": BF16},
+    {"param_dtype": FP16, "reduce_dtype": FP16, "output_dtype": FP32},
+    {"param_dtype": FP16, "reduce_dtype": FP32, "output_dtype": BF16},
+    {"reduce_dtype": BF16},
+    {"param_dtype": BF16, "reduce_dtype": BF16, "cast_forward_inputs": False},
+)
+
+
+class Casting(nn.Module):
+    """Works with either kind of input cast; has a buffer and a parameter that is no float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 7), nn.Linear(7, 5)])
+        self.register_buffer("offset", torch.full((5,), 0.1))
+        self.table = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, *, index: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        self.seen += [x.dtype, mask.dtype, self.table.dtype]
+        for layer in self.layers:
+            self.seen.append(layer.weight.dtype)
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        assert self.offset.dtype == FP32
+        assert index.dtype == torch.int64
+        return {"out": x * mask.to(x.dtype), "index": self.table[index], "half": (x + self.offset.to(x.dtype),)}
+
+
+def inputs_of(step: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return {
+        "x": torch.randn(4, 9, generator=generator),
+        "index": torch.randint(6, (4,), generator=generator),
+        "mask": torch.rand(4, 5, generator=generator),
+    }
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    out = model(**inputs_of(step, rank))
+    return out["out"].float().square().mean() + out["half"][0].float().mean()
+
+
+def check_dtypes(options: dict[str, Any]) -> None:
+    policy = MixedPrecisionPolicy(**options)
+    model = shard_layers(seeded(Casting)(), fully_shard, mp_policy=policy)
+    assert isinstance(model, Casting)
+    computing = policy.param_dtype or FP32
+    taken = policy.input_dtype or FP32
+    out = model(**inputs_of(0, dist.get_rank()))
+    assert model.seen == [taken, taken, torch.int64, computing, computing]
+    assert out["out"].dtype == out["half"][0].dtype == (policy.output_dtype or computing)
+    assert out["index"].dtype == torch.int64
+    (out["out"].float().mean() + out["half"][0].float().mean()).backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.int64 if name == "table" else FP32)
+        assert parameter.grad is None or parameter.grad.dtype == FP32
+    assert {t.dtype for state in optimizer.state.values() for t in state.values()} == {FP32}
+    assert model.offset.dtype == FP32
+    saved = model.state_dict()
+    assert {name: value.dtype for name, value in saved.items()} == {
+        name: value.dtype for name, value in Casting().state_dict().items()
+    }
+    for name, parameter in model.named_parameters():
+        assert torch.equal(saved[name].to_local(), kept(parameter).to_local())  # type: ignore[attr-defined]
+    model.load_state_dict(saved)
+
+
+def reduce_explicitly(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, torch.Tensor]:
+    """The gradients that each rank's own computation gives, cast, summed in the order of ranks and divided."""
+    world_size = dist.get_world_size()
+    totals: dict[str, torch.Tensor] = {}
+    computing, reducing = policy.param_dtype or FP32, policy.reduce_dtype or policy.param_dtype or FP32
+    reduction = plan_reduction(reducing, world_size, averages=False)
+    for rank in range(world_size):
+        plain = seeded(Casting)()
+        plain.load_state_dict(model.state_dict())
+        offset = plain.get_buffer("offset").clone()
+        plain.to(computing)
+        plain.register_buffer("offset", offset)
+        inputs = inputs_of(0, rank)
+        if policy.input_dtype is not None:
+            inputs = {name: t.to(policy.input_dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+        out = plain(**inputs)
+        leaves = [out["out"], out["half"][0]]
+        if policy.output_dtype is not None:
+            leaves = [leaf.to(policy.output_dtype) for leaf in leaves]
+        (leaves[0].float().square().mean() + leaves[1].float().mean()).backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                sent = parameter.grad.to(reducing) / reduction.pre_divide
+                totals[name] = sent if rank == 0 else totals[name] + sent
+    return {name: (total / reduction.post_divide).float() for name, total in totals.items()}
+
+
+def check_reduction(options: dict[str, Any]) -> None:
+    policy, rank = MixedPrecisionPolicy(**options), dist.get_rank()
+    model = shard_layers(seeded(Casting)(), fully_shard, mp_policy=policy)
+    loss_of(model, 0, rank).backward()
+    expected = reduce_explicitly(seeded(Casting)(), policy)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    # Two summands have one order. Four are added in an order that depends on the size of the message.
+    exact = dist.get_world_size() == 2
+    loose = {"rtol": 0.02, "atol": 2e-3} if not exact else {"rtol": 0.0, "atol": 0.0}
+    for name, gradient in gradients.items():
+        assert isinstance(gradient, DTensor)
+        torch.testing.assert_close(gradient.to_local(), local_part(expected[name], gradient), **loose)
+
+
+def check_policies() -> None:
+    for options in POLICIES:
+        check_dtypes(options)
+        check_reduction(options)
+
+
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_dtypes_are_as_asked_for_and_the_reduction_is_exact(world_size: int) -> None:
+    run_ranks(check_policies, world_size)
+
+
+def compare_with_peer(reshard_after_forward: bool | None) -> None:
+    """Five steps under each policy, by both libraries, to the bit."""
+    rank = dist.get_rank()
+    for options in ({"param_dtype": BF16, "reduce_dtype": FP32}, {"param_dtype": BF16}, {"reduce_dtype": BF16}):
+        for task in ("mlp", "tied"):
+            runs = [
+                train(
+                    shard_layers(
+                        TASKS[task].build(), shard, mp_policy=policy, reshard_after_forward=reshard_after_forward
+                    ),
+                    play_task(task),
+                    OPTIMIZERS["adamw-foreach"],
+                    ranks=[rank],
+                    watched=rank,
+                )
+                for shard, policy in (
+                    (fully_shard, MixedPrecisionPolicy(**options)),
+                    (peer.fully_shard, peer.MixedPrecisionPolicy(**options)),
+                    (fully_shard, peer.MixedPrecisionPolicy(**options)),
+                )
+            ]
+            assert_equal_runs(runs[0], runs[1], what=f"{task}, {options}", exact=True)
+            assert_equal_runs(runs[2], runs[1], what=f"{task}, {options}, torch's policy", exact=True)
+
+
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+def test_training_in_mixed_precision_is_torchs_to_the_bit(reshard_after_forward: bool | None) -> None:
+    run_ranks(compare_with_peer, 2, reshard_after_forward)
+
+
+class Normed(nn.Module):
+    """A block in bf16 whose norm computes in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([NormedBlock(), NormedBlock()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class NormedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        assert normed.dtype == x.dtype == self.linear.weight.dtype == BF16
+        return x + torch.tanh(self.linear(normed))
+
+
+class ReferenceNormed(Normed):
+    """The same by explicit casts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(BF16)
+        for layer in self.layers:
+            norm, linear = layer.norm, layer.linear
+            normed = F.layer_norm(x.float(), (8,), norm.weight, norm.bias).to(BF16)
+            x = x + torch.tanh(F.linear(normed, linear.weight.to(BF16), linear.bias.to(BF16)))
+        return x.float()
+
+
+def train_with_norms_in_fp32() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = vectors(8, 8)
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        x, target = batches(torch.Generator().manual_seed(10 * step + rank))
+        loss = squared_error(model(x), target)
+        loss.backward()
+        return loss.detach()
+
+    model = seeded(Normed)()
+    seen: list[torch.dtype] = []
+    low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for block in model.get_submodule("layers").children():
+        norm = block.get_submodule("norm")
+        norm.register_forward_pre_hook(lambda m, args: seen.extend([args[0].dtype, m.weight.dtype]))
+        fully_shard(norm, mp_policy=MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16))
+        fully_shard(block, mp_policy=low)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32))
+    ours = train(model, play, ranks=[rank], watched=rank)
+    assert set(seen) == {FP32}
+    # Autograd casts the reference's gradients to fp32 before they are summed, which is what reduce_dtype says.
+    everyone = range(world_size)
+    expected = train(seeded(ReferenceNormed)(), play, ranks=everyone, watched=rank, divide=world_size)
+    assert_equal_runs(ours, expected, exact=True)
+
+
+@pytest.mark.behaviour("D-01")
+def test_norms_in_fp32_within_bf16_blocks_train_as_by_explicit_casts() -> None:
+    run_ranks(train_with_norms_in_fp32, 2)
+
+
+def accumulate_in_the_reduce_dtype() -> None:
+    """Microbatches that are not communicated are summed in ``reduce_dtype``, not in that of the computation."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    task = TASKS["mlp"]
+    model = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
+    for i in range(3):
+        model.set_requires_gradient_sync(i == 2)  # type: ignore[operator]
+        task.loss(model, task.batch_of(i, rank)).backward()
+    totals: dict[str, torch.Tensor] = {}
+    for r in range(world_size):
+        summed: dict[str, torch.Tensor] = {}
+        for i in range(3):
+            plain = task.build().to(BF16)
+            x, target = task.batch_of(i, r)
+            task.loss(plain, (x.to(BF16), target)).backward()
+            for name, p in plain.named_parameters():
+                assert p.grad is not None
+                summed[name] = p.grad.float() if i == 0 else summed[name] + p.grad.float()
+        totals = {name: value if r == 0 else totals[name] + value for name, value in summed.items()}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        expected = local_part(totals[name] / world_size, parameter.grad)
+        torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.behaviour("D-01", "C-07")
+def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
+    run_ranks(accumulate_in_the_reduce_dtype, 2)
+
+
+# -- several original dtypes in one group
+
+
+class Mixed(nn.Module):
+    """Every layer has trainable parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MixedLayer() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class MixedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(9, 9, dtype=BF16)
+        self.high = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.high(x) + self.low(x.to(BF16)).float())
+
+
+def train_mixed_dtypes(reshard_after_forward: bool | int | None) -> None:
+    """The sum of two in bf16 is rounded once, wherever it is formed, so the reference is exact on two ranks."""
+    exact = dist.get_world_size() == 2
+    options: dict[str, Any] = {"exact": exact, "reshard_after_forward": reshard_after_forward}
+    check_parity(TASKS["adapters"].build, play_task("adapters"), OPTIMIZERS["adamw-foreach"], **options)
+    if exact:
+        check_parity(seeded(Mixed), play_mixed, OPTIMIZERS["sgd"], **options)
+
+
+def play_mixed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    x, target = vectors(9, 9)(torch.Generator().manual_seed(10 * step + rank))
+    loss = squared_error(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.behaviour("D-03")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
+def test_parameters_of_several_dtypes_in_one_group_train(world_size: int, reshard: bool | int | None) -> None:
+    run_ranks(train_mixed_dtypes, world_size, reshard)
