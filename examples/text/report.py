@@ -129,14 +129,21 @@ class Reporter:
         end = history.start + len(history.losses)
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
-        axes.plot(range(history.start + 1, end + 1), history.losses, linewidth=1.2, label="training, mean over ranks")
+        axes.plot(range(history.start, end), history.losses, linewidth=1.2, label="training, mean over ranks")
         axes.plot([history.start, end], [before, after], "o", color="tab:red", label="validation", zorder=3)
-        for step, loss in ((history.start, before), (end, after)):
-            axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(0, 8), ha="center")
+        axes.annotate(
+            f"{before:.2f}",
+            (history.start, before),
+            ha="right",
+            va="center",
+            xytext=(-6, 0),
+            textcoords="offset points",
+        )
+        axes.annotate(f"{after:.2f}", (end, after), ha="left", va="center", xytext=(6, 0), textcoords="offset points")
         axes.set(
             xlabel="optimizer steps", ylabel="loss (nats per byte)", title="Python's standard library, byte by byte"
         )
-        axes.margins(x=0.05, y=0.12)
+        axes.margins(x=0.09, y=0.08)
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(path, dpi=120)

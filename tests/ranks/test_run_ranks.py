@@ -216,6 +216,7 @@ def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it
 
 
 def test_an_exception_on_one_rank_does_not_leave_the_others_waiting() -> None:
+    run_ranks(pid, 2)  # starts the processes, if need be
     begin = time.monotonic()
     error = failure_of(fail_on, 2, 1)
     assert time.monotonic() - begin < 30
@@ -326,10 +327,11 @@ def test_the_end_of_the_interpreter_ends_the_processes(script: Callable[..., sub
 def test_however_the_caller_ends_the_processes_end_too(
     script: Callable[..., subprocess.Popen[str]], tmp_path: Path, end: signal.Signals
 ) -> None:
-    process = script(str(tmp_path / "child"))
+    child_file = tmp_path / "child"
+    process = script(str(child_file))
     pids = worker_pids(process)
-    assert eventually((tmp_path / "child").exists)
+    assert eventually(lambda: child_file.exists() and child_file.read_text() != "")
     process.send_signal(end)
     assert process.wait(20) == -end
     assert eventually(lambda: not any(map(runs, pids)))
-    assert eventually(lambda: not runs(int((tmp_path / "child").read_text())))
+    assert eventually(lambda: not runs(int(child_file.read_text())))
