@@ -10,6 +10,8 @@ TRAIN = $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_text.py -
 
 # Several ranks share the cores of one machine: one thread each, or they fight over them.
 export OMP_NUM_THREADS ?= 1
+# A rank that waits must leave its core to the others: OpenMP threads spin by default.
+export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-short test check format docs behaviours clean

@@ -120,7 +120,7 @@ def run(options: Options) -> int:
     trainer = job.trainer(options.seed)
     if options.resume:
         checkpoints.load(trainer, start)
-    groups = groups_of(trainer.model, options)
+    groups = groups_of(trainer.model, mesh, options)
     before = trainer.validate(job.corpus.validation)
     history = train(job, trainer)
     after = trainer.validate(job.corpus.validation)

@@ -71,21 +71,25 @@ class Group:
     bytes_gathered: int
 
 
-def groups_of(model: nn.Module, options: Options) -> list[Group]:
+def groups_of(model: nn.Module, mesh: DeviceMesh, options: Options) -> list[Group]:
     """The groups of a sharded model at rest, the root first."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    return [_describe(name, module, options) for name, module in modules.items() if isinstance(module, FSDPModule)]
+    return [
+        _describe(name, module, compute_dtype(options), _gathers_per_step(options, mesh, is_root=not name))
+        for name, module in modules.items()
+        if isinstance(module, FSDPModule)
+    ]
 
 
-def _describe(name: str, module: nn.Module, options: Options) -> Group:
+def _describe(name: str, module: nn.Module, dtype: torch.dtype, gathers: int) -> Group:
     parameters = list(dict.fromkeys(_own_parameters(module)))  # a tied weight counts once
     numel = sum(parameter.numel() for parameter in parameters)
     shards = [parameter.to_local() for parameter in parameters if isinstance(parameter, DTensor)]
     return Group(
-        name=name or "(root)",
+        name=name or "root",
         parameters=numel,
         bytes_at_rest=sum(shard.numel() * shard.element_size() for shard in shards),
-        bytes_gathered=numel * compute_dtype(options).itemsize * _gathers_per_step(options.reshard, is_root=not name),
+        bytes_gathered=numel * dtype.itemsize * gathers,
     )
 
 
@@ -97,7 +101,9 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _own_parameters(child)
 
 
-def _gathers_per_step(reshard: bool | int | None, *, is_root: bool) -> int:
+def _gathers_per_step(options: Options, mesh: DeviceMesh, *, is_root: bool) -> int:
     """Forward gathers; backward does so again, unless the parameters were kept in between."""
-    kept = is_root if reshard is None else reshard is False
+    if mesh.size(-1) == 1:
+        return 0  # every rank has the whole model
+    kept = is_root if options.reshard is None else options.reshard is False
     return 1 if kept else 2

@@ -26,10 +26,11 @@ Play = Callable[[nn.Module, int, int], torch.Tensor]
 Between = Callable[[nn.Module, int], None]
 """``(model, step)``: what happens after the backwards of a step and before the optimizer's."""
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
+"""Makes something with ``step`` and ``zero_grad``."""
 
 # Adam divides by the size of the gradient. Where that is all rounding, eps keeps the two runs from going apart.
-_ADAM = {"lr": 2e-2, "eps": 1e-5}
+_ADAM: dict[str, Any] = {"lr": 2e-2, "eps": 1e-5}
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -105,7 +106,7 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         local = tensor.to_local().cpu().clone()
-        return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(local, tensor._spec, requires_grad=False)
     return tensor.cpu().clone()
 
 
@@ -135,7 +136,10 @@ def assert_equal_runs(actual: Run, expected: Run, *, what: str = "", exact: bool
     none = [[name for name, g in run.gradients.items() if g is None] for run in (actual, expected)]
     assert none[0] == none[1], f"{what}: parameters without gradient: {none[0]}, expected {none[1]}"
     pairs = [(name, actual.parameters[name], value) for name, value in expected.parameters.items()]
-    pairs += [(f"gradient of {n}", actual.gradients[n], g) for n, g in expected.gradients.items() if g is not None]
+    for name, gradient in actual.gradients.items():
+        wanted = expected.gradients[name]
+        if gradient is not None and wanted is not None:
+            pairs.append((f"gradient of {name}", gradient, wanted))
     for name, a, b in pairs:
         torch.testing.assert_close(local_part(a, b), local_part(b, a), **tolerance, msg=_message(f"{what} {name}"))
 

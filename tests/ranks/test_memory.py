@@ -74,7 +74,10 @@ def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
         loss = task.loss(model, task.batch_of(step, rank))
         live.check("between forward and backward", least=FULL, expected=kept)
         between = [unit for unit in units_of(model) if unsharded_bytes(unit)]
-        assert between == {False: units_of(model), None: [unit_of(model)]}.get(reshard_after_forward, [])
+        if reshard_after_forward is False:
+            assert between == units_of(model)
+        else:
+            assert between == ([unit_of(model)] if reshard_after_forward is None else [])
         if type(reshard_after_forward) is int:
             slices = [nbytes // reshard_after_forward for nbytes in WEIGHTS]
             live.check("slices", least=FULL // reshard_after_forward, expected=slices)
@@ -137,7 +140,8 @@ def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy
     for reshard in (True, False, None, 2):
         model = shard_layers(task.build(), fully_shard, reshard_after_forward=reshard, mp_policy=precision)
         task.loss(model, task.batch_of(0, rank)).backward()  # names the groups
-        [unit.group.reshard() for unit in units_of(model)]
+        for unit in units_of(model):
+            unit.group.reshard()
         with CheckedLedger(model) as checked:
             for step in range(2):
                 task.loss(model, task.batch_of(step, rank)).backward()

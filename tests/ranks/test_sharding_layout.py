@@ -322,8 +322,9 @@ def _one_shard_placement() -> None:
     originals = {id(p): p for p in model.parameters()}
     asked: list[nn.Parameter] = []
 
-    def choose(parameter: nn.Parameter) -> None:
+    def choose(parameter: nn.Parameter) -> Shard:
         asked.append(parameter)
+        return Shard(0)
 
     shard_layers(model, fully_shard, shard_placement_fn=choose)
     assert len(asked) == len(originals)

@@ -54,11 +54,11 @@ class Slotted:
     b: torch.Tensor
 
 
-class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+class ModelOutput(OrderedDict):
     """A mapping of somebody's own, which no one registered, as those of transformers were once."""
 
 
-class ReadOnly(Mapping):  # type: ignore[type-arg]
+class ReadOnly(Mapping):
     """A mapping that cannot be written to."""
 
     def __init__(self, **values: Any) -> None:

@@ -20,7 +20,9 @@ PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
 
 
 def sharded_layers(model: nn.Module) -> list[FSDPModule]:
-    layers = [layer for layer in model.get_submodule("layers").children() if isinstance(layer, FSDPModule)]
+    layers: list[FSDPModule] = [
+        layer for layer in model.get_submodule("layers").children() if isinstance(layer, FSDPModule)
+    ]
     assert layers
     return layers
 
@@ -91,7 +93,7 @@ def unshard_everything_before_each_forward(async_op: bool) -> None:
     for optimizer in ("sgd", "adamw-foreach", "adamw-fused"):
         model = check_parity(task.build, play, OPTIMIZERS[optimizer], what=optimizer)
         assert isinstance(model, FSDPModule)
-        model.get_submodule("layers.0").reshard()
+        sharded_layers(model)[0].reshard()
 
 
 @pytest.mark.behaviour("C-08")
@@ -108,22 +110,20 @@ def change_reshard_after_forward() -> None:
     wanted = (True, False, True, False, False, True)
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        expected = set() if wanted[step] else {f"layers.{i}" for i in range(4)}
         if isinstance(model, FSDPModule):
             model.set_reshard_after_forward(wanted[step])
             if step == 4:
-                first = sharded_layers(model)[0]
-                first.set_reshard_after_forward(True, recurse=False)
-        with Recorder() as recorder:
+                sharded_layers(model)[0].set_reshard_after_forward(True, recurse=False)
+                expected.remove("layers.0")
+        with Recorder() as forward:
             loss = task.loss(model, task.batch_of(step, rank))
-        if isinstance(model, FSDPModule):
-            kept = set(recorder.allocated)
-            everything = {f"layers.{i}" for i in range(4)}
-            assert kept == (set() if wanted[step] else everything - ({"layers.0"} if step == 4 else set()))
-        with Recorder() as recorder:
+        with Recorder() as backward:
             loss.backward()
         if isinstance(model, FSDPModule):
-            gathered = {e.group for e in recorder if e.operation is Operation.UNSHARD and e.bytes}
-            assert gathered == everything - kept, (step, gathered, kept)
+            kept = set(forward.allocated)
+            gathered = {e.group for e in backward if e.operation is Operation.UNSHARD and e.bytes}
+            assert (kept, gathered) == (expected, {f"layers.{i}" for i in range(4)} - expected), step
         return loss.detach()
 
     model = check_parity(task.build, play, steps=len(wanted))

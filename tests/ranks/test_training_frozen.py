@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -35,11 +36,9 @@ FROZEN = {
 def train_with_frozen_parameters(reshard_after_forward: bool | int | None) -> None:
     for what, prefixes in FROZEN.items():
         with Recorder() as recorder:
+            build = partial(frozen_transformer, *prefixes)
             model = check_parity(
-                lambda prefixes=prefixes: frozen_transformer(*prefixes),
-                play_task("transformer"),
-                what=what,
-                reshard_after_forward=reshard_after_forward,
+                build, play_task("transformer"), what=what, reshard_after_forward=reshard_after_forward
             )
         assert recorder.allocated == {}, what
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -78,6 +77,7 @@ def train_in_turns(two_roots: bool) -> None:
             loss = model.critic(fake).mean() - model.critic(real).mean()
         else:
             loss = -model.critic(model.generator(noise)).mean()
+        assert isinstance(loss, torch.Tensor)
         loss.backward()
         return loss.detach()
 
@@ -160,8 +160,7 @@ def ask_for_gradients_of_inputs() -> None:
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         assert isinstance(model, Transformer)
         x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_(step > 1)
-        out = model.layers[0](x)
-        loss = out.square().mean()
+        loss: torch.Tensor = model.layers[0](x).square().mean()
         loss.backward()
         if step > 1:
             assert x.grad is not None
@@ -172,12 +171,12 @@ def ask_for_gradients_of_inputs() -> None:
 
     def shard(model: nn.Module) -> None:
         assert isinstance(model, Transformer)
-        for linear in (model.layers[0].out, *model.layers[0].mlp):
-            if isinstance(linear, nn.Linear):
-                fully_shard(linear)
+        for module in list(model.layers[0].modules()):
+            if isinstance(module, nn.Linear):
+                fully_shard(module)
         fully_shard(model.layers[0])
 
-    check_parity(lambda: task.build(), play, shard=lambda m: shard(m), steps=4)
+    check_parity(task.build, play, shard=shard, steps=4)
     ours, reference = gradients[:2], gradients[2:]
     # Inputs are each rank's own, so their gradients are not averaged.
     mine = [gradient for i, gradient in enumerate(reference) if i % dist.get_world_size() == rank]

@@ -27,7 +27,7 @@ from tests.ranks._models import TASKS, seeded, shard_layers, squared_error, vect
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
-POLICIES = (
+POLICIES: tuple[dict[str, Any], ...] = (
     {"param_dtype": BF16, "reduce_dtype": FP32},
     {"param_dtype": BF16},
     {"param_dtype": FP16, "reduce_dtype": FP16, "output_dtype": FP32},
@@ -56,6 +56,7 @@ class Casting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([CastingLayer(9, 7), CastingLayer(7, 5)])
+        self.offset: torch.Tensor
         self.register_buffer("offset", torch.full((5,), 0.1))
         self.table = nn.Parameter(torch.arange(6), requires_grad=False)
         self.seen: list[torch.dtype] = []
@@ -80,7 +81,8 @@ def inputs_of(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     out = model(**inputs_of(step, rank))
-    return out["out"].float().square().mean() + out["half"][0].float().mean()
+    loss: torch.Tensor = out["out"].float().square().mean() + out["half"][0].float().mean()
+    return loss
 
 
 def check_dtypes(options: dict[str, Any]) -> None:
@@ -152,7 +154,7 @@ def check_reduction(options: dict[str, Any]) -> None:
     assert gradients.keys() == expected.keys()
     # Two summands have one order. Four are added in an order that depends on the size of the message.
     exact = dist.get_world_size() == 2
-    loose = {"rtol": 0.02, "atol": 2e-3} if not exact else {"rtol": 0.0, "atol": 0.0}
+    loose: dict[str, Any] = {"rtol": 0.02, "atol": 2e-3} if not exact else {"rtol": 0.0, "atol": 0.0}
     for name, gradient in gradients.items():
         assert isinstance(gradient, DTensor)
         torch.testing.assert_close(gradient.to_local(), local_part(expected[name], gradient), **loose)
@@ -173,7 +175,8 @@ def test_dtypes_are_as_asked_for_and_the_reduction_is_exact(world_size: int) -> 
 def compare_with_peer(reshard_after_forward: bool | None) -> None:
     """Five steps under each policy, by both libraries, to the bit."""
     rank = dist.get_rank()
-    for options in ({"param_dtype": BF16, "reduce_dtype": FP32}, {"param_dtype": BF16}, {"reduce_dtype": BF16}):
+    policies: tuple[dict[str, Any], ...] = (POLICIES[0], POLICIES[1], POLICIES[4])
+    for options in policies:
         for task in ("mlp", "tied"):
             runs = [
                 train(
@@ -232,6 +235,7 @@ class ReferenceNormed(Normed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(BF16)
         for layer in self.layers:
+            assert isinstance(layer, NormedBlock)
             norm, linear = layer.norm, layer.linear
             normed = F.layer_norm(x.float(), (8,), norm.weight, norm.bias).to(BF16)
             x = x + torch.tanh(F.linear(normed, linear.weight.to(BF16), linear.bias.to(BF16)))

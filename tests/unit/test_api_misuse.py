@@ -27,6 +27,7 @@ from composable_fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from composable_fsdp.mesh import default_mesh
 from tests.ranks._sharding import sharded, single_rank
 
 
@@ -111,6 +112,7 @@ def test_the_default_mesh_is_one_1d_unnamed_cpu_mesh_for_all_modules() -> None:
     mesh = first.weight.device_mesh
     assert second.weight.device_mesh is mesh
     assert (mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names) == ("cpu", (1,), None)
+    assert default_mesh() is default_mesh()
 
 
 @pytest.mark.behaviour("A-04")

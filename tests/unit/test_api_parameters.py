@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import fully_shard
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.ranks._sharding import exactly, sharded, single_rank, values_of
 
 
@@ -79,6 +79,17 @@ def test_values_survive_sharded_and_unsharded() -> None:
     for name, parameter in module.named_parameters():
         assert not isinstance(parameter, DTensor), name
         exactly(parameter.detach(), values[name], name)
+
+
+@pytest.mark.behaviour("A-17", "D-01")
+def test_a_precision_policy_leaves_integers_and_flags_alone() -> None:
+    module = Zoo()
+    before = {name: p.dtype for name, p in module.named_parameters()}
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    step(module)
+    assert {name: p.dtype for name, p in module.named_parameters()} == before
+    floats = {name for name, dtype in before.items() if dtype.is_floating_point}
+    assert {name: p.dtype for name, p in module.seen.items()} == before | dict.fromkeys(floats, torch.bfloat16)
 
 
 @pytest.mark.behaviour("A-02")

@@ -80,7 +80,12 @@ def launch(log: list[str], name: str) -> LoggedWork:
 def test_on_null_streams_work_is_launched_at_once_and_finished_by_whoever_waits() -> None:
     log: list[str] = []
     lane = Lane("gather", torch.cpu, priority=-1)
-    pending = lane.run(lambda: launch(log, "a"), lambda: log.append("finish a") or 7)
+
+    def finish() -> int:
+        log.append("finish a")
+        return 7
+
+    pending = lane.run(lambda: launch(log, "a"), finish)
     assert log == ["launch a"]
     assert pending.wait() == 7
     assert pending.wait() == 7, "waiting twice is waiting once"

@@ -1,0 +1,168 @@
+"""What is checked on CUDA, as functions for ranks. With ``device="cpu"`` most of them also run without an accelerator.
+
+Ranks talk over a group of their own beside the gloo group that the test kit makes: NCCL on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp as peer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ParameterError, fully_shard
+from composable_fsdp.trace import Recorder
+from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
+from tests.ranks._models import TASKS, shard_layers
+
+COMBINATIONS = (("mlp", "sgd"), ("wide", "adamw-fused"), ("transformer", "adam-foreach"), ("tied", "adamw-foreach"))
+
+
+def mesh_on(device: str) -> DeviceMesh:
+    """All ranks, each on its own device."""
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
+    return DeviceMesh.from_group(group, device)
+
+
+def train_with_parity(device: str, reshard_after_forward: bool | int | None) -> None:
+    mesh = mesh_on(device)
+    for task, optimizer in COMBINATIONS:
+        with Recorder() as recorder:
+            model = check_parity(
+                TASKS[task].build,
+                play_task(task),
+                OPTIMIZERS[optimizer],
+                what=f"{task}, {optimizer}",
+                device=device,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+            )
+        assert recorder.allocated == {}
+        assert all(p.device.type == device for p in model.parameters())
+
+
+def compare_with_peer(device: str, options: dict[str, Any]) -> None:
+    """Five steps by both libraries, to the bit on up to two ranks."""
+    mesh, rank = mesh_on(device), dist.get_rank()
+    for task, optimizer in COMBINATIONS:
+        ours, theirs = (
+            train(
+                shard_layers(TASKS[task].build(), shard, mesh=mesh, mp_policy=policy),
+                play_task(task),
+                OPTIMIZERS[optimizer],
+                ranks=[rank],
+                watched=rank,
+            )
+            for shard, policy in (
+                (fully_shard, MixedPrecisionPolicy(**options)),
+                (peer.fully_shard, peer.MixedPrecisionPolicy(**options)),
+            )
+        )
+        assert_equal_runs(ours, theirs, what=f"{task}, {optimizer}", exact=dist.get_world_size() <= 2)
+
+
+def train_offloaded(device: str, pin_memory: bool) -> None:
+    """Shards, gradients and optimizer state on CPU, computation on the device."""
+    mesh = mesh_on(device)
+    for task, optimizer in (("wide", "adamw-foreach"), ("tied", "sgd")):
+        model = check_parity(
+            TASKS[task].build,
+            play_task(task),
+            OPTIMIZERS[optimizer],
+            what=task,
+            device=device,
+            mesh=mesh,
+            offload_policy=CPUOffloadPolicy(pin_memory=pin_memory),
+        )
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert isinstance(parameter.grad, DTensor)
+            for local in (parameter.to_local(), parameter.grad.to_local()):
+                assert local.device.type == "cpu", name
+                if device == "cuda" and local.numel():
+                    assert local.is_pinned() == pin_memory, name
+    if device == "cuda":
+        model = shard_layers(TASKS["mlp"].build(), fully_shard, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        model.to("cuda")
+        with pytest.raises(ParameterError, match=r"scale.*cuda"):
+            model(TASKS["mlp"].batch_of(0, 0)[0].cuda())
+
+
+def watch_memory() -> None:
+    """The allocator's own count: of full parameters nothing is left after forward and after backward."""
+    task, rank = TASKS["wide"], dist.get_rank()
+    batch = tuple(t.cuda() for t in task.batch_of(0, rank))
+    mesh = mesh_on("cuda")
+    # In bf16 full parameters are other memory than the shards on a single rank, too.
+    model = shard_layers(
+        task.build(), fully_shard, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(torch.bfloat16)
+    )
+    task.loss(model, batch).backward()  # whatever cuBLAS and NCCL keep is there from now on
+    model.zero_grad()
+    full = sum(p.numel() for p in model.parameters()) * torch.bfloat16.itemsize
+    shards = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
+    slack = full // 8  # activations, and rounding by the allocator
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = task.loss(model, batch)
+        assert torch.cuda.memory_allocated() - before < slack, "after forward"
+        assert torch.cuda.max_memory_allocated() - before > full // 3, "the largest layer was not in memory"
+        loss.backward()
+        del loss
+        assert torch.cuda.memory_allocated() - before < shards + slack, "after backward"
+        model.zero_grad()
+        assert torch.cuda.memory_allocated() - before < slack, "after zero_grad"
+
+
+def step_without_host_waiting(reshard_after_forward: bool | None) -> None:
+    """No hidden synchronisation in a step, and no explicit one."""
+    rank = dist.get_rank()
+    task = TASKS["transformer"]
+    model = shard_layers(
+        task.build(),
+        fully_shard,
+        mesh=mesh_on("cuda"),
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = tuple(t.cuda() for t in task.batch_of(0, rank))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    with no_host_waits():
+        step()
+        with torch.no_grad():
+            model(batch[0])
+
+
+@contextmanager
+def no_host_waits() -> Iterator[None]:
+    """Makes an error of everything that lets the host wait for the device."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waited for the device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            patch.setattr(owner, "synchronize", refuse)
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)

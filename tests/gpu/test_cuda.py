@@ -1,0 +1,63 @@
+"""The main promises on CUDA: one GPU, and where there are more, two or four over NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composable_fsdp.testing import run_ranks
+from tests.gpu import cases
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def needs(world_size: int) -> pytest.MarkDecorator:
+    """Skips, and says why, where there are fewer GPUs than ranks."""
+    return pytest.mark.skipif(
+        world_size > GPUS, reason=f"needs {world_size} CUDA GPU{'s'[: world_size != 1]}, there are {GPUS}"
+    )
+
+
+WORLD_SIZES = [pytest.param(n, marks=needs(n)) for n in (1, 2, 4)]
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_training_on_cuda_is_that_of_the_unsharded_model(world_size: int, reshard_after_forward: bool | None) -> None:
+    run_ranks(cases.train_with_parity, world_size, "cuda", reshard_after_forward, timeout=180)
+
+
+@pytest.mark.behaviour("C-01")
+@needs(4)
+def test_training_on_cuda_that_reshards_to_a_smaller_mesh_is_that_of_the_unsharded_model() -> None:
+    run_ranks(cases.train_with_parity, 4, "cuda", 2, timeout=180)
+
+
+@pytest.mark.behaviour("C-01", "D-01")
+@pytest.mark.parametrize(
+    "options", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_training_on_cuda_is_that_of_torch(world_size: int, options: dict[str, torch.dtype]) -> None:
+    run_ranks(cases.compare_with_peer, world_size, "cuda", options, timeout=180)
+
+
+@pytest.mark.behaviour("D-02")
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_offloaded_training_is_that_of_the_unsharded_model(world_size: int, pin_memory: bool) -> None:
+    run_ranks(cases.train_offloaded, world_size, "cuda", pin_memory, timeout=180)
+
+
+@pytest.mark.behaviour("C-03")
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_no_full_parameter_stays_in_device_memory(world_size: int) -> None:
+    run_ranks(cases.watch_memory, world_size, timeout=180)
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_host_does_not_wait_for_the_device_in_a_step(world_size: int, reshard_after_forward: bool) -> None:
+    run_ranks(cases.step_without_host_waiting, world_size, reshard_after_forward, timeout=180)
