@@ -83,6 +83,7 @@ class Iteration:
         self._backwards = 0
         self._seen_steps = _optimizer_steps
         self._reductions: deque[PendingReduction] = deque()
+        self._unseen: list[Call] = []
         for unit in units.values():
             unit.group.on_last_gradient = _bound(self._last_gradient, unit)
 
@@ -114,8 +115,8 @@ class Iteration:
             self._begin_backward()
         if call.entered == self._backwards:
             return
-        call.entered = self._backwards
         unit = call.unit
+        call.entered = unit.entered_backward = self._backwards
         if not unit.unshard_in_backward:
             return
         ahead = unit.backward_prefetch
@@ -129,6 +130,10 @@ class Iteration:
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
         unit = call.unit
+        if not self._was_seen(unit):
+            self._unseen.append(
+                call
+            )  # unless its output is its input: then the gradient is seen to enter a moment later
         unit.open_calls -= 1
         if unit.open_calls <= 0:
             self._settle_gradients(unit)
@@ -204,6 +209,10 @@ class Iteration:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        for call in self._unseen:
+            if call.entered != self._backwards:
+                raise _unseen_output(call.unit)
+        self._unseen.clear()
         for unit in self.units.values():
             unit.open_calls = 0
             self._settle_gradients(unit)
@@ -219,6 +228,8 @@ class Iteration:
         """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise."""
         if unit.group.gradient_state is not GradientState.LOCAL:
             return
+        if not self._was_seen(unit):
+            raise _unseen_output(unit)
         if not unit.gradient_sync:
             unit.group.hold_gradients()
             return
@@ -251,7 +262,16 @@ class Iteration:
         for unit in self.units.values():
             unit.group.reshard()
             unit.open_calls, unit.kept_version = 0, None
+        self._unseen.clear()
         self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
+
+    def _was_seen(self, unit: Unit) -> bool:
+        """Whether this backward came to ``unit`` through an output that its hooks saw, or need not have."""
+        return (
+            unit.entered_backward == self._backwards
+            or not unit.unshard_in_backward
+            or unit.group.parameter_state is ParameterState.UNSHARDED
+        )
 
     def _check_alive(self, unit: Unit) -> None:
         """Tells when an earlier pass ended in an exception that nobody recovered from."""
@@ -277,3 +297,14 @@ _ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Unit], None], ..
 
 def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:
     return lambda: method(unit)
+
+
+def _unseen_output(unit: Unit) -> LifecycleError:
+    """The parameters were not in memory when autograd computed with them."""
+    name = type(unit.module).__name__.removeprefix("FSDP")
+    return LifecycleError(
+        f"backward reached {unit.name!r} through a tensor that its forward did not show, so gradients are wrong. If "
+        f"{name} returns an object of a class of your own, make it a dataclass or register it with "
+        "torch.utils._pytree.register_pytree_node; if it hands tensors on in another way, shard it with "
+        "reshard_after_forward=False. Then call reset_iter_state() on the root module before the next step."
+    )

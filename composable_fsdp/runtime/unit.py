@@ -43,6 +43,8 @@ class Unit:
         self.has_nested_units = any(find_unit(m) is not None for m in module.modules())
         self.open_calls = 0
         """Forward calls whose inputs' gradients this backward has not yet reached."""
+        self.entered_backward = -1
+        """The last backward that reached the unit through an output that its hooks saw."""
         self.kept_version: int | None = None
         """The group's version when it was last left unsharded between passes."""
         self.iteration: object | None = None

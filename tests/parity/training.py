@@ -30,7 +30,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
 """Makes something with ``step`` and ``zero_grad``."""
 
 # Adam divides by the size of the gradient. Where that is all rounding, eps keeps the two runs from going apart.
-_ADAM: dict[str, Any] = {"lr": 2e-2, "eps": 1e-5}
+_ADAM: dict[str, Any] = {"lr": 3e-3, "eps": 1e-5}
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -110,7 +110,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder with ``depth`` blocks; the head may be the embedding's own weight."""
 
-    def __init__(self, *, tied: bool, vocabulary: int = 23, width: int = 12, depth: int = 3) -> None:
+    def __init__(self, *, tied: bool, vocabulary: int = 23, width: int = 12, depth: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList([Block(width, 3) for _ in range(depth)])

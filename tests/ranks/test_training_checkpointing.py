@@ -39,7 +39,7 @@ class Outside(nn.Module):
     def __init__(self, *, use_reentrant: bool, calls: int = 1, together: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(23, 12)
-        self.layers = nn.ModuleList([Block(12, 3) for _ in range(3)])
+        self.layers = nn.ModuleList([Block(12, 3) for _ in range(2)])
         self.head = nn.Linear(12, 23)
         self.checkpoint = partial(checkpoint, use_reentrant=use_reentrant)
         self.calls = calls
@@ -113,8 +113,10 @@ def train_with_checkpointing(use_reentrant: bool, reshard_after_forward: bool | 
 
 
 @pytest.mark.behaviour("C-13")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "use_reentrant", "reshard"),
+    [(2, False, True), (2, False, None), (2, True, True), (2, True, False), (4, False, 2)],
+)
 def test_activation_checkpointing_trains_in_either_order(
     world_size: int, use_reentrant: bool, reshard: bool | int | None
 ) -> None:

@@ -25,7 +25,7 @@ FIRST, INSIDE, AFTER = "before the first step", "between forward and backward", 
 
 def evaluate(model: nn.Module, mode: str, step: int, rank: int) -> torch.Tensor:
     """A number that depends on all parameters, as they are now."""
-    task = TASKS["transformer"]
+    task = TASKS["mlp"]
     model.eval()
     with MODES[mode]():
         value = task.loss(model, task.batch_of(900 + step, rank))
@@ -35,7 +35,7 @@ def evaluate(model: nn.Module, mode: str, step: int, rank: int) -> torch.Tensor:
 
 def playing(mode: str, when: frozenset[str]) -> Callable[[nn.Module, int, int], torch.Tensor]:
     """A play with evaluations; their values follow the loss in what it returns."""
-    task = TASKS["transformer"]
+    task = TASKS["mlp"]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         values = [evaluate(model, mode, step, rank)] if FIRST in when and step == 0 else []
@@ -51,7 +51,7 @@ def playing(mode: str, when: frozenset[str]) -> Callable[[nn.Module, int, int], 
 
 
 def train_with_evaluations(reshard_after_forward: bool | int | None, reshard_after_backward: bool) -> None:
-    task, rank = TASKS["transformer"], dist.get_rank()
+    task, rank = TASKS["mlp"], dist.get_rank()
 
     def shard(model: nn.Module) -> nn.Module:
         shard_layers(model, fully_shard, reshard_after_forward=reshard_after_forward)
