@@ -183,6 +183,11 @@ class ParameterGroup:
             self._ready = 0
             self.on_last_gradient()
 
+    @property
+    def has_new_gradients(self) -> bool:
+        """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
+        return self._ready > 0
+
     def hold_gradients(self) -> None:
         """Keeps this microbatch's gradients unreduced, summed in the reduce dtype."""
         self._ready = 0

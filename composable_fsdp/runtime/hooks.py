@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,28 +63,38 @@ class _Frame:
 
     handling: BaseException | None
     """The exception that was being handled when the call began; another one at its end is the call's own."""
+    caller: FrameType
+    """The Python frame that runs the call."""
+    is_inner: bool
+    """Whether it is part of another call of the same unit, such as ``forward`` called by a registered ``generate``."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     """Views of the inputs that need gradients, made for this call."""
 
 
 class _ModuleHooks:
-    """The hooks of one unit. Final. ``_frames`` are its calls under way, innermost last."""
+    """The hooks of one unit. Final. ``_frames`` are its calls under way, innermost last.
+
+    A call inside another call of the same unit only casts: the outer one brings parameters in and out of memory.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._frames: list[_Frame] = []
+        self._frames: list[_Frame] = unit.calls_under_way
 
     # -- forward
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        unit, frame = self._unit, _Frame(sys.exc_info()[1])
+        unit = self._unit
+        frame = _Frame(sys.exc_info()[1], sys._getframe(1), self._is_inside_a_call())
         self._frames.append(frame)
         iteration = iteration_of(unit)
-        iteration.pre_forward(unit)
+        if not frame.is_inner:
+            iteration.pre_forward(unit)
         dtype = unit.precision.input_dtype
         device = unit.group.axes.device if unit is iteration.root else None
-        if dtype is not None or device is not None or torch.is_grad_enabled():
-            args, kwargs = map_tensors(_InputMap(device, dtype, frame.inputs), (args, kwargs))
+        watches = torch.is_grad_enabled() and not frame.is_inner
+        if dtype is not None or device is not None or watches:
+            args, kwargs = map_tensors(_InputMap(device, dtype, frame.inputs if watches else None), (args, kwargs))
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -97,13 +108,27 @@ class _ModuleHooks:
         unit, frame = self._unit, self._frames.pop()
         if unit.precision.output_dtype is not None:
             output = map_tensors(_cast_to(unit.precision.output_dtype), output)
+        if frame.is_inner:
+            return output
         call = iteration_of(unit).post_forward(unit)
         return output if call is None else _watch_backward(call, frame.inputs, output)
 
     def abort(self) -> None:
         """After a forward that raised."""
-        self._frames.pop()
-        iteration_of(self._unit).abort_forward(self._unit)
+        if not self._frames.pop().is_inner:
+            iteration_of(self._unit).abort_forward(self._unit)
+
+    def _is_inside_a_call(self) -> bool:
+        """Whether a call of the unit is on the Python stack. Calls left by an interrupt are forgotten here."""
+        if not self._frames:
+            return False
+        running: FrameType | None = sys._getframe()
+        while running is not None:
+            if running is self._frames[-1].caller:
+                return True
+            running = running.f_back
+        self._frames.clear()
+        return False
 
     # -- state dicts: their values are the sharded parameters
 
@@ -120,12 +145,13 @@ class _ModuleHooks:
 class _InputMap:
     """Moves and casts inputs, and notes a view of each that needs a gradient: one, however often it occurs."""
 
-    def __init__(self, device: torch.device | None, dtype: torch.dtype | None, watched: list[torch.Tensor]) -> None:
+    def __init__(
+        self, device: torch.device | None, dtype: torch.dtype | None, watched: list[torch.Tensor] | None
+    ) -> None:
         self._device = device
         self._dtype = dtype
         self._watched = watched
         self._mapped: dict[int, torch.Tensor] = {}
-        self._grad_enabled = torch.is_grad_enabled()
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         known = self._mapped.get(id(tensor))
@@ -136,7 +162,7 @@ class _InputMap:
             mapped = mapped.to(self._device, non_blocking=True)
         if self._dtype is not None and tensor.is_floating_point():
             mapped = mapped.to(self._dtype)
-        if self._grad_enabled and mapped.requires_grad:
+        if self._watched is not None and mapped.requires_grad:
             mapped = mapped.view_as(mapped) if mapped is tensor else mapped
             self._watched.append(mapped)
         self._mapped[id(tensor)] = mapped
@@ -159,7 +185,7 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
         for made in (tensor, tensor._base if tensor._is_view() else None):
             if made is not None and made.grad_fn is not None:
                 nodes[id(made.grad_fn)] = made.grad_fn
-    if not nodes:
+    if not nodes and not inputs:
         return output
 
     def entered(_: Any) -> None:

@@ -131,9 +131,7 @@ class Iteration:
             self._begin_backward()
         unit = call.unit
         if not self._was_seen(unit):
-            self._unseen.append(
-                call
-            )  # unless its output is its input: then the gradient is seen to enter a moment later
+            self._unseen.append(call)  # unless its output is its input: then the gradient is seen to enter in a moment
         unit.open_calls -= 1
         if unit.open_calls <= 0:
             self._settle_gradients(unit)
@@ -144,6 +142,8 @@ class Iteration:
         """Every trainable parameter of ``unit`` has its gradient: reduction need not wait for anything else."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
+        if not self._was_seen(unit):
+            raise _unseen_output(unit)
         if unit.gradient_sync:
             self._settle_gradients(unit)
         if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
@@ -228,7 +228,7 @@ class Iteration:
         """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise."""
         if unit.group.gradient_state is not GradientState.LOCAL:
             return
-        if not self._was_seen(unit):
+        if unit.group.has_new_gradients and not self._was_seen(unit):  # those held since an earlier backward are right
             raise _unseen_output(unit)
         if not unit.gradient_sync:
             unit.group.hold_gradients()

@@ -53,6 +53,7 @@ class ShardedParameter:
         )
         self.sharded = nn.Parameter(distributed, requires_grad=tensor.requires_grad)
         self.unsharded: nn.Parameter = self.sharded
+        self._trainable = self.sharded.requires_grad
         self.local = local
         self.accumulated: torch.Tensor | None = None
         self.set_local(local)
@@ -72,11 +73,12 @@ class ShardedParameter:
     def is_current(self) -> bool:
         """Whether the sharded parameter, its memory and ``requires_grad`` are what the group was built from."""
         sharded = self.sharded
-        return (
-            cast(Any, sharded)._local_tensor is self.local
-            and sharded.requires_grad == self.unsharded.requires_grad
-            and self._registered() is sharded
-        )
+        return cast(Any, sharded)._local_tensor is self.local and not self.was_flipped and self._registered() is sharded
+
+    @property
+    def was_flipped(self) -> bool:
+        """Whether somebody froze or thawed the parameter, in either form, since the group last took note."""
+        return not (self.sharded.requires_grad == self.unsharded.requires_grad == self._trainable)
 
     def adopt_replacement(self) -> None:
         """Takes over what somebody else registered or put in place of the local tensor (``to_empty``, ``assign``).
@@ -108,21 +110,23 @@ class ShardedParameter:
 
     def build_unsharded(self, data: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Makes the parameter that modules compute with out of ``data``, a view of the unsharded buffer."""
-        self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        self._trainable = self.sharded.requires_grad
+        self.unsharded = nn.Parameter(data, requires_grad=self._trainable)
         self._carry_attributes(self.unsharded)
         if self.unsharded.requires_grad:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 
     def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Freezes or thaws the unsharded parameter after the sharded one."""
-        if self.unsharded.requires_grad == self.sharded.requires_grad:
-            return
-        self.unsharded.requires_grad_(self.sharded.requires_grad)
-        if self.sharded.requires_grad and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
+        self._trainable = self.sharded.requires_grad
+        self.unsharded.requires_grad_(self._trainable)
+        if self._trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 
     def register_sharded(self) -> None:
-        """Puts the sharded parameter on all owners."""
+        """Puts the sharded parameter on all owners. Who froze or thawed what was there until now meant this one."""
+        if self.unsharded.requires_grad != self._trainable:
+            self.sharded.requires_grad_(self.unsharded.requires_grad)
         self._register(self.sharded)
 
     def register_unsharded(self) -> None:

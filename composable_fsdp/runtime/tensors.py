@@ -64,8 +64,13 @@ class GroupTensors:
 
     @property
     def version(self) -> int:
-        """Grows with in-place changes of shards that torch counts: not with those of fused and foreach optimizers."""
-        return sum(p.sharded._version for p in self.parameters) + sum(b.store.flat._version for b in self.buckets)
+        """Changes when parameters are frozen or thawed, and with in-place changes of shards that torch counts.
+
+        It does not count those of fused and foreach optimizers.
+        """
+        return sum(p.sharded._version + p.was_flipped for p in self.parameters) + sum(
+            b.store.flat._version for b in self.buckets
+        )
 
     def _shard(self, sources: Sequence[ParameterSource]) -> None:
         """Cuts this rank's shards out of the parameters as they were found."""

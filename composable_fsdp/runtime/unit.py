@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -41,6 +42,8 @@ class Unit:
         self.forward_prefetch: Sequence[Unit] | None = None
         self.backward_prefetch: Sequence[Unit] | None = None
         self.has_nested_units = any(find_unit(m) is not None for m in module.modules())
+        self.calls_under_way: list[Any] = []
+        """Forward calls that have begun and not ended, innermost last; the hooks know what they are."""
         self.open_calls = 0
         """Forward calls whose inputs' gradients this backward has not yet reached."""
         self.entered_backward = -1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from composable_fsdp import fully_shard
 from composable_fsdp.testing import RanksError, run_ranks
 from tests.parity.training import check_parity
-from tests.ranks._models import seeded
+from tests.ranks._models import seeded, shard_layers
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -300,15 +300,15 @@ class Seeking(nn.Module):
         return out
 
 
-def train_with_hidden_outputs() -> None:
-    check_parity(seeded(Seeking), play, reshard_after_forward=True)
+def train_with_hidden_outputs(frozen: bool) -> None:
+    model = Seeking()
+    model.layers[0].requires_grad_(not frozen)
+    shard_layers(model, fully_shard, reshard_after_forward=True)
+    play(model, 0, 0)
 
 
 @pytest.mark.behaviour("C-06", "H-05")
-def test_an_output_in_an_object_that_nobody_registered_never_trains_wrongly() -> None:
-    """Right gradients, or an error that says what to do; not gradients computed from memory that was given back."""
-    with suppress(RanksError):
-        run_ranks(train_with_hidden_outputs, 2)
-        return
-    with pytest.raises(RanksError, match=r"LifecycleError.*register"):
-        run_ranks(train_with_hidden_outputs, 2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_output_in_an_object_that_nobody_registered_is_an_error_and_not_a_wrong_gradient(frozen: bool) -> None:
+    with pytest.raises(RanksError, match=r"LifecycleError.*'layers\.0'.*register"):
+        run_ranks(train_with_hidden_outputs, 2, frozen)

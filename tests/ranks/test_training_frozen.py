@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
@@ -151,6 +151,33 @@ def test_a_model_all_frozen_in_its_first_forward_can_be_thawed_and_frozen_again(
     precision: MixedPrecisionPolicy,
 ) -> None:
     run_ranks(thaw_bit_by_bit, 2, precision)
+
+
+def freeze_while_unsharded(reshard_after_backward: bool) -> None:
+    """After an evaluation that kept them, ``parameters()`` shows the unsharded ones; the optimizer has the others."""
+    task = TASKS["chain"]
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        with torch.no_grad():
+            model(task.batch_of(50 + step, rank)[0])
+        for i, layer in enumerate(model.get_submodule("layers").children()):
+            layer.requires_grad_((step + i) % 3 != 0)
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        shard_layers(model, fully_shard, reshard_after_forward=False)
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(reshard_after_backward)
+
+    check_parity(task.build, play, shard=shard, steps=7)
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("reshard_after_backward", [True, False])
+def test_parameters_can_be_frozen_and_thawed_while_they_are_unsharded(reshard_after_backward: bool) -> None:
+    run_ranks(freeze_while_unsharded, 2, reshard_after_backward)
 
 
 def ask_for_gradients_of_inputs() -> None:

@@ -208,6 +208,7 @@ def pickled(module: nn.Module) -> object:
         (copied, r"copy\.deepcopy of a sharded module.*load_state_dict"),
         (pickled, r"pickling a sharded.*state_dict\(\)"),
     ],
+    ids=["deepcopy", "pickle"],
 )
 @pytest.mark.parametrize("nested", [False, True], ids=["itself", "inside a plain module"])
 def test_a_copy_or_pickle_is_one_error_that_points_at_state_dicts(act: Any, message: str, nested: bool) -> None:
