@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import FSDPModule
+from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import OPTIMIZERS, check_parity
@@ -130,6 +130,49 @@ def train_with_repeats(reshard_after_forward: bool | int | None) -> None:
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (2, None), (4, 2)])
 def test_repeated_and_partial_forwards_and_backwards_train(world_size: int, reshard: bool | int | None) -> None:
     run_ranks(train_with_repeats, world_size, reshard)
+
+
+class Recursive(nn.Module):
+    """Calls itself, and computes with its parameters before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = torch.tanh(self.down(x))
+        if depth:
+            x = self(x, depth - 1)
+        out: torch.Tensor = torch.tanh(self.up(x))
+        return out
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Recursive(), Recursive()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train_recursive_modules() -> None:
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss: torch.Tensor = model(inputs_of(step, rank)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    check_parity(seeded(Around), play, reshard_after_forward=True)
+    check_parity(seeded(Recursive), play, shard=lambda model: fully_shard(model, reshard_after_forward=True))
+
+
+@pytest.mark.behaviour("C-04")
+def test_a_module_that_calls_itself_trains() -> None:
+    run_ranks(train_recursive_modules, 2)
 
 
 def leave_layers_out() -> None:
