@@ -19,12 +19,14 @@ from composable_fsdp.errors import (
     ParameterError,
     UnsupportedError,
 )
-from composable_fsdp.module import FSDPModule, UnshardHandle
-from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync
+from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.sharding import ShardPlacementResult
 
 __all__ = [
     "CPUOffloadPolicy",
     "ConfigurationError",
+    "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
     "LifecycleError",
@@ -32,9 +34,11 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterError",
+    "ShardPlacementResult",
     "UnshardHandle",
     "UnsupportedError",
     "fully_shard",
+    "no_sync",
     "register_fsdp_forward_method",
 ]
 

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
-from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
-from composable_fsdp.errors import ConfigurationError, ParameterError, UnsupportedError
-from composable_fsdp.interop import as_mixed_precision_policy, as_offload_policy
-from composable_fsdp.layout.shard import resolve_dim
-from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes, default_mesh
+from composable_fsdp.collect import Collector, PlacementFunction
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.interop import as_mesh_dims, as_mixed_precision_policy, as_offload_policy
+from composable_fsdp.mesh import data_parallel_axes, default_mesh, named_data_parallel_axes
 from composable_fsdp.module import sharded_class
-from composable_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, Reshard
+from composable_fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Reshard
+from composable_fsdp.runtime.assemble import watch_optimizers
+from composable_fsdp.runtime.compile import mark_managed
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.hooks import install_hooks, wrap_forward_method
-from composable_fsdp.runtime.parameter import ParameterSource
-from composable_fsdp.runtime.unit import Unit, find_owner, find_unit
+from composable_fsdp.runtime.parameter import note_taken
+from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
+from composable_fsdp.sharding import FullMesh
 
 __all__ = ["fully_shard", "register_fsdp_forward_method"]
 
-M = TypeVar("M", bound=nn.Module)
-PlacementFunction = Callable[[nn.Parameter], Shard | None]
+Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
-_taken: Any = WeakIdKeyDictionary()
-"""Original parameters that a group replaced, with a description: whoever still holds one shares it across groups."""
-
 
 def fully_shard(
-    module: M,
+    module: Modules,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -44,7 +39,9 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
-) -> M:
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    shared_from: Sequence[nn.Module] = (),
+) -> Modules:
     """Shards the parameters of ``module`` over the data-parallel ranks, in place.
 
     Each parameter that no earlier call took becomes a ``DTensor`` cut on dim 0 (each rank holds ``ceil(n / ranks)``
@@ -54,40 +51,62 @@ def fully_shard(
     afterwards.
 
     Args:
-        module: any module that is called. Its class becomes a subclass of its own class and of ``FSDPModule``.
+        module: any module that is called. Its class becomes a subclass of its own class and of ``FSDPModule``. A list
+            of modules makes one group, in memory from when the first of them begins to when the last has ended its
+            forward; in any one forward some of them may not run.
         mesh: 1-d: shard over it. 2-d: replicate over the first dim, shard over the second; a second dim of size 1 is
             plain data parallelism. ``None``: all ranks of the default process group, on its accelerator if it has one.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
             keeps them until backward is over. An int that divides the shard ranks keeps a slice and gathers over that
             many neighbouring ranks in backward. ``None`` is ``True``, but ``False`` for the outermost module.
         shard_placement_fn: called with each parameter; returns ``Shard(d)``, also negative, or ``None`` for
-            ``Shard(0)``.
+            ``Shard(0)``, or a ``ShardPlacementResult`` with a mesh of its own, such as that of experts.
         mp_policy: dtypes of computation, reduction and output; ours or torch's.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU; ours or torch's.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
+        dp_mesh_dims: ``mesh`` is one of all axes, these are the data-parallel ones, and every parameter is a DTensor on
+            ``mesh``, replicated over them.
+        shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. They stay
+            in their group, which is brought into memory along with this one.
 
     Returns:
         ``module`` itself.
 
     Raises:
         ConfigurationError: ``module`` or an argument makes no sense; the text says what to do.
-        MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank.
+        MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank,
+            or cannot be joined with the mesh on which a parameter is a DTensor already.
         ParameterError: a parameter cannot be sharded, or another group holds it. Named in the text.
-        UnsupportedError: parameters that are DTensors already, or a list of modules.
     """
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
-    _check_module(module)
-    axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
+    modules = _as_modules(module)
+    for each in modules:
+        _check_module(each)
+    full_mesh, dims = None, as_mesh_dims(dp_mesh_dims)
+    if dims is not None:
+        if mesh is None:
+            raise ConfigurationError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=.")
+        axes = named_data_parallel_axes(mesh, dims)
+        full_mesh = FullMesh(mesh, dims, axes)
+    else:
+        axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
-    sources = _collect(module, axes, shard_placement_fn, {id(p) for p in ignored_params or ()})
-    name = type(module).__name__
-    sharded = cast(type[M], sharded_class(type(module)))  # before anything changes: not every class can be derived from
+    lenders = [unit_of(owner) for owner in shared_from]
+    ignored = {id(p) for p in ignored_params or ()}
+    sources = Collector(axes, full_mesh, shard_placement_fn, ignored, lenders).collect(modules)
+    name = ", ".join(type(each).__name__ for each in modules)
+    classes = [sharded_class(type(each)) for each in modules]  # before anything changes: some cannot be derived from
     group = ParameterGroup(name, sources, axes, precision, offload)
-    for source in sources:
-        _taken[source.tensor] = f"{source.name!r} of {name}"
-    _move_buffers(module, axes.device)
-    install_hooks(Unit(module, group, reshard, precision))
-    module.__class__ = sharded
+    for source, parameter in zip(sources, group.parameters, strict=True):
+        note_taken(source, parameter, name)
+    unit = Unit(_outermost(modules), group, reshard, precision, lenders)
+    install_hooks(unit)
+    watch_optimizers()
+    for each, its_class in zip(modules, classes, strict=True):
+        _move_buffers(each, axes.device)
+        mark_managed(each.modules())
+        unit.attach(each)
+        each.__class__ = its_class
     return module
 
 
@@ -99,17 +118,28 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     unit = find_unit(module)
     if unit is not None:
-        wrap_forward_method(unit, method_name)
+        wrap_forward_method(unit, module, method_name)
+
+
+def _as_modules(module: object) -> list[nn.Module]:
+    if not isinstance(module, (list, tuple)):
+        return [cast(nn.Module, module)]
+    if not module:
+        raise ConfigurationError("fully_shard was given an empty list of modules.")
+    if len({id(each) for each in module}) < len(module):
+        raise ConfigurationError("fully_shard was given a list with the same module twice.")
+    return list(module)
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that no other of them contains: a call of an inner one is part of a call of the outer one."""
+    inner = {id(below) for each in modules for below in each.modules() if below is not each}
+    return [each for each in modules if id(each) not in inner]
 
 
 def _check_module(module: object) -> None:
-    if isinstance(module, (list, tuple)):
-        raise UnsupportedError(
-            "a list of modules as one group is not supported in this version: call fully_shard on a module that "
-            "contains them, or on each of them."
-        )
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"fully_shard takes an nn.Module, not {type(module).__name__}.")
+        raise ConfigurationError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
     name = type(module).__name__
     if find_unit(module) is not None:
         raise ConfigurationError(
@@ -121,68 +151,6 @@ def _check_module(module: object) -> None:
             f"{name} has no forward, so there is no call before which its parameters could be gathered. "
             "Call fully_shard on each module in it, or on the module that contains it."
         )
-
-
-def _collect(
-    module: nn.Module, axes: DataParallelAxes, placement_of: PlacementFunction | None, ignored: set[int]
-) -> list[ParameterSource]:
-    """The parameters that this call takes, each once, with all the places where it is registered."""
-    nested = {
-        id(p) for m in module.modules() if (unit := find_unit(m)) is not None for p in unit.registered_parameters()
-    }
-    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
-    for path, owner in module.named_modules():
-        for attribute, parameter in owner._parameters.items():
-            if parameter is None or id(parameter) in ignored or id(parameter) in nested:
-                continue
-            name = f"{path}.{attribute}" if path else attribute
-            found.setdefault(id(parameter), (name, parameter, []))[2].append((owner, attribute))
-    module_name = type(module).__name__
-    return [
-        ParameterSource(name, parameter, tuple(owners), _dim_to_shard(name, parameter, axes, placement_of, module_name))
-        for name, parameter, owners in found.values()
-    ]
-
-
-def _dim_to_shard(
-    name: str, parameter: nn.Parameter, axes: DataParallelAxes, placement_of: PlacementFunction | None, module_name: str
-) -> int:
-    """The dim on which ``parameter`` is cut, once it is clear that it can be."""
-    owner = find_owner(parameter)
-    if owner is not None:
-        raise ConfigurationError(
-            f"parameter {name!r} of {module_name} already belongs to the group of {owner.name!r}. fully_shard works "
-            f"bottom-up: call it on {module_name} first, then on the {type(owner.module).__name__} that contains it."
-        )
-    if parameter in _taken:
-        raise ParameterError(
-            f"parameter {name!r} of {module_name} is the same tensor as {_taken[parameter]}, which has been sharded "
-            "already. Parameters that are shared must be in one group: leave out fully_shard on the inner module, so "
-            "that the module that contains both takes them."
-        )
-    if isinstance(parameter, DTensor):
-        raise UnsupportedError(
-            f"parameter {name!r} of {module_name} is a DTensor already (tensor parallel?); sharding it further is not "
-            "supported in this version. Pass it in ignored_params."
-        )
-    if is_lazy(parameter):
-        raise ParameterError(
-            f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward before "
-            "fully_shard, so that the module learns its shapes."
-        )
-    if parameter.device.type not in ("cpu", "meta", axes.device.type):
-        raise ParameterError(
-            f"parameter {name!r} of {module_name} is on {parameter.device}, but the mesh is on {axes.device.type}. "
-            "Move the module to the mesh's device or to CPU first."
-        )
-    placement = placement_of(parameter) if placement_of is not None else None
-    if placement is None:
-        placement = Shard(0)
-    if not isinstance(placement, Shard):
-        raise ConfigurationError(
-            f"shard_placement_fn returned {placement!r} for parameter {name!r}; it must return Shard(dim) or None."
-        )
-    return resolve_dim(placement.dim, parameter.shape, name)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

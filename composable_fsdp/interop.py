@@ -7,16 +7,31 @@ resolves to torch's code.
 
 from __future__ import annotations
 
+from typing import cast
+
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMeshDims
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+from torch.distributed.tensor.placement_types import Shard
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.sharding import ShardPlacementResult
 
-__all__ = ["TorchFSDPModule", "TorchUnshardHandle", "as_mixed_precision_policy", "as_offload_policy"]
+__all__ = [
+    "TorchFSDPModule",
+    "TorchUnshardHandle",
+    "as_mesh_dims",
+    "as_mixed_precision_policy",
+    "as_offload_policy",
+    "as_placement",
+]
 
 
 def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
@@ -39,3 +54,33 @@ def as_offload_policy(policy: object) -> OffloadPolicy:
     if isinstance(policy, TorchOffloadPolicy):
         return OffloadPolicy()
     raise ConfigurationError(f"offload_policy must be an OffloadPolicy, not {type(policy).__name__}.")
+
+
+def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
+    """Ours, or torch's as ours."""
+    if dims is None or isinstance(dims, DataParallelMeshDims):
+        return dims
+    if isinstance(dims, TorchDataParallelMeshDims):
+        return DataParallelMeshDims(dims.shard, dims.replicate)
+    raise ConfigurationError(f"dp_mesh_dims must be a DataParallelMeshDims, not {type(dims).__name__}.")
+
+
+def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
+    """What ``shard_placement_fn`` returned for parameter ``name``: how it is cut, and over which mesh if another."""
+    mesh: DeviceMesh | None = None
+    if isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
+        info: object = result.mesh_info
+        mesh, result = cast(DeviceMesh, info.mesh if isinstance(info, TorchFSDPMeshInfo) else info), result.placement
+        if not isinstance(mesh, DeviceMesh):
+            raise ConfigurationError(
+                f"shard_placement_fn returned a ShardPlacementResult for parameter {name!r} whose mesh_info is a "
+                f"{type(mesh).__name__}; it must be a 1-d or 2-d DeviceMesh, or torch's FSDPMeshInfo."
+            )
+    if result is None:
+        return Shard(0), mesh
+    if not isinstance(result, Shard):
+        raise ConfigurationError(
+            f"shard_placement_fn returned {result!r} for parameter {name!r}; it must return Shard(dim), a "
+            "ShardPlacementResult, or None."
+        )
+    return result, mesh

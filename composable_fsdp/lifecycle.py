@@ -48,6 +48,8 @@ class GradientState(Enum):
     LOCAL = "LOCAL"
     """Autograd has put at least one on an unsharded parameter, and it has not been sent yet."""
     REDUCING = "REDUCING"
+    PARTIAL = "PARTIAL"
+    """Summed over the shard axis and kept; what makes them gradients is still to come."""
     REDUCED = "REDUCED"
 
 
@@ -56,6 +58,7 @@ class GradientOperation(Enum):
 
     ACCUMULATE = "ACCUMULATE"
     REDUCE = "REDUCE"
+    KEEP = "KEEP"
     COMPLETE = "COMPLETE"
     DROP = "DROP"
 
@@ -83,14 +86,22 @@ GRADIENT_TRANSITIONS: Mapping[tuple[GradientState, GradientOperation], GradientS
     (_G.LOCAL, _GO.ACCUMULATE): _G.LOCAL,
     (_G.LOCAL, _GO.REDUCE): _G.REDUCING,
     (_G.LOCAL, _GO.COMPLETE): _G.LOCAL,  # an earlier reduction ended after new gradients had come
+    (_G.LOCAL, _GO.KEEP): _G.LOCAL,
     (_G.LOCAL, _GO.DROP): _G.NONE,
     (_G.REDUCING, _GO.ACCUMULATE): _G.LOCAL,  # a second backward reached the group
     (_G.REDUCING, _GO.REDUCE): _G.REDUCING,
     (_G.REDUCING, _GO.COMPLETE): _G.REDUCED,
+    (_G.REDUCING, _GO.KEEP): _G.PARTIAL,
     (_G.REDUCING, _GO.DROP): _G.NONE,
+    (_G.PARTIAL, _GO.ACCUMULATE): _G.LOCAL,
+    (_G.PARTIAL, _GO.REDUCE): _G.REDUCING,  # took no part in the last backward, but in one before
+    (_G.PARTIAL, _GO.KEEP): _G.PARTIAL,  # the earlier of two reductions in flight
+    (_G.PARTIAL, _GO.COMPLETE): _G.PARTIAL,
+    (_G.PARTIAL, _GO.DROP): _G.NONE,
     (_G.REDUCED, _GO.ACCUMULATE): _G.LOCAL,
     (_G.REDUCED, _GO.REDUCE): _G.REDUCED,
     (_G.REDUCED, _GO.COMPLETE): _G.REDUCED,  # the earlier of two reductions in flight
+    (_G.REDUCED, _GO.KEEP): _G.PARTIAL,  # an earlier reduction was whole, this one not
     (_G.REDUCED, _GO.DROP): _G.NONE,
 }
 

@@ -15,8 +15,9 @@ from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.loopback import LoopbackCommunicator
 from composable_fsdp.comm.protocol import Communicator
 from composable_fsdp.errors import MeshError
+from composable_fsdp.policy import DataParallelMeshDims
 
-__all__ = ["DataParallelAxes", "data_parallel_axes", "default_mesh"]
+__all__ = ["DataParallelAxes", "data_parallel_axes", "default_mesh", "join_meshes", "named_data_parallel_axes"]
 
 HOW_TO_START = (
     "Start one process per device with `torchrun --nproc-per-node N script.py` and call "
@@ -30,7 +31,7 @@ class DataParallelAxes:
     """The shard axis and the replicate axis of ``mesh``; an axis that the mesh lacks has one rank.
 
     Args:
-        mesh: the mesh on which the sharded parameters live.
+        mesh: the data-parallel mesh. Its last axis is the shard axis, where that has more than one rank.
         device: where this rank computes.
         shard: the ranks among which parameters are cut.
         replicate: the ranks that hold the same shard.
@@ -105,6 +106,51 @@ def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
     shard = _communicator(mesh, mesh.ndim - 1)
     replicate = _communicator(mesh, 0) if mesh.ndim == 2 else LoopbackCommunicator()
     return DataParallelAxes(mesh, _current_device(mesh.device_type), shard, replicate)
+
+
+def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelAxes:
+    """The axes made of the dims that ``dims`` names of a mesh that has others too. Several names become one axis.
+
+    Raises:
+        MeshError: ``mesh`` has no dim names, or not these.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"dp_mesh_dims needs mesh= to be a DeviceMesh, not {type(mesh).__name__}.")
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("dp_mesh_dims names dims of the mesh, but the mesh has none: give it mesh_dim_names.")
+    unknown = [name for name in (*dims.replicate_names, *dims.shard_names) if name not in names]
+    if unknown:
+        raise MeshError(f"dp_mesh_dims names {unknown}, but the dims of the mesh are {list(names)}.")
+    parts = [_one_axis(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
+    axes_mesh = parts[0] if len(parts) == 1 else join_meshes(*parts)
+    if dims.shard_names:
+        return data_parallel_axes(axes_mesh)
+    device = _current_device(mesh.device_type)
+    return DataParallelAxes(axes_mesh, device, LoopbackCommunicator(), _communicator(axes_mesh, 0))
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the axes of all. They must be slices of one mesh.
+
+    Raises:
+        MeshError: they are not.
+    """
+    advice = (
+        "the data-parallel mesh and the mesh on which parameters are placed already must be slices of one mesh, for "
+        "example mesh['dp'] and mesh['tp'] of init_device_mesh(..., mesh_dim_names=('dp', 'tp')). "
+        f"Got {' and '.join(map(str, meshes))}."
+    )
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise MeshError(advice)
+    try:
+        return DeviceMesh._concatenate(list(meshes))
+    except (RuntimeError, ValueError) as error:
+        raise MeshError(advice) from error
 
 
 def _communicator(mesh: DeviceMesh, dim: int) -> Communicator:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
+from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.copying import copy_sharded
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.interop import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
-from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
+from composable_fsdp.runtime.hooks import call_as_forward, is_being_called
+from composable_fsdp.runtime.unit import Accumulation, Unit, find_unit, unit_of
 
-__all__ = ["FSDPModule", "UnshardHandle", "sharded_class"]
+__all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class"]
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -109,9 +115,13 @@ class FSDPModule(TorchFSDPModule):
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Where it does not, they are summed unsharded, in the reduce dtype."""
+        """Whether backward reduces gradients. Where it does not, they are summed unsharded, in the reduce dtype.
+
+        See :func:`no_sync` for a way that needs only this rank's shard of memory.
+        """
         for unit in _units(self, recurse):
-            unit.gradient_sync = requires_gradient_sync
+            unit.accumulation = Accumulation.REDUCE if requires_gradient_sync else Accumulation.UNSHARDED
+            unit.all_reduce = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward waits for reductions in flight; without it, the next backward's does."""
@@ -131,50 +141,93 @@ class FSDPModule(TorchFSDPModule):
         """Whether to sum on the wire and divide afterwards, also where the backend could average."""
         _unit(self).group.sum_only = enable
 
-    # -- the rest of the FSDP2 interface
-
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_requires_all_reduce", "use set_requires_gradient_sync to skip the whole reduction")
+        """Whether backward reduces over the replicate axis of a hybrid mesh too.
 
-    def set_custom_all_gather(self, comm: object) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_custom_all_gather", "the process group of the mesh decides how bytes move")
-
-    def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_custom_reduce_scatter", "the process group of the mesh decides how bytes move")
-
-    def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_all_reduce_hook", "use a 2-d mesh for hybrid sharding")
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_post_optim_event", "all-gathers wait for the stream on which the forward runs")
+        Where it does not, this rank's shards of the gradients are summed, in the reduce dtype, until a backward does.
+        """
+        for unit in _units(self, recurse):
+            unit.all_reduce = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported(
-            "set_reduce_scatter_unused_params",
-            "messages have one size on every rank, whatever it used; a parameter without gradient keeps grad None",
-        )
+        """Whether ranks may use different parameters in the same step, or skip modules in forward or backward.
+
+        A rank then takes part in the collectives of what it skips, with zero gradients. For that, the sharded modules
+        must run in the order in which they are registered, each once per forward, and one forward goes with one
+        backward. Without it, ranks may still use different parameters of one group as long as each rank's backward
+        reaches the groups in the same order; what no rank used keeps ``grad`` ``None``.
+        """
+        for unit in _units(self, recurse):
+            unit.unequal_use = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_reduce_scatter_max_input_buffers", "at most two reductions are in flight")
+        """How many groups' gradients may be on the wire at once, 2 unless told. The largest of all modules counts.
+
+        Raises:
+            ConfigurationError: not an int of at least 1.
+        """
+        value: object = max_input_buffers
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"max_input_buffers must be an int of at least 1, not {max_input_buffers!r}.")
+        for unit in _units(self, recurse):
+            unit.reductions_in_flight = max_input_buffers
+
+    # -- communication
+
+    def set_custom_all_gather(self, comm: object) -> None:
+        """Lets ``comm`` move the bytes of this module's all-gathers over its shard axis.
+
+        Args:
+            comm: has ``allocate(size, *, dtype, device)``, which gives the 1-d output, and is called with keywords
+                ``output_tensor``, ``input_tensor`` (1-d), ``group`` and ``async_op=True``; returns a work or ``None``.
+        """
+        for channel in _unit(self).group.channels:
+            channel.customize_gather(comm)
+        _rebuild(_unit(self))
+
+    def set_custom_reduce_scatter(self, comm: object) -> None:
+        """Lets ``comm`` move the bytes of this module's reduce-scatters over its shard axis.
+
+        Args:
+            comm: as for :meth:`set_custom_all_gather`; ``allocate`` gives the input, the call also has keyword ``op``.
+        """
+        for channel in _unit(self).group.channels:
+            channel.customize_scatter(comm)
+        _rebuild(_unit(self))
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Calls ``hook`` with this module's reduced gradients before they are set.
+
+        Args:
+            hook: gets the flat, 1-d shard of all gradients that share their dtypes, in the reduce dtype, not yet
+                divided where the division comes after the reduction; it changes it in place, for example by an
+                all-reduce over ranks outside the mesh. Every rank calls it equally often.
+            stream: where the hook runs on an accelerator; ``None`` is the stream of the reduction.
+        """
+        _unit(self).group.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Makes the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
+        iteration_of(_unit(self)).post_optimizer_event = event
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_separate_reduce_scatter_group", "both directions use the process group of the mesh")
+        """Whether reduce-scatters have process groups of their own, so that they do not queue behind all-gathers.
+
+        Every rank must call it, at the same place.
+        """
+        separate: dict[Communicator, Communicator] = {}
+        for unit in _units(self, recurse):
+            for channel in unit.group.channels:
+                channel.separate_scatter(separate if enable else None)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_allocate_memory_from_process_group_for_comm", "buffers come from torch's allocator")
+        """Whether messages lie in memory of the backend's own allocator, where it has one, as NCCL has."""
+        for channel in _unit(self).group.channels:
+            channel.pool(enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not offered yet: raises ``UnsupportedError``."""
-        _unsupported("set_symm_mem_for_comm", "buffers come from torch's allocator")
+        _unsupported("set_symm_mem_for_comm", "use set_allocate_memory_from_process_group_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: all-gathers are always asynchronous here."""
@@ -191,13 +244,42 @@ class FSDPModule(TorchFSDPModule):
             unit.group.refresh()
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        _unsupported("copy.deepcopy of a sharded module", "build a second model, shard it, and load_state_dict into it")
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; also drops gradients that were accumulated and not delivered yet."""
+        for unit in _units(self, recurse=True):
+            unit.group.drop_gradients()
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An independent sharded module with the same values: parameters, gradients, buffers, choices."""
+        assert isinstance(self, nn.Module)
+        return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _unsupported(
             "pickling a sharded module", "save its state_dict(), for example with torch.distributed.checkpoint"
         )
+
+
+@contextmanager
+def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
+    """Backwards inside accumulate; the first one after it delivers the sum to the sharded parameters.
+
+    Args:
+        module: the model, or a part of it; all sharded modules in it take part.
+        sharded: ``False`` communicates nothing and keeps gradients in full, in the reduce dtype: 4 bytes per parameter
+            for fp32, however many ranks there are. ``True`` reduce-scatters every microbatch and keeps only this rank's
+            shard of the sum, in the reduce dtype; replicas are not reduced over until the end.
+    """
+    units = list(_units(module, recurse=True))
+    before = [unit.accumulation for unit in units]
+    for unit in units:
+        unit.accumulation = Accumulation.SHARDED if sharded else Accumulation.UNSHARDED
+    try:
+        yield
+    finally:
+        for unit, accumulation in zip(units, before, strict=True):
+            unit.accumulation = accumulation
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -206,11 +288,25 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``FSDPModule`` and ``original`` that sharded modules of that class get. One per class."""
     if original not in _classes:
-        body = {"__module__": original.__module__, "__doc__": original.__doc__}
+        body: dict[str, Any] = {"__module__": original.__module__, "__doc__": original.__doc__}
+        if original.forward is not nn.Module.forward:
+            body["forward"] = _hooked_forward(original.forward)
         _classes[original] = types.new_class(
             f"FSDP{original.__name__}", (FSDPModule, original), exec_body=lambda namespace: namespace.update(body)
         )
     return _classes[original]
+
+
+def _hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, which also brings the parameters into memory when it is called without ``__call__``."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or is_being_called(unit_of(self)):
+            return original(self, *args, **kwargs)
+        return call_as_forward(unit_of(self), self, functools.partial(original, self), args, kwargs)
+
+    return forward
 
 
 def _unit(module: object) -> Unit:
@@ -223,10 +319,24 @@ def _units(module: object, recurse: bool) -> Iterator[Unit]:
     if not recurse:
         yield unit_of(module)
         return
-    for child in module.modules():
-        unit = find_unit(child)
-        if unit is not None:
-            yield unit
+    yield from {unit: None for child in module.modules() if (unit := find_unit(child)) is not None}
+
+
+def _rebuild(unit: Unit) -> None:
+    """After a change of what the plan depends on."""
+    unit.group.reshard()
+    unit.group.tensors.build()
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def on_stream(output: torch.Tensor) -> None:
+        module = torch.get_device_module(output.device)
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
+            hook(output)
+        module.current_stream().wait_stream(stream)
+
+    return on_stream
 
 
 def _prefetch_units(direction: str, modules: Sequence[TorchFSDPModule]) -> list[Unit]:

@@ -16,6 +16,7 @@ from composable_fsdp.errors import ConfigurationError
 __all__ = [
     "AUTO_RESHARD",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Reshard",
@@ -77,6 +78,37 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dims of a full mesh are data-parallel, by name, for parameters that are DTensors on that mesh.
+
+    Args:
+        shard: dims over which parameters are sharded. Several names count as one axis.
+        replicate: dims that hold the same shards. Several names count as one axis.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ConfigurationError("DataParallelMeshDims needs the name of a mesh dim in shard or replicate.")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 class ReshardKind(Enum):

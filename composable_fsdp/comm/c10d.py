@@ -17,12 +17,12 @@ import torch.distributed as dist
 from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.layout.reduction import ReduceOp
 
-__all__ = ["ProcessGroupCommunicator"]
+__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together"]
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
+OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
 _GLOO_DIRECT_BYTES = 3 << 20
 """Where direct and packed cost the same on one host with 2 and 4 ranks, as ``benchmarks/collectives.py`` finds it."""
@@ -32,7 +32,7 @@ _COALESCING_DIRECT_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
+class Together:
     """Several works as one."""
 
     works: tuple[Work, ...]
@@ -43,10 +43,17 @@ class _Together:
 
 
 class ProcessGroupCommunicator:
-    """Collectives of ``group`` for tensors on ``device_type``. Final."""
+    """Collectives of ``group`` for tensors on ``device_type``. Final.
 
-    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
-        self._group = group
+    Args:
+        group: the ranks.
+        device_type: of the tensors.
+        pooled: take the memory of messages from the backend's own allocator, where it has one (NCCL registers it).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device_type: str, *, pooled: bool = False) -> None:
+        self.group = group
+        self._pooled = pooled
         self._device = torch.device(device_type)
         self._backend = dist.get_backend(group)
         self.rank = dist.get_rank(group)
@@ -59,26 +66,42 @@ class ProcessGroupCommunicator:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._pooled:
+            backend = cast(Any, self.group)._get_backend(device)
+            if backend.supports_tensor_alloc(device):
+                return cast(torch.Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def with_pool(self, pooled: bool) -> ProcessGroupCommunicator:
+        """The same ranks, with the memory of messages from the backend's allocator or from torch's."""
+        return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled)
+
+    def duplicate(self) -> ProcessGroupCommunicator:
+        """The same ranks on a process group of their own. All of them must ask together."""
+        group = dist.new_group(dist.get_process_group_ranks(self.group), use_local_synchronization=True)
+        return ProcessGroupCommunicator(group, self._device.type, pooled=self._pooled)
+
     def all_gather(self, transfers: Sequence[Transfer]) -> Work:
         return self._launch([(_all_gather, (t.output, t.input), {}) for t in transfers])
 
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
-        operation = {"op": _OPERATIONS[op]}
+        operation = {"op": OPERATIONS[op]}
         return self._launch([(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
-        operation = {"op": _OPERATIONS[op]}
+        operation = {"op": OPERATIONS[op]}
         return self._launch([(dist.all_reduce, (tensor,), operation) for tensor in tensors])
 
     def _launch(self, calls: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]]) -> Work:
         if len(calls) > 1 and self._backend == "nccl":
             with self._coalesced() as works:
                 for collective, tensors, options in calls:
-                    collective(*tensors, group=self._group, **options)
+                    collective(*tensors, group=self.group, **options)
             return works[0]
-        return _Together(
+        return Together(
             tuple(
-                cast(Work, collective(*tensors, group=self._group, async_op=True, **options))
+                cast(Work, collective(*tensors, group=self.group, async_op=True, **options))
                 for collective, tensors, options in calls
             )
         )
@@ -87,6 +110,6 @@ class ProcessGroupCommunicator:
     def _coalesced(self) -> Iterator[list[Work]]:
         """One launch for all collectives inside; the work is in the list after the block."""
         works: list[Work] = []
-        with dist._coalescing_manager(group=self._group, device=self._device, async_ops=True) as manager:
+        with dist._coalescing_manager(group=self.group, device=self._device, async_ops=True) as manager:
             yield works
         works.append(cast(Work, manager))

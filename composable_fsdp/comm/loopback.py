@@ -29,6 +29,9 @@ class LoopbackCommunicator:
     aliases: bool = True
     direct_bytes: int = 0
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def all_gather(self, transfers: Sequence[Transfer]) -> _Done:
         return self._copy(transfers)
 

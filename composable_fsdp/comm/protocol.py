@@ -57,6 +57,10 @@ class Communicator(Protocol):
         """Full size in bytes from which a tensor of its own transfer beats a copy into a packed one."""
         ...
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """1-d memory for a message, contents undefined."""
+        ...
+
     def all_gather(self, transfers: Sequence[Transfer]) -> Work:
         """Every rank's ``input``, in rank order, in every rank's ``output``."""
         ...

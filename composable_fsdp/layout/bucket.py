@@ -57,8 +57,10 @@ class GatherLayout:
 class ReduceLayout:
     """From full gradients to this rank's reduced shards.
 
-    ``output.offsets[k]`` belongs to parameter ``indices[k]``. Invariant: the packed gradients' shards are the first
-    ``packed_numel`` elements of the output, and of each rank's row of the packed message.
+    ``output.offsets[k]`` belongs to parameter ``indices[k]``. Behind the packed gradients lie ``num_flags`` elements
+    from ``flags_offset`` on, one for each of ``indices``, or none: not zero where a rank had a gradient for it.
+    Invariant: the packed gradients' shards and the flags are the first ``packed_numel`` elements of the output, and of
+    each rank's row of the packed message.
     """
 
     indices: tuple[int, ...]
@@ -67,8 +69,18 @@ class ReduceLayout:
     direct: tuple[int, ...]
     packed: tuple[int, ...]
     packed_widths: tuple[int, ...]
+    """Elements per packed gradient in each rank's row of the message, and of the flags, alignment included."""
     packed_numel: int
     has_padding: bool
+    num_flags: int
+    flags_offset: int
+
+    @property
+    def wire_numel(self) -> int:
+        """Elements that one reduction moves in total, over all ranks' shares."""
+        if not self.shards:
+            return 0
+        return self.shards[0].num_shards * (self.packed_numel + sum(self.shards[k].padded_numel for k in self.direct))
 
 
 def plan_gather(
@@ -93,7 +105,7 @@ def plan_gather(
 
 
 def plan_reduce(
-    shards: Sequence[TensorShards], indices: Sequence[int], *, itemsize: int, direct_bytes: int
+    shards: Sequence[TensorShards], indices: Sequence[int], *, itemsize: int, direct_bytes: int, flags: bool = False
 ) -> ReduceLayout:
     """Lays out the reduction of the gradients of the parameters ``indices`` among ``shards``.
 
@@ -105,10 +117,29 @@ def plan_reduce(
         for k, s in enumerate(chosen)
         if s.concatenates and s.layout.is_even and s.numel > 0 and s.numel * itemsize >= direct_bytes
     )
-    output, packed, widths = _packed_first([s.padded_numel for s in chosen], direct, itemsize)
-    payload = sum(chosen[k].numel for k in packed)
-    padded = bool(packed) and sum(widths) * chosen[packed[0]].num_shards != payload
-    return ReduceLayout(tuple(indices), chosen, output, direct, packed, widths, sum(widths), padded)
+    num_flags = len(chosen) if flags else 0
+    lengths = [s.padded_numel for s in chosen]
+    if num_flags:  # a last segment, packed, and so between the packed gradients and the direct ones
+        lengths.append(num_flags)
+    output, packed, widths = _packed_first(lengths, direct, itemsize)
+    gradients = packed[:-1] if num_flags else packed
+    num_shards = chosen[0].num_shards if chosen else 1
+    payload = sum(chosen[k].numel for k in gradients) + num_shards * num_flags
+    padded = sum(widths) * num_shards != payload
+    offsets = output.offsets[: len(chosen)]
+    flags_offset = output.offsets[-1] if num_flags else 0
+    return ReduceLayout(
+        tuple(indices),
+        chosen,
+        FlatLayout(offsets, output.numel),
+        direct,
+        gradients,
+        widths,
+        sum(widths),
+        padded,
+        num_flags,
+        flags_offset,
+    )
 
 
 def _packed_first(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
@@ -16,7 +17,14 @@ __all__ = ["BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptions", "plan_grou
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the plan needs to know of one parameter. ``dim`` is the sharded dim, counted from the front."""
+    """What the plan needs to know of one parameter.
+
+    Args:
+        shape: of what the data-parallel axes cut, on ``dim``, counted from the front.
+        dtype: in which the shard rests.
+        gradient_dtype: of the reduced gradient that users see.
+        axes: index of the data-parallel axes that cut it, among those of the group.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -24,25 +32,40 @@ class ParameterSpec:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    gradient_dtype: torch.dtype
     trainable: bool
+    axes: int = 0
 
     @property
-    def bucket_key(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        return (self.dtype, self.compute_dtype, self.reduce_dtype)
+    def bucket_key(self) -> BucketKey:
+        return (self.axes, self.dtype, self.compute_dtype, self.reduce_dtype, self.gradient_dtype)
+
+
+BucketKey: TypeAlias = tuple[int, torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """``alias`` says that a gather over this axis moves nothing, so full parameters may be views of their shards."""
+    """What the plan needs to know of one pair of data-parallel axes.
+
+    Args:
+        num_shards: ranks of the shard axis.
+        direct_bytes: full size from which an all-gather of its own beats a copy into a packed one.
+        reduce_direct_bytes: the same for a reduce-scatter.
+        alias: a gather moves nothing, so full parameters may be views of their shards.
+        flags: whether messages say which parameters had a gradient on any rank.
+    """
 
     num_shards: int
     direct_bytes: int
+    reduce_direct_bytes: int
     alias: bool = False
+    flags: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The parameters ``indices`` of the group, which share their dtypes, and where their bytes lie.
+    """The parameters ``indices`` of the group, which share their axes and dtypes, and where their bytes lie.
 
     Invariant: ``aliased`` only where shard and full parameter have one dtype and one size.
     """
@@ -51,6 +74,8 @@ class BucketPlan:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    gradient_dtype: torch.dtype
+    axes: int
     gather: GatherLayout
     reduce: ReduceLayout
     aliased: bool
@@ -71,7 +96,7 @@ class BucketPlan:
 
     @property
     def reduce_bytes(self) -> int:
-        return sum(s.padded_numel * s.num_shards for s in self.reduce.shards) * self.reduce_dtype.itemsize
+        return self.reduce.wire_numel * self.reduce_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,29 +125,49 @@ class GroupPlan:
 
 
 @lru_cache(maxsize=1024)
-def plan_group(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> GroupPlan:
-    """The plan for one group; cheap to ask for again when ``requires_grad`` flips back and forth."""
-    members: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
+def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...]) -> GroupPlan:
+    """The plan for one group; cheap to ask for again when ``requires_grad`` flips back and forth.
+
+    Args:
+        specs: the parameters.
+        options: of each of the group's pairs of axes.
+    """
+    members: dict[BucketKey, list[int]] = {}
     for index, spec in enumerate(specs):
         members.setdefault(spec.bucket_key, []).append(index)
-    buckets = tuple(_plan_bucket(specs, tuple(indices), options) for indices in members.values())
-    return GroupPlan(specs, buckets, num_trainable=sum(spec.trainable for spec in specs))
+    num_trainable = sum(spec.trainable for spec in specs)
+    buckets = tuple(_plan_bucket(specs, tuple(indices), options, num_trainable) for indices in members.values())
+    return GroupPlan(specs, buckets, num_trainable)
 
 
-def _plan_bucket(specs: Sequence[ParameterSpec], indices: tuple[int, ...], options: PlanOptions) -> BucketPlan:
+def _plan_bucket(
+    specs: Sequence[ParameterSpec], indices: tuple[int, ...], options: Sequence[PlanOptions], group_trainable: int
+) -> BucketPlan:
     first = specs[indices[0]]
-    shards = [TensorShards(specs[i].shape, specs[i].dim, options.num_shards) for i in indices]
+    axes = options[first.axes]
+    shards = [TensorShards(specs[i].shape, specs[i].dim, axes.num_shards) for i in indices]
     trainable = [k for k, i in enumerate(indices) if specs[i].trainable]
-    gather = plan_gather(shards, itemsize=first.compute_dtype.itemsize, direct_bytes=options.direct_bytes)
+    gather = plan_gather(shards, itemsize=first.compute_dtype.itemsize, direct_bytes=axes.direct_bytes)
     same_dtype = first.reduce_dtype == first.compute_dtype
     reduce = plan_reduce(
         shards,
         trainable,
         itemsize=first.reduce_dtype.itemsize,
-        direct_bytes=options.direct_bytes if same_dtype else _NEVER,
+        direct_bytes=axes.reduce_direct_bytes if same_dtype else _NEVER,
+        flags=axes.flags and group_trainable > 1,  # a group of one is reduced where its gradient is, or not at all
     )
-    aliased = options.alias and first.dtype == first.compute_dtype
-    return BucketPlan(indices, first.dtype, first.compute_dtype, first.reduce_dtype, gather, reduce, aliased)
+    aliased = axes.alias and first.dtype == first.compute_dtype
+    return BucketPlan(
+        indices,
+        first.dtype,
+        first.compute_dtype,
+        first.reduce_dtype,
+        first.gradient_dtype,
+        first.axes,
+        gather,
+        reduce,
+        aliased,
+    )
 
 
 def plan_smaller(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:

@@ -99,6 +99,11 @@ class Lane:
         self._stream = module.Stream(priority=priority)
         self._is_null = self._stream.record_event() is None
 
+    def wait_event(self, event: Any) -> None:
+        """What the lane runs from now on comes after ``event``."""
+        if not self._is_null:
+            self._stream.wait_event(event)
+
     def run(
         self, launch: Callable[[], Work], finish: Callable[[], T], *, after: Pending[Any] | None = None
     ) -> Pending[T]:

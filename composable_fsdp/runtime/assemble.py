@@ -3,47 +3,77 @@
 from __future__ import annotations
 
 from typing import cast
+from weakref import WeakSet
 
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.iteration import Iteration, note_optimizer_step
-from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
+from composable_fsdp.runtime.parameter import find_taken
+from composable_fsdp.runtime.unit import Unit, find_unit
 
-__all__ = ["assemble", "iteration_of"]
+__all__ = ["assemble", "iteration_of", "watch_optimizers"]
 
 ROOT_NAME = "root"
 
 _watches_optimizers = False
+_checked_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def iteration_of(unit: Unit) -> Iteration:
     """The iteration that ``unit`` takes part in. The first use makes one with ``unit`` as the root."""
-    return cast(Iteration, unit.iteration) if unit.iteration is not None else assemble(unit.module)
+    return cast(Iteration, unit.iteration) if unit.iteration is not None else assemble(unit)
 
 
-def assemble(root: nn.Module) -> Iteration:
+def assemble(root: Unit) -> Iteration:
     """Names the units beneath ``root`` by their place in it and builds the iteration that they share.
 
     A module that ran on its own before its parent did hands its units over to the parent's root.
     """
-    _watch_optimizers()
-    units = {
-        name or ROOT_NAME: unit for name, module in root.named_modules() if (unit := find_unit(module)) is not None
-    }
-    top = unit_of(root)
+    watch_optimizers()
+    units = _units_by_name(root)
     for former in {iteration_of(unit) for unit in units.values() if unit.iteration is not None}:
         former.drain()
-    iteration = Iteration(top, units, Lanes(top.group.axes.device))
+    iteration = Iteration(root, units, Lanes(root.group.axes.device))
     for name, unit in units.items():
         unit.group.name = name
         unit.iteration = iteration
     return iteration
 
 
-def _watch_optimizers() -> None:
+def _units_by_name(root: Unit) -> dict[str, Unit]:
+    """In the order of the modules; a unit of several modules has all their names."""
+    places: dict[Unit, list[str]] = {}
+    for index, top in enumerate(root.modules):
+        prefix = f"{index}." if len(root.modules) > 1 else ""
+        for name, module in top.named_modules():
+            unit = find_unit(module)
+            if unit is not None and module in unit.modules:
+                places.setdefault(unit, []).append(f"{prefix}{name}" if name else "")
+    return {", ".join(filter(None, names)) or ROOT_NAME: unit for unit, names in places.items()}
+
+
+def watch_optimizers() -> None:
+    """Lets every optimizer's step be noticed. Once is enough."""
     global _watches_optimizers
     if not _watches_optimizers:
+        register_optimizer_step_pre_hook(_check_optimizer)
         register_optimizer_step_post_hook(note_optimizer_step)
         _watches_optimizers = True
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """An optimizer that was built before ``fully_shard`` would step tensors that nobody reads any more."""
+    if optimizer in _checked_optimizers:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [taken.description for p in parameters if (taken := find_taken(p)) is not None]
+    if stale:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(parameters)} "
+            f"parameters have been replaced by sharded ones, such as {stale[0]}, so that its step would change "
+            "nothing. Build the optimizer after the last fully_shard call."
+        )
+    _checked_optimizers.add(optimizer)

@@ -9,13 +9,14 @@ import torch
 
 from composable_fsdp.codec.cast import Cast
 from composable_fsdp.codec.protocol import Codec
-from composable_fsdp.comm.protocol import Communicator, Transfer
+from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.bucket import GatherLayout
 from composable_fsdp.layout.pack import pack_gradient, take_shard, unpack_parameter
 from composable_fsdp.layout.plan import BucketPlan, plan_smaller
 from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer, contiguous_strides
 from composable_fsdp.memory.store import ShardStore
+from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.parameter import ShardedParameter
 
 __all__ = ["Bucket", "Gather", "ReducedBucket", "Scatter"]
@@ -32,23 +33,25 @@ class Gather:
 
 @dataclass(slots=True)
 class Scatter:
-    """One bucket's part of a group's gradient reduction. ``present`` are the parameters that had a gradient."""
+    """One bucket's part of a group's gradient reduction. ``present`` are the parameters that have a gradient here."""
 
     transfers: list[Transfer]
     output: torch.Tensor
-    present: list[int]
+    present: set[int]
+    added: Scatter | None = None
+    """An earlier one that is part of this, alive as long as this is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReducedBucket:
-    """Parameters and this rank's shards of their reduced gradients, in the dtype of the parameters."""
+    """Parameters and this rank's shards of their reduced gradients."""
 
     parameters: list[ShardedParameter]
     gradients: list[torch.Tensor]
 
 
 class Bucket:
-    """The parameters of one group that share their dtypes.
+    """The parameters of one group that share their axes and dtypes.
 
     Invariant: the local tensor of every parameter is a view of ``store``, its unsharded tensor one of ``buffer``.
     """
@@ -57,13 +60,14 @@ class Bucket:
         self,
         plan: BucketPlan,
         parameters: Sequence[ShardedParameter],
-        shard: Communicator,
+        channel: Channel,
         store: ShardStore,
         device: torch.device,
     ) -> None:
         self.parameters = [parameters[i] for i in plan.indices]
         self.store = store
-        self._shard = shard
+        self.channel = channel
+        self._shard = channel.axes.shard
         self._device = device
         self._codec: Codec = Cast(plan.compute_dtype)
         self.buffer: UnshardedBuffer = (
@@ -73,6 +77,8 @@ class Bucket:
         )
         self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if not plan.aliased else []
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
+        self._partial: Scatter | None = None
+        """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
         self.follow(plan)
 
     def follow(self, plan: BucketPlan) -> None:
@@ -110,7 +116,8 @@ class Bucket:
             place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
             gather.transfers.append(Transfer(place, wire[offset : offset + length]))
         if layout.packed_numel:
-            gather.packed = wire.new_empty(layout.num_shards * layout.packed_numel)
+            allocate = (self.channel.smaller or self.channel.gather).allocate
+            gather.packed = allocate(layout.num_shards * layout.packed_numel, wire.dtype, self._device)
             gather.transfers.append(Transfer(gather.packed, wire[: layout.packed_numel]))
         return gather
 
@@ -147,7 +154,7 @@ class Bucket:
         layout = plan_smaller(self.plan, num_shards, direct_bytes)
         kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
         for shards, start, parameter in zip(layout.shards, layout.store.offsets, self.parameters, strict=True):
-            take_shard(shards, parameter.unsharded.data, rank, kept[start : start + shards.padded_numel])
+            take_shard(shards, parameter.full, rank, kept[start : start + shards.padded_numel])
         self._slice = (kept, layout)
 
     def drop_slice(self) -> None:
@@ -160,13 +167,13 @@ class Bucket:
         """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
 
         The message always holds every trainable parameter, zeros for those without a gradient, so that its size is the
-        same on every rank whatever part each of them used.
+        same on every rank whatever part each of them used. Flags in it tell all ranks what any of them used.
         """
         layout, plan = self.plan.reduce, self.plan
         if not layout.indices:
             return None
         gradients = [self.parameters[i].take_gradient() for i in layout.indices]
-        present = [k for k, gradient in enumerate(gradients) if gradient is not None]
+        present = {k for k, gradient in enumerate(gradients) if gradient is not None}
         output = torch.empty(layout.output.numel, dtype=plan.reduce_dtype, device=self._device)
         scatter = Scatter([], output, present)
         for k in layout.direct:
@@ -175,8 +182,9 @@ class Bucket:
             scatter.transfers.append(Transfer(output[start : start + length], full))
         if layout.packed_numel:
             num_shards = self._shard.size
-            new = torch.zeros if layout.has_padding else torch.empty
-            message = new(num_shards * layout.packed_numel, dtype=plan.reduce_dtype, device=self._device)
+            message = self.channel.scatter.allocate(num_shards * layout.packed_numel, plan.reduce_dtype, self._device)
+            if layout.has_padding:
+                message.zero_()
             self._pack(gradients, message.view(num_shards, layout.packed_numel))
             if reduction.pre_divide != 1.0:
                 message.div_(reduction.pre_divide)
@@ -187,7 +195,8 @@ class Bucket:
         """Copies packed gradients into their columns of ``message``, one row per rank, casting on the way."""
         layout = self.plan.reduce
         columns, sources = [], []
-        for k, column in zip(layout.packed, message.split(layout.packed_widths, dim=1), strict=True):
+        blocks = message.split(layout.packed_widths, dim=1)
+        for k, column in zip(layout.packed, blocks, strict=False):  # the flags come last
             shards, gradient = layout.shards[k], gradients[k]
             if column.size(1) != shards.padded_numel:
                 column = column[:, : shards.padded_numel]
@@ -198,20 +207,53 @@ class Bucket:
                 pack_gradient(shards, gradient, column)
         if columns:
             torch._foreach_copy_(columns, sources)
+        if layout.num_flags:
+            flags = blocks[-1][:, : layout.num_flags]
+            absent = [k for k, gradient in enumerate(gradients) if gradient is None]
+            flags.fill_(1)
+            if absent:
+                flags[:, absent] = 0
+
+    def add_partial(self, scatter: Scatter) -> None:
+        """Adds what earlier reductions left unfinished to one that has come over the shard axis."""
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            scatter.output.add_(partial.output)
+            scatter.present |= partial.present
+            scatter.added = partial
+
+    def keep_partial(self, scatter: Scatter) -> None:
+        """Keeps what came over the shard axis for a later reduction, as its sum so far."""
+        self.add_partial(scatter)
+        self._partial = Scatter([], scatter.output, scatter.present)
+
+    def drop_partial(self) -> None:
+        """Forgets what :meth:`keep_partial` kept."""
+        self._partial = None
 
     def finish_scatter(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
-        """Scales what arrived, casts it to the dtype of the shards and brings it to where they rest."""
+        """Scales what arrived, casts it to the dtype of the gradients and brings it to where the shards rest."""
+        present = sorted(self._present_anywhere(scatter))
         if reduction.post_divide != 1.0:
             scatter.output.div_(reduction.post_divide)
-        flat = scatter.output.to(self.plan.dtype)
+        flat = scatter.output.to(self.plan.gradient_dtype)
         if flat.device != self.gradient_device:
             host = torch.empty_like(flat, device=self.gradient_device, pin_memory=self.store.flat.is_pinned())
             flat = host.copy_(flat, non_blocking=True)
         indices, views = self.plan.reduce.indices, self._reduced_views
         return ReducedBucket(
-            [self.parameters[indices[k]] for k in scatter.present],
-            [flat.as_strided(*views[k]) for k in scatter.present],
+            [self.parameters[indices[k]] for k in present], [flat.as_strided(*views[k]) for k in present]
         )
+
+    def _present_anywhere(self, scatter: Scatter) -> set[int]:
+        """Parameters that have a gradient on any rank. Reads the flags, which the host must wait for, only if some have
+        none here.
+        """
+        layout = self.plan.reduce
+        if not layout.num_flags or len(scatter.present) == layout.num_flags:
+            return scatter.present
+        flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
+        return set(flags.ne(0).nonzero().flatten().tolist())
 
     def _wire_gradient(self, gradient: torch.Tensor | None, numel: int, reduction: Reduction) -> torch.Tensor:
         if gradient is None:

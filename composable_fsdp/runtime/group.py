@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from composable_fsdp import trace
-from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.comm.c10d import Together
 from composable_fsdp.layout.plan import GroupPlan
-from composable_fsdp.layout.reduction import Reduction, plan_reduction
+from composable_fsdp.layout.reduction import ReduceOp, Reduction, plan_reduction
 from composable_fsdp.lifecycle import (
     GRADIENT_TRANSITIONS,
     PARAMETER_TRANSITIONS,
@@ -23,30 +24,37 @@ from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.runtime.bucket import Bucket, Gather, ReducedBucket, Scatter
+from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
-from composable_fsdp.runtime.tensors import GroupTensors
+from composable_fsdp.runtime.tensors import GroupTensors, take_shards
 
-__all__ = ["ParameterGroup", "PendingReduction"]
+__all__ = ["ParameterGroup", "PendingReduction", "no_hook"]
 
 
 class PendingReduction:
     """Gradients of one group on their way. Owned by the queue that completes it."""
 
-    def __init__(self, group: ParameterGroup, pending: Pending[list[ReducedBucket]]) -> None:
+    def __init__(self, group: ParameterGroup, pending: Pending[list[ReducedBucket]], *, is_partial: bool) -> None:
         self._group = group
         self._pending = pending
+        self._is_partial = is_partial
 
     def start(self) -> None:
         """Launches a second stage that had to wait for the first."""
         self._pending.start()
 
     def complete(self) -> None:
-        """Waits, and sets the reduced gradients on the sharded parameters."""
-        self._group._complete_reduction(self._pending)
+        """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""
+        self._group._complete_reduction(self._pending, is_partial=self._is_partial)
 
 
 class ParameterGroup:
     """Parameters that are communicated together.
+
+    Args:
+        name: for messages and the trace, until the group's place in the model is known.
+        sources: the parameters as ``fully_shard`` found them, or ``parameters`` that are sharded already.
+        axes: where modules compute, and the axes of a group without parameters.
 
     Invariants: ``parameter_state`` and ``gradient_state`` change only through the tables of ``lifecycle``; a gather is
     pending exactly while the former is UNSHARDING.
@@ -59,19 +67,27 @@ class ParameterGroup:
         axes: DataParallelAxes,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
+        *,
+        parameters: Sequence[ShardedParameter] | None = None,
     ) -> None:
         self.name = name
         self.axes = axes
-        self.tensors = GroupTensors(sources, axes, precision, offload, self._on_gradient)
+        self.offload = offload
+        if parameters is None:
+            parameters = take_shards(sources, offload)
+        used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
+        self.channels = [Channel(each) for each in used or (axes,)]
+        self.tensors = GroupTensors(parameters, self.channels, axes.device, precision, offload, self._on_gradient)
         self.divide_factor: float | None = None
         self.sum_only = False
+        self.all_reduce_hook: Callable[[torch.Tensor], None] = no_hook
         self.on_last_gradient: Callable[[], None] = _nothing
         self.parameter_state = ParameterState.SHARDED
         self.gradient_state = GradientState.NONE
         self._ready = 0
         self._pending_gather: Pending[None] | None = None
         self._gathers: list[Gather] = []
-        self._smaller: Communicator | None = None
+        self._pending_partial: Pending[list[ReducedBucket]] | None = None
 
     @property
     def parameters(self) -> list[ShardedParameter]:
@@ -84,6 +100,14 @@ class ParameterGroup:
     @property
     def plan(self) -> GroupPlan:
         return self.tensors.plan
+
+    def follow_choices(self, other: ParameterGroup) -> None:
+        """Takes over what was chosen for ``other``, of which this is a copy, communicators included."""
+        self.divide_factor, self.sum_only = other.divide_factor, other.sum_only
+        self.all_reduce_hook = other.all_reduce_hook
+        for channel, original in zip(self.channels, other.channels, strict=True):
+            channel.gather, channel.scatter = original.gather, original.scatter
+        self.tensors.build()
 
     def refresh(self) -> None:
         """Follows replaced local tensors and changes of ``requires_grad``, once the parameters are sharded."""
@@ -106,15 +130,26 @@ class ParameterGroup:
             bucket.buffer.allocate()
         if trace.listeners:
             trace.emit(trace.Operation.ALLOCATE, self.name, self.plan.unsharded_bytes)
-        communicator = self._smaller or self.axes.shard
-        self._pending_gather = lanes.gather.run(lambda: self._launch_gather(communicator), self._finish_gather)
+        self._pending_gather = lanes.gather.run(self._launch_gather, self._finish_gather)
         if trace.listeners:
             trace.emit(trace.Operation.UNSHARD, self.name, self.plan.wire_bytes, lanes.gather.name, begin)
 
     @torch.no_grad()
-    def _launch_gather(self, communicator: Communicator) -> Work:
+    def _launch_gather(self) -> Work:
         self._gathers = [bucket.prepare_gather() for bucket in self.buckets]
-        return communicator.all_gather([t for gather in self._gathers for t in gather.transfers])
+        return Together(
+            tuple(
+                (channel.smaller or channel.gather).all_gather(
+                    [
+                        transfer
+                        for bucket, gather in zip(self.buckets, self._gathers, strict=True)
+                        if bucket.channel is channel
+                        for transfer in gather.transfers
+                    ]
+                )
+                for channel in self.channels
+            )
+        )
 
     @torch.no_grad()
     def _finish_gather(self) -> None:
@@ -139,7 +174,8 @@ class ParameterGroup:
         if self._pending_gather is not None:
             pending, self._pending_gather = self._pending_gather, None
             pending.wait()
-        self._smaller = None
+        for channel in self.channels:
+            channel.smaller = None
 
     def reshard(self) -> None:
         """Registers the sharded parameters and frees the unsharded memory."""
@@ -159,10 +195,12 @@ class ParameterGroup:
         self.parameter_state = advance(
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.SHRINK, self.name
         )
-        smaller = self.axes.smaller_shard_axis(mesh_size)
+        for channel in self.channels:
+            channel.smaller = channel.axes.smaller_shard_axis(mesh_size)
         for bucket in self.buckets:
+            smaller = bucket.channel.smaller
+            assert smaller is not None
             bucket.keep_slice(smaller.size, smaller.rank, smaller.direct_bytes)
-        self._smaller = smaller
         self._release()
 
     def _release(self) -> None:
@@ -196,60 +234,90 @@ class ParameterGroup:
                 parameter.hold_gradient(bucket.plan.reduce_dtype)
 
     @torch.no_grad()
-    def reduce(self, lanes: Lanes) -> PendingReduction | None:
-        """Launches the reduction of whatever gradients there are; ``None`` where there are none."""
+    def reduce(self, lanes: Lanes, *, partial: bool = False) -> PendingReduction | None:
+        """Launches the reduction of whatever gradients there are; ``None`` where there are none.
+
+        Args:
+            lanes: where to launch.
+            partial: only over the shard axis. The result is kept, in the reduce dtype, and part of a later reduction.
+        """
         self._ready = 0
+        if self._pending_partial is not None:  # what it keeps is part of this one
+            self._pending_partial.wait()
         before = self.gradient_state
         self._advance_gradients(GradientOperation.REDUCE)
-        if before is not GradientState.LOCAL:
+        if self.gradient_state is before:
             return None
         begin = trace.now() if trace.listeners else None
-        jobs: list[tuple[Bucket, Reduction, Scatter]] = []
+        jobs: list[_Job] = []
         for bucket in self.buckets:
-            reduction = self._reduction(bucket.plan.reduce_dtype)
+            reduction = self._reduction(bucket)
             scatter = bucket.prepare_scatter(reduction)
             if scatter is not None:
-                jobs.append((bucket, reduction, scatter))
-        pending = self._launch_reduction(lanes, jobs)
+                jobs.append(_Job(bucket, reduction, scatter))
+        pending = self._launch_reduction(lanes, jobs, partial=partial)
+        self._pending_partial = pending if partial else None
         if trace.listeners:
             trace.emit(trace.Operation.REDUCE, self.name, self.plan.reduce_bytes, lanes.reduce.name, begin)
-        return PendingReduction(self, pending)
+        return PendingReduction(self, pending, is_partial=partial)
 
-    def _launch_reduction(
-        self, lanes: Lanes, jobs: list[tuple[Bucket, Reduction, Scatter]]
-    ) -> Pending[list[ReducedBucket]]:
+    def _launch_reduction(self, lanes: Lanes, jobs: list[_Job], *, partial: bool) -> Pending[list[ReducedBucket]]:
         """Reduce-scatter over the shard axis, then all-reduce over the replicate axis where there is one."""
-        shard, replicate = self.axes.shard, self.axes.replicate
 
         @torch.no_grad()
         def scatter() -> Work:
-            return _Works([shard.reduce_scatter(s.transfers, r.op) for _, r, s in jobs])
+            return Together(
+                tuple(
+                    channel.scatter.reduce_scatter([t for job in of_channel for t in job.scatter.transfers], op)
+                    for channel, op, of_channel in _by_channel(jobs)
+                )
+            )
+
+        @torch.no_grad()
+        def keep() -> list[ReducedBucket]:
+            for job in jobs:
+                job.bucket.keep_partial(job.scatter)
+            return []
 
         @torch.no_grad()
         def all_reduce() -> Work:
-            return _Works([replicate.all_reduce([s.output], r.op) for _, r, s in jobs])
+            for job in jobs:
+                job.bucket.add_partial(job.scatter)
+            return Together(
+                tuple(job.bucket.channel.replicate.all_reduce([job.scatter.output], job.reduction.op) for job in jobs)
+            )
 
         @torch.no_grad()
         def finish() -> list[ReducedBucket]:
-            return [bucket.finish_scatter(s, r) for bucket, r, s in jobs]
+            reduced = []
+            for job in jobs:
+                job.bucket.add_partial(job.scatter)
+                self.all_reduce_hook(job.scatter.output)
+                reduced.append(job.bucket.finish_scatter(job.scatter, job.reduction))
+            return reduced
 
-        if replicate.size == 1:
+        if partial:
+            return lanes.reduce.run(scatter, keep)
+        if all(job.bucket.channel.replicate.size == 1 for job in jobs):
             return lanes.reduce.run(scatter, finish)
         scattered = lanes.reduce.run(scatter, _nothing)
         return lanes.replicate.run(all_reduce, finish, after=scattered)
 
-    def _reduction(self, dtype: torch.dtype) -> Reduction:
+    def _reduction(self, bucket: Bucket) -> Reduction:
         return plan_reduction(
-            dtype,
-            self.axes.num_ranks,
-            averages=self.axes.shard.averages and self.axes.replicate.averages,
+            bucket.plan.reduce_dtype,
+            bucket.channel.axes.num_ranks,
+            averages=bucket.channel.averages,
             divide_factor=self.divide_factor,
             sum_only=self.sum_only,
         )
 
     @torch.no_grad()
-    def _complete_reduction(self, pending: Pending[list[ReducedBucket]]) -> None:
+    def _complete_reduction(self, pending: Pending[list[ReducedBucket]], *, is_partial: bool) -> None:
         reduced = pending.synchronize() if self.tensors.is_offloaded else pending.wait()
+        if is_partial:
+            self._advance_gradients(GradientOperation.KEEP)
+            return
         for bucket in reduced:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 parameter.accept_gradient(gradient)
@@ -262,6 +330,8 @@ class ParameterGroup:
         self._ready = 0
         for parameter in self.parameters:
             parameter.drop_gradient()
+        for bucket in self.buckets:
+            bucket.drop_partial()
         self._advance_gradients(GradientOperation.DROP)
 
     def _advance_gradients(self, operation: GradientOperation) -> GradientState:
@@ -269,15 +339,25 @@ class ParameterGroup:
         return self.gradient_state
 
 
-class _Works:
-    """Several collectives as one."""
+class _Job(NamedTuple):
+    """One bucket's part of a reduction."""
 
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
+    bucket: Bucket
+    reduction: Reduction
+    scatter: Scatter
 
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+
+def _by_channel(jobs: Sequence[_Job]) -> Iterator[tuple[Channel, ReduceOp, list[_Job]]]:
+    """The jobs that can be launched as one, in the same order on every rank."""
+    together: dict[tuple[Channel, ReduceOp], list[_Job]] = {}
+    for job in jobs:
+        together.setdefault((job.bucket.channel, job.reduction.op), []).append(job)
+    for (channel, op), of_channel in together.items():
+        yield channel, op, of_channel
+
+
+def no_hook(output: torch.Tensor) -> None:
+    """The all-reduce hook of a group for which none was set."""
 
 
 def _nothing() -> None:

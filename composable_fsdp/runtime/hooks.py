@@ -20,41 +20,65 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
 from composable_fsdp.runtime.iteration import Call
 from composable_fsdp.runtime.unit import Unit
 
-__all__ = ["install_hooks", "wrap_forward_method"]
+__all__ = ["call_as_forward", "install_hooks", "is_being_called", "wrap_forward_method"]
 
 
 def install_hooks(unit: Unit) -> None:
-    """Makes ``unit``'s module unshard before it computes, reshard after it, and come back in backward."""
-    module, hooks = unit.module, _ModuleHooks(unit)
-    module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(hooks.post_forward, always_call=True)
-    module.register_state_dict_pre_hook(hooks.before_state_dict)
-    module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
-    module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
+    """Makes ``unit``'s modules unshard before they compute, reshard after it, and come back in backward."""
+    for module in unit.modules:
+        hooks = _ModuleHooks(unit, module)
+        module.register_forward_pre_hook(OutsideGraphs(hooks.pre_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(OutsideGraphs(hooks.post_forward), always_call=True)
+        module.register_state_dict_pre_hook(hooks.before_state_dict)
+        module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
+        module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
 
 
-def wrap_forward_method(unit: Unit, method_name: str) -> None:
+def wrap_forward_method(unit: Unit, module: nn.Module, method_name: str) -> None:
     """Gives a method of the module other than ``forward`` the same treatment as ``forward``."""
-    module, hooks = unit.module, _ModuleHooks(unit)
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register.")
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            args, kwargs = hooks.pre_forward(module, args, kwargs)
-            output = method(*args, **kwargs)
-        except Exception:
-            hooks.abort()
-            raise
-        return hooks.finish(output)
+        return call_as_forward(unit, module, method, args, kwargs)
 
     setattr(module, method_name, wrapped)
+
+
+def call_as_forward(
+    unit: Unit, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``method(*args, **kwargs)`` with the parameters of ``unit`` in memory, as in a call of ``module``."""
+    hooks = _ModuleHooks(unit, module)
+    hooks.begin(sys._getframe())
+    try:
+        args, kwargs = hooks.take_inputs(args, kwargs)
+        output = method(*args, **kwargs)
+    except BaseException:
+        hooks.abort()
+        raise
+    return hooks.finish(output)
+
+
+def is_being_called(unit: Unit) -> bool:
+    """Whether a call of the unit is on the Python stack. Calls left by an interrupt are forgotten here."""
+    frames = unit.calls_under_way
+    if not frames:
+        return False
+    running: FrameType | None = sys._getframe()
+    while running is not None:
+        if running is frames[-1].caller:
+            return True
+        running = running.f_back
+    frames.clear()
+    return False
 
 
 @dataclass(slots=True)
@@ -72,21 +96,35 @@ class _Frame:
 
 
 class _ModuleHooks:
-    """The hooks of one unit. Final. ``_frames`` are its calls under way, innermost last.
+    """The hooks of one module of a unit. Final. The unit knows its calls under way, innermost last.
 
     A call inside another call of the same unit only casts: the outer one brings parameters in and out of memory.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
         self._unit = unit
-        self._frames: list[_Frame] = unit.calls_under_way
+        self._module = module
 
     # -- forward
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        unit = self._unit
-        frame = _Frame(sys.exc_info()[1], sys._getframe(1), self._is_inside_a_call())
-        self._frames.append(frame)
+        self.begin(calling_frame())
+        return self.take_inputs(args, kwargs)
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if sys.exc_info()[1] is not self._unit.calls_under_way[-1].handling:
+            self.abort()
+            return None
+        return self.finish(output)
+
+    def begin(self, caller: FrameType) -> None:
+        """A call that ``caller`` runs is under way."""
+        is_inner = is_being_called(self._unit)
+        self._unit.calls_under_way.append(_Frame(sys.exc_info()[1], caller, is_inner))
+
+    def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Brings the parameters into memory, and the inputs to where and in what they compute."""
+        unit, frame = self._unit, self._unit.calls_under_way[-1]
         iteration = iteration_of(unit)
         if not frame.is_inner:
             iteration.pre_forward(unit)
@@ -97,38 +135,20 @@ class _ModuleHooks:
             args, kwargs = map_tensors(_InputMap(device, dtype, frame.inputs if watches else None), (args, kwargs))
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if sys.exc_info()[1] is not self._frames[-1].handling:
-            self.abort()
-            return None
-        return self.finish(output)
-
     def finish(self, output: Any) -> Any:
         """After a forward that returned: reshards, and arranges for the way back."""
-        unit, frame = self._unit, self._frames.pop()
+        unit, frame = self._unit, self._unit.calls_under_way.pop()
         if unit.precision.output_dtype is not None:
             output = map_tensors(_cast_to(unit.precision.output_dtype), output)
         if frame.is_inner:
             return output
-        call = iteration_of(unit).post_forward(unit)
+        call = iteration_of(unit).post_forward(unit, self._module)
         return output if call is None else _watch_backward(call, frame.inputs, output)
 
     def abort(self) -> None:
         """After a forward that raised."""
-        if not self._frames.pop().is_inner:
+        if not self._unit.calls_under_way.pop().is_inner:
             iteration_of(self._unit).abort_forward(self._unit)
-
-    def _is_inside_a_call(self) -> bool:
-        """Whether a call of the unit is on the Python stack. Calls left by an interrupt are forgotten here."""
-        if not self._frames:
-            return False
-        running: FrameType | None = sys._getframe()
-        while running is not None:
-            if running is self._frames[-1].caller:
-                return True
-            running = running.f_back
-        self._frames.clear()
-        return False
 
     # -- state dicts: their values are the sharded parameters
 
@@ -197,7 +217,7 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
     for node in nodes.values():
         node.register_prehook(entered)
     if inputs:
-        unit.open_calls += 1
+        call.await_inputs()
         if len(inputs) == 1:
             inputs[0].register_hook(left)
         else:

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from composable_fsdp.errors import LifecycleError
@@ -23,12 +25,9 @@ from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.group import PendingReduction
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
-from composable_fsdp.runtime.unit import Unit
+from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
 __all__ = ["Call", "Iteration", "note_optimizer_step"]
-
-REDUCTIONS_IN_FLIGHT = 2
-"""Groups whose gradients may be on the wire at once; the buffers of that many are alive."""
 
 _optimizer_steps = 0
 
@@ -55,16 +54,20 @@ class Hook(Enum):
 
 
 class Call:
-    """One forward call of a unit that autograd will come back to. Kept alive by the graph."""
+    """One forward call of a unit's module that autograd will come back to. Kept alive by the graph."""
 
-    __slots__ = ("entered", "position", "record", "unit")
+    __slots__ = ("entered", "round", "unit")
 
-    def __init__(self, unit: Unit, record: ForwardRecord, position: int) -> None:
+    def __init__(self, unit: Unit, of_round: Round) -> None:
         self.unit = unit
-        self.record = record
-        self.position = position
+        self.round = of_round
         self.entered = -1
         """The backward in which a gradient last reached this call's outputs."""
+
+    def await_inputs(self) -> None:
+        """Backward will come to the gradients of this call's inputs, and tell."""
+        self.round.awaited += 1
+        self.unit.open_calls += 1
 
 
 class Iteration:
@@ -75,6 +78,8 @@ class Iteration:
         self.units = units
         self.lanes = lanes
         self.is_last_backward = True
+        self.post_optimizer_event: Any = None
+        """Recorded by the user after the optimizer's step: the first all-gather of the next forward waits for it."""
         self._scheduler = PrefetchScheduler()
         self._pass = Pass.IDLE
         self._around_backward = Pass.IDLE
@@ -83,6 +88,7 @@ class Iteration:
         self._backwards = 0
         self._seen_steps = _optimizer_steps
         self._reductions: deque[PendingReduction] = deque()
+        self._reductions_limit = root.reductions_in_flight
         self._unseen: list[Call] = []
         for unit in units.values():
             unit.group.on_last_gradient = _bound(self._last_gradient, unit)
@@ -90,24 +96,39 @@ class Iteration:
     # -- what hooks call
 
     def pre_forward(self, unit: Unit) -> None:
-        """``unit`` is about to compute."""
+        """A module of ``unit`` is about to compute."""
         self._check_alive(unit)
+        if unit.round is not None:
+            return  # another module of its list ran before
         self._run(Hook.PRE_FORWARD, unit)
+        if self._pass is Pass.FORWARD:
+            unit.round = Round(unit.modules)
 
-    def post_forward(self, unit: Unit) -> Call | None:
-        """``unit`` has computed. The call to hand to the autograd hooks, where a backward may come."""
+    def post_forward(self, unit: Unit, module: nn.Module) -> Call | None:
+        """``module`` of ``unit`` has computed. The call to hand to the autograd hooks, where a backward may come."""
+        of_round = unit.round or Round(())  # recomputations are no rounds: each is its own
         call = None
         if torch.is_grad_enabled():
-            recorded = self._pass is Pass.FORWARD and unit.group.parameters
-            record = self._record if recorded else ForwardRecord()
-            call = Call(unit, record, record.append(unit.name))
-        self._run(Hook.POST_FORWARD, unit)
+            if of_round.position < 0:
+                recorded = self._pass is Pass.FORWARD and unit.group.parameters
+                of_round.record = self._record if recorded else of_round.record
+                of_round.position = of_round.record.append(unit.name)
+            call = Call(unit, of_round)
+        of_round.remaining.discard(id(module))
+        if not of_round.remaining or unit is self._outermost:
+            unit.round = None
+            self._run(Hook.POST_FORWARD, unit)
         return call
 
     def abort_forward(self, unit: Unit) -> None:
-        """``unit``'s forward raised: once the outermost one has, everything is sharded again."""
+        """``unit``'s forward raised: it is sharded again, and once the outermost one's has, everything is."""
+        if self._pass is Pass.BACKWARD:
+            return
+        unit.round = None
         if unit is self._outermost:
             self._back_to_idle()
+        else:
+            unit.group.reshard()
 
     def pre_backward(self, call: Call) -> None:
         """A gradient reached an output of ``call``."""
@@ -116,12 +137,14 @@ class Iteration:
         if call.entered == self._backwards:
             return
         unit = call.unit
-        call.entered = unit.entered_backward = self._backwards
+        call.entered = self._backwards
+        for reached in (unit, *unit.lenders):
+            reached.entered_backward = self._backwards
         if not unit.unshard_in_backward:
             return
         ahead = unit.backward_prefetch
         if ahead is None:
-            names = self._scheduler.backward(call.record, call.position)
+            names = self._scheduler.backward(call.round.record, call.round.position)
             ahead = [self.units[name] for name in names if name in self.units]
         self._unshard(unit, (u for u in ahead if u.unshard_in_backward))
 
@@ -133,10 +156,13 @@ class Iteration:
         if not self._was_seen(unit):
             self._unseen.append(call)  # unless its output is its input: then the gradient is seen to enter in a moment
         unit.open_calls -= 1
+        call.round.awaited -= 1
         if unit.open_calls <= 0:
             self._settle_gradients(unit)
-        if unit.reshard_after_backward:
-            unit.group.reshard()
+        if call.round.awaited <= 0:
+            for done in (unit, *unit.lenders):
+                if done.reshard_after_backward and not done.borrowers:
+                    done.group.reshard()
 
     def _last_gradient(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient: reduction need not wait for anything else."""
@@ -144,7 +170,7 @@ class Iteration:
             self._begin_backward()
         if not self._was_seen(unit):
             raise _unseen_output(unit)
-        if unit.gradient_sync:
+        if unit.accumulation is not Accumulation.UNSHARDED:
             self._settle_gradients(unit)
         if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
             unit.group.reshard()
@@ -157,6 +183,9 @@ class Iteration:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._pass, self._outermost = Pass.FORWARD, unit
+        if self.post_optimizer_event is not None:
+            self.lanes.gather.wait_event(self.post_optimizer_event)
+            self.post_optimizer_event = None
         self._record = ForwardRecord()
         self._scheduler.begin_forward()
         stepped, self._seen_steps = self._seen_steps != _optimizer_steps, _optimizer_steps
@@ -177,12 +206,18 @@ class Iteration:
         self._unshard(unit, ())
 
     def _unshard(self, unit: Unit, ahead: Iterable[Unit]) -> None:
-        unit.group.unshard(self.lanes)
-        for other in ahead:
-            other.group.unshard(self.lanes)
-        unit.group.wait()
+        needed = (unit, *unit.lenders)
+        for each in (*needed, *ahead):
+            each.group.unshard(self.lanes)
+        for each in needed:
+            each.group.wait()
 
     def _reshard_after_forward(self, unit: Unit) -> None:
+        for done in (unit, *unit.lenders):
+            if not done.is_running and not done.is_lent:
+                self._reshard_as_chosen(done)
+
+    def _reshard_as_chosen(self, unit: Unit) -> None:
         kind = unit.reshard.kind
         if kind is ReshardKind.AUTO:
             keep = unit is self.root and torch.is_grad_enabled()
@@ -200,12 +235,16 @@ class Iteration:
         self._pass, self._outermost = Pass.IDLE, None
         self._scheduler.end_forward()
         for other in self.units.values():
+            if other.round is not None:  # some modules of its list did not run
+                other.round = None
+                self._reshard_after_forward(other)
             if other.group.parameter_state is ParameterState.UNSHARDING:
                 other.group.reshard()  # prefetched for a call that did not come
 
     def _begin_backward(self) -> None:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._backwards += 1
+        self._reductions_limit = max(unit.reductions_in_flight for unit in self.units.values())
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -215,7 +254,7 @@ class Iteration:
         self._unseen.clear()
         for unit in self.units.values():
             unit.open_calls = 0
-            self._settle_gradients(unit)
+            self._settle_gradients(unit, at_end=True)
             if unit.reshard_after_backward:
                 unit.group.reshard()
             elif unit.group.parameter_state is ParameterState.UNSHARDED:
@@ -224,22 +263,27 @@ class Iteration:
             self.drain()
         self._pass = self._around_backward
 
-    def _settle_gradients(self, unit: Unit) -> None:
-        """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise."""
-        if unit.group.gradient_state is not GradientState.LOCAL:
+    def _settle_gradients(self, unit: Unit, *, at_end: bool = False) -> None:
+        """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise.
+
+        At the end of backward, also what earlier backwards left partly reduced.
+        """
+        group = unit.group
+        is_local = group.gradient_state is GradientState.LOCAL
+        if not is_local and not (at_end and group.gradient_state is GradientState.PARTIAL and not unit.keeps_partial):
             return
-        if unit.group.has_new_gradients and not self._was_seen(unit):  # those held since an earlier backward are right
+        if group.has_new_gradients and not self._was_seen(unit):  # those held since an earlier backward are right
             raise _unseen_output(unit)
-        if not unit.gradient_sync:
-            unit.group.hold_gradients()
+        if unit.accumulation is Accumulation.UNSHARDED:
+            group.hold_gradients()
             return
-        reduction = unit.group.reduce(self.lanes)
+        reduction = group.reduce(self.lanes, partial=unit.keeps_partial)
         if reduction is None:
             return
         for earlier in self._reductions:
             earlier.start()
         self._reductions.append(reduction)
-        while len(self._reductions) > REDUCTIONS_IN_FLIGHT:
+        while len(self._reductions) > self._reductions_limit:
             self._reductions.popleft().complete()
 
     # -- endings
@@ -261,7 +305,7 @@ class Iteration:
     def _back_to_idle(self) -> None:
         for unit in self.units.values():
             unit.group.reshard()
-            unit.open_calls, unit.kept_version = 0, None
+            unit.open_calls, unit.kept_version, unit.round = 0, None, None
         self._unseen.clear()
         self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
 
@@ -301,10 +345,9 @@ def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:
 
 def _unseen_output(unit: Unit) -> LifecycleError:
     """The parameters were not in memory when autograd computed with them."""
-    name = type(unit.module).__name__.removeprefix("FSDP")
     return LifecycleError(
         f"backward reached {unit.name!r} through a tensor that its forward did not show, so gradients are wrong. If "
-        f"{name} returns an object of a class of your own, make it a dataclass or register it with "
+        f"{unit.class_name} returns an object of a class of your own, make it a dataclass or register it with "
         "torch.utils._pytree.register_pytree_node; if it hands tensors on in another way, shard it with "
         "reshard_after_forward=False. Then call reset_iter_state() on the root module before the next step."
     )

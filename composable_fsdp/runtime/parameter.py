@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.memory.storage import contiguous_strides
+from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["ParameterSource", "ShardedParameter"]
+__all__ = [
+    "ParameterSource",
+    "ShardedParameter",
+    "Taken",
+    "find_taken",
+    "local_part",
+    "note_taken",
+    "owner_of",
+]
 
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A parameter as ``fully_shard`` found it: where it is registered, and on which dim it is to be cut."""
+    """A parameter as ``fully_shard`` found it: where it is registered, and how it is to be cut."""
 
     name: str
     tensor: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
-    dim: int
+    sharding: ParameterSharding
 
 
 class ShardedParameter:
@@ -34,35 +42,73 @@ class ShardedParameter:
     ``sharded`` is the ``nn.Parameter`` that users, optimizers and checkpoints see; its local tensor is a view of the
     group's shard store. ``unsharded`` is what modules compute with; it is on autograd's graph, ``sharded`` never is.
     Invariant: exactly one of the two is registered on all owners.
+
+    ``shape`` is that of what the data-parallel axes cut: the whole parameter, or this rank's part of it where it was a
+    DTensor before.
     """
 
-    def __init__(
-        self, source: ParameterSource, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-    ) -> None:
+    def __init__(self, source: ParameterSource, local: torch.Tensor) -> None:
         tensor = source.tensor
         self.name = source.name
-        self.dim = source.dim
-        self.shape = tuple(tensor.shape)
+        self.sharding = source.sharding
+        self.shape = tuple(local_part(tensor).shape)
         self._attributes = dict(vars(tensor))
-        self._places = [(module._parameters, name) for module, name in source.owners]
-        self._slots = [(module._parameters, name) for module, name in source.owners if not _intercepts(module)]
-        self._intercepting = [(module, name) for module, name in source.owners if _intercepts(module)]
-        stride = contiguous_strides(self.shape)
-        distributed = DTensor.from_local(
-            local, mesh, tuple(placements), run_check=False, shape=torch.Size(self.shape), stride=stride
-        )
-        self.sharded = nn.Parameter(distributed, requires_grad=tensor.requires_grad)
+        self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else _SAME
+        self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self._slots: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self._intercepting: list[tuple[nn.Module, str]] = []
+        self.sharded = nn.Parameter(self.sharding.wrap_shard(local), requires_grad=tensor.requires_grad)
         self.unsharded: nn.Parameter = self.sharded
+        self.full = local
+        """The plain tensor in ``unsharded``: a view of the unsharded buffer."""
         self._trainable = self.sharded.requires_grad
         self.local = local
         self.accumulated: torch.Tensor | None = None
         self.set_local(local)
-        self._carry_attributes(self.sharded)
+        self._mark(self.sharded)
+        for module, name in source.owners:
+            self.add_owner(module, name)
+        _all_parameters.add(self)
+
+    def copy_onto(self, sharded: nn.Parameter, owners: Sequence[tuple[nn.Module, str]]) -> ShardedParameter:
+        """The same for ``sharded``, a copy of this one's sharded parameter, registered on copies of the modules."""
+        copy = object.__new__(ShardedParameter)
+        copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
+        copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
+        copy._places, copy._slots, copy._intercepting = [], [], []
+        copy.sharded = copy.unsharded = sharded
+        copy.local = copy.full = cast(Any, sharded)._local_tensor
+        copy._trainable, copy.accumulated = sharded.requires_grad, None
+        copy._mark(sharded)
+        for module, name in owners:
+            copy.add_owner(module, name)
+        _all_parameters.add(copy)
+        return copy
+
+    def add_owner(self, module: nn.Module, name: str) -> None:
+        """From now on the parameter is registered as ``name`` of ``module`` too."""
+        self.owners = (*getattr(self, "owners", ()), (module, name))
+        self._places.append((module._parameters, name))
+        if _intercepts(module):
+            self._intercepting.append((module, name))
+        else:
+            self._slots.append((module._parameters, name))
 
     @property
     def dtype(self) -> torch.dtype:
         """dtype in which the parameter rests."""
         return self.local.dtype
+
+    @property
+    def dim(self) -> int:
+        """Tensor dim on which the data-parallel axes cut."""
+        return self.sharding.dim
+
+    def gradient_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
+        """dtype of the reduced gradient: the parameter's own, unless its ``grad_dtype`` was set to another, or none."""
+        if self._gradient_dtype is _SAME:
+            return self.dtype
+        return cast("torch.dtype | None", self._gradient_dtype) or reduce_dtype
 
     def set_local(self, local: torch.Tensor) -> None:
         """Makes ``local``, a view of the shard store, the sharded parameter's memory."""
@@ -102,17 +148,27 @@ class ShardedParameter:
         if new.shape != old.shape or new.device_mesh != old.device_mesh or new.placements != old.placements:
             raise ParameterError(
                 f"parameter {self.name!r} was replaced after sharding by a DTensor of shape {tuple(new.shape)} with "
-                f"{new.placements} on {new.device_mesh}; expected shape {self.shape} with {old.placements} on "
+                f"{new.placements} on {new.device_mesh}; expected shape {tuple(old.shape)} with {old.placements} on "
                 f"{old.device_mesh}."
             )
+        other = owner_of(new)
+        if other is not None and other is not self:
+            raise ParameterError(
+                f"parameter {self.name!r} and parameter {other.name!r} of another group have become the same tensor "
+                "(tied weights?). Shared parameters must be in one group: tie them before fully_shard, and shard the "
+                "modules that use them as one list, or give the second call shared_from=[...]."
+            )
         self.sharded = new
-        self._carry_attributes(new)
+        self._mark(new)
 
     def build_unsharded(self, data: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Makes the parameter that modules compute with out of ``data``, a view of the unsharded buffer."""
         self._trainable = self.sharded.requires_grad
-        self.unsharded = nn.Parameter(data, requires_grad=self._trainable)
+        self.full = data
+        self.unsharded = nn.Parameter(self.sharding.wrap_full(data), requires_grad=self._trainable)
         self._carry_attributes(self.unsharded)
+        if self._gradient_dtype is not _SAME:
+            self.unsharded.grad_dtype = self._gradient_dtype
         if self.unsharded.requires_grad:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 
@@ -137,6 +193,8 @@ class ShardedParameter:
         """The full gradient that this rank has, accumulated microbatches included; it is no longer here afterwards."""
         gradient, self.unsharded.grad = self.unsharded.grad, None
         accumulated, self.accumulated = self.accumulated, None
+        if gradient is not None:
+            gradient = self.sharding.local_gradient(gradient)
         if accumulated is None:
             return gradient
         return accumulated if gradient is None else accumulated.add_(gradient)
@@ -152,12 +210,24 @@ class ShardedParameter:
     def accept_gradient(self, local: torch.Tensor) -> None:
         """Sets or adds this rank's shard of the reduced gradient, then calls the hooks that users registered for it."""
         sharded = cast(Any, self.sharded)
+        gradient = DTensor(local, self._gradient_spec(local.dtype), requires_grad=False)
+        for hook in tuple((sharded._backward_hooks or {}).values()):
+            replacement = hook(gradient)
+            gradient = gradient if replacement is None else replacement
         if sharded.grad is None:
-            sharded.grad = DTensor(local, sharded._spec, requires_grad=False)
+            sharded.grad = gradient
         else:
-            sharded.grad._local_tensor.add_(local)
+            sharded.grad._local_tensor.add_(gradient._local_tensor)
         for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
             hook(sharded)
+
+    def _gradient_spec(self, dtype: torch.dtype) -> Any:
+        """The sharded parameter's own, unless its gradients have another dtype."""
+        sharded = cast(Any, self.sharded)
+        if dtype == sharded.dtype:
+            return sharded._spec
+        meta = sharded._spec.tensor_meta._replace(dtype=dtype)
+        return replace(sharded._spec, tensor_meta=meta)
 
     def drop_gradient(self) -> None:
         """Forgets gradients that have not been reduced."""
@@ -178,10 +248,58 @@ class ShardedParameter:
         for module, name in self._intercepting:
             setattr(module, name, parameter)
 
+    def _mark(self, parameter: nn.Parameter) -> None:
+        """Makes ``parameter`` show that it is this sharded parameter."""
+        self._carry_attributes(parameter)
+        if self._gradient_dtype is not _SAME:
+            parameter.grad_dtype = self._gradient_dtype
+
     def _carry_attributes(self, parameter: nn.Parameter) -> None:
         for name, value in self._attributes.items():
             if name not in vars(parameter):
                 setattr(parameter, name, value)
+
+
+_SAME: Any = object()
+"""The ``grad_dtype`` of a parameter whose gradients have its own dtype."""
+
+_all_parameters: WeakSet[ShardedParameter] = WeakSet()
+
+
+def owner_of(parameter: torch.Tensor) -> ShardedParameter | None:
+    """The one that ``parameter`` is the sharded form of, if any. Walks all.
+
+    Weak references to the tensors would be quicker, but ``torch.utils.swap_tensors``, with which modules are converted,
+    refuses tensors that have any.
+    """
+    return next((p for p in _all_parameters if p.sharded is parameter), None)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of a parameter that a group took."""
+
+    parameter: ref[ShardedParameter]
+    description: str
+
+
+_taken: MutableMapping[torch.Tensor, Taken] = WeakIdKeyDictionary()
+"""Original parameters that a group replaced: whoever still holds one shares it across groups, or steps it in vain."""
+
+
+def note_taken(source: ParameterSource, parameter: ShardedParameter, group: str) -> None:
+    """Remembers that ``parameter`` has taken the place of the one found in ``source``."""
+    _taken[source.tensor] = Taken(ref(parameter), f"{source.name!r} of {group}")
+
+
+def find_taken(original: torch.Tensor) -> Taken | None:
+    """What became of ``original``, if a group took it."""
+    return _taken.get(original)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor itself."""
+    return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _intercepts(module: nn.Module) -> bool:

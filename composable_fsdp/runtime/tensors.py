@@ -8,30 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, cast
 
 import torch
 
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.pack import take_shard
-from composable_fsdp.layout.placement import data_parallel_placements
-from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, plan_group
+from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, plan_group
 from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.memory.store import ShardStore
-from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.runtime.bucket import Bucket
-from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
+from composable_fsdp.runtime.channel import Channel
+from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, local_part
 
-__all__ = ["GroupTensors"]
+__all__ = ["GroupTensors", "rest_device", "take_shards"]
+
+
+def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
+    """Where shards rest whose modules compute on ``device``."""
+    return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def take_shards(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> list[ShardedParameter]:
+    """Cuts this rank's shards out of the parameters as they were found."""
+    parameters = []
+    for source in sources:
+        axes, full = source.sharding.axes, local_part(source.tensor)
+        shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
+        device = torch.device("meta") if full.is_meta else rest_device(offload, axes.device)
+        padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
+        take_shard(shards, full.detach(), axes.shard.rank, padded)
+        shape = shards.shard_shape(axes.shard.rank)
+        parameters.append(ShardedParameter(source, padded[: prod(shape)].view(shape)))
+    return parameters
 
 
 class GroupTensors:
     """The tensors of one group.
 
     Args:
-        sources: the parameters as ``fully_shard`` found them.
-        axes: the mesh, and where this rank computes.
+        parameters: what the group holds; their local tensors are copied into the group's stores.
+        channels: one for each pair of axes that the parameters are sharded over.
+        device: where modules compute.
         precision: which dtypes the plan is made for.
         offload: where shards rest.
         on_gradient: called by autograd when a parameter's full gradient is there.
@@ -39,28 +59,28 @@ class GroupTensors:
 
     def __init__(
         self,
-        sources: Sequence[ParameterSource],
-        axes: DataParallelAxes,
+        parameters: Sequence[ShardedParameter],
+        channels: Sequence[Channel],
+        device: torch.device,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         on_gradient: Callable[[torch.Tensor], None],
     ) -> None:
-        self._axes = axes
+        self.parameters = list(parameters)
+        self.buckets: list[Bucket] = []
+        self._channels = channels
+        self._axes = [channel.axes for channel in channels]
+        self._device = device
         self._precision = precision
         self._on_gradient = on_gradient
-        offloads = isinstance(offload, CPUOffloadPolicy) and axes.device.type != "cpu"
-        self.rest_device = torch.device("cpu") if offloads else axes.device
-        self._pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and offloads
-        self.parameters: list[ShardedParameter] = []
-        self.buckets: list[Bucket] = []
-        with torch.inference_mode(False), torch.no_grad():
-            self._shard(sources)
-            self._build()
+        self.rest_device = rest_device(offload, device)
+        self._pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.is_offloaded
+        self.build()
 
     @property
     def is_offloaded(self) -> bool:
         """Whether shards rest elsewhere than where modules compute."""
-        return self.rest_device != self._axes.device
+        return self.rest_device != self._device
 
     @property
     def version(self) -> int:
@@ -72,35 +92,25 @@ class GroupTensors:
             b.store.flat._version for b in self.buckets
         )
 
-    def _shard(self, sources: Sequence[ParameterSource]) -> None:
-        """Cuts this rank's shards out of the parameters as they were found."""
-        shard = self._axes.shard
-        for source in sources:
-            placements = data_parallel_placements(self._axes.mesh.ndim, source.dim)
-            shards = TensorShards(tuple(source.tensor.shape), source.dim, shard.size)
-            device = torch.device("meta") if source.tensor.is_meta else self.rest_device
-            padded = torch.empty(shards.padded_numel, dtype=source.tensor.dtype, device=device)
-            take_shard(shards, source.tensor.data, shard.rank, padded)
-            shape = shards.shard_shape(shard.rank)
-            local = padded[: prod(shape)].view(shape)
-            self.parameters.append(ShardedParameter(source, local, self._axes.mesh, placements))
-
-    def _build(self) -> None:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def build(self) -> None:
         """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
         self.plan = self._make_plan()
         self.are_placed = self._placed([p.local for p in self.parameters])
         self.buckets = []
-        for bucket_plan in self.plan.buckets:
-            locals_ = [self.parameters[i].local for i in bucket_plan.indices]
+        for plan in self.plan.buckets:
+            locals_ = [self.parameters[i].local for i in plan.indices]
+            channel = self._channels[plan.axes]
             store = ShardStore(
-                bucket_plan.gather.shards,
-                bucket_plan.gather.store,
-                self._axes.shard.rank,
-                bucket_plan.dtype,
+                plan.gather.shards,
+                plan.gather.store,
+                channel.axes.shard.rank,
+                plan.dtype,
                 locals_[0].device,
                 pin_memory=self._pin_memory and not locals_[0].is_meta,
             )
-            bucket = Bucket(bucket_plan, self.parameters, self._axes.shard, store, self._axes.device)
+            bucket = Bucket(plan, self.parameters, channel, store, self._device)
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
                 store.local(k).copy_(local)
                 parameter.set_local(store.local(k))
@@ -111,21 +121,23 @@ class GroupTensors:
 
     def _make_plan(self) -> GroupPlan:
         precision = self._precision
-        specs = tuple(
-            ParameterSpec(
-                name=p.name,
-                shape=p.shape,
-                dim=p.dim,
-                dtype=p.dtype,
-                compute_dtype=precision.compute_dtype(p.dtype),
-                reduce_dtype=precision.gradient_reduce_dtype(p.dtype),
-                trainable=p.sharded.requires_grad,
+        specs = []
+        for p in self.parameters:
+            reduce_dtype = precision.gradient_reduce_dtype(p.dtype)
+            specs.append(
+                ParameterSpec(
+                    name=p.name,
+                    shape=p.shape,
+                    dim=p.dim,
+                    dtype=p.dtype,
+                    compute_dtype=precision.compute_dtype(p.dtype),
+                    reduce_dtype=reduce_dtype,
+                    gradient_dtype=p.gradient_dtype(reduce_dtype),
+                    trainable=p.sharded.requires_grad,
+                    axes=self._axes.index(p.sharding.axes),
+                )
             )
-            for p in self.parameters
-        )
-        shard = self._axes.shard
-        alias = shard.aliases and not self.is_offloaded
-        return plan_group(specs, PlanOptions(shard.size, shard.direct_bytes, alias))
+        return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))
 
     def refresh(self) -> None:
         """Follows what happened to the sharded parameters since the tensors were made. Cheap when nothing did.
@@ -147,10 +159,10 @@ class GroupTensors:
                 return  # half-way through materialisation: the rest is still to come
             for local, parameter in zip(locals_, self.parameters, strict=True):
                 parameter.local = local
-            self._build()
+            self.build()
 
     def _locals(self) -> list[torch.Tensor]:
-        return [cast(Any, p.sharded)._local_tensor for p in self.parameters]
+        return [local_part(p.sharded) for p in self.parameters]
 
     def _placed(self, locals_: Sequence[torch.Tensor]) -> bool:
         return all(local.device.type == self.rest_device.type for local in locals_)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any
 from weakref import WeakSet
 
@@ -11,39 +12,95 @@ from torch import nn
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policy import MixedPrecisionPolicy, Reshard
 from composable_fsdp.runtime.group import ParameterGroup
+from composable_fsdp.runtime.schedule import ForwardRecord
 
-__all__ = ["Unit", "find_owner", "find_unit", "unit_of"]
+__all__ = ["Accumulation", "Round", "Unit", "find_owner", "find_unit", "unit_of"]
 
 _UNIT_ATTRIBUTE = "_composable_fsdp_unit"
+REDUCTIONS_IN_FLIGHT = 2
+"""Groups whose gradients may be on the wire at once; the buffers of that many are alive."""
+
+
+class Accumulation(Enum):
+    """What becomes of the gradients of one microbatch."""
+
+    REDUCE = "reduce"
+    """Reduced, and set on the sharded parameters or added to what is there."""
+    SHARDED = "sharded"
+    """Reduced over the shard axis, and summed there in the reduce dtype until a backward under REDUCE."""
+    UNSHARDED = "unsharded"
+    """Summed in full on every rank, in the reduce dtype, without communication, until a backward under another."""
+
+
+_CHOICES = (
+    "accumulation",
+    "all_reduce",
+    "has_nested_units",
+    "reductions_in_flight",
+    "reshard_after_backward",
+    "unequal_use",
+    "unshard_in_backward",
+)
+
+
+class Round:
+    """One run of a unit in forward, from the first of its modules that begins to the last that ends.
+
+    Kept alive by the graph. ``awaited`` counts the module calls whose inputs' gradients backward has not reached yet.
+    """
+
+    __slots__ = ("awaited", "position", "record", "remaining")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.remaining = {id(module) for module in modules}
+        self.record = ForwardRecord()
+        self.position = -1
+        self.awaited = 0
 
 
 class Unit:
-    """One sharded module and its group.
+    """The modules of one call, in the order given, and their group.
 
     The public fields are choices; they are read when they are needed, so that a change counts from the next iteration.
 
     Args:
-        module: the module whose forward and backward bring the group in and out of memory.
+        modules: the modules whose forwards and backwards bring the group in and out of memory; none within another.
         group: the parameters that the call took.
         reshard: what happens after forward.
         precision: dtypes of inputs, parameters, reduction and outputs.
+        lenders: units that hold parameters which these modules use too, and so are unsharded along with this one.
     """
 
     def __init__(
-        self, module: nn.Module, group: ParameterGroup, reshard: Reshard, precision: MixedPrecisionPolicy
+        self,
+        modules: Sequence[nn.Module],
+        group: ParameterGroup,
+        reshard: Reshard,
+        precision: MixedPrecisionPolicy,
+        lenders: Sequence[Unit] = (),
     ) -> None:
-        self.module = module
+        self.modules = tuple(modules)
         self.group = group
         self.precision = precision
         self.reshard = reshard
         self.reshard_after_backward = True
         self.unshard_in_backward = True
-        self.gradient_sync = True
+        self.accumulation = Accumulation.REDUCE
+        self.all_reduce = True
+        self.unequal_use = False
+        """Whether ranks may use different parts of the group, or skip the unit, in the same step."""
+        self.reductions_in_flight = REDUCTIONS_IN_FLIGHT
         self.forward_prefetch: Sequence[Unit] | None = None
         self.backward_prefetch: Sequence[Unit] | None = None
-        self.has_nested_units = any(find_unit(m) is not None for m in module.modules())
+        self.lenders = tuple(lenders)
+        self.borrowers: list[Unit] = []
+        for lender in self.lenders:
+            lender.borrowers.append(self)
+        self.has_nested_units = any(find_unit(m) is not None for module in modules for m in module.modules())
         self.calls_under_way: list[Any] = []
         """Forward calls that have begun and not ended, innermost last; the hooks know what they are."""
+        self.round: Round | None = None
+        """The run of its modules in the forward that is under way."""
         self.open_calls = 0
         """Forward calls whose inputs' gradients this backward has not yet reached."""
         self.entered_backward = -1
@@ -52,7 +109,8 @@ class Unit:
         """The group's version when it was last left unsharded between passes."""
         self.iteration: object | None = None
         """The ``Iteration`` it takes part in, once its root has been assembled; ``assemble`` knows the type."""
-        vars(module)[_UNIT_ATTRIBUTE] = self
+        for module in self.modules:
+            self.attach(module)
         _units.add(self)
 
     def __repr__(self) -> str:
@@ -62,6 +120,20 @@ class Unit:
     def name(self) -> str:
         return self.group.name
 
+    @property
+    def class_name(self) -> str:
+        """The modules' own classes, for messages."""
+        return ", ".join(type(module).__name__.removeprefix("FSDP") for module in self.modules)
+
+    def follow_choices(self, other: Unit) -> None:
+        """Takes over what was chosen for ``other``, of which this is a copy; not what it prefetches."""
+        for choice in _CHOICES:
+            setattr(self, choice, getattr(other, choice))
+
+    def attach(self, module: nn.Module) -> None:
+        """Makes the unit that of ``module``."""
+        vars(module)[_UNIT_ATTRIBUTE] = self
+
     def registered_parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter object that this unit may have registered on its modules."""
         for parameter in self.group.parameters:
@@ -69,10 +141,26 @@ class Unit:
             yield parameter.unsharded
 
     @property
+    def is_running(self) -> bool:
+        """Whether a forward of one of its modules is under way."""
+        return bool(self.calls_under_way) or self.round is not None
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the forward of another unit that is under way uses parameters of this one."""
+        return any(borrower.is_running for borrower in self.borrowers)
+
+    @property
+    def keeps_partial(self) -> bool:
+        """Whether a reduction now ends at the shard axis."""
+        replicates = any(channel.replicate.size > 1 for channel in self.group.channels)
+        return self.accumulation is Accumulation.SHARDED or (replicates and not self.all_reduce)
+
+    @property
     def frees_with_last_gradient(self) -> bool:
-        """Whether nothing in the module's backward can still need the parameters once all have their gradients."""
+        """Whether nothing in the modules' backward can still need the parameters once all have their gradients."""
         plan = self.group.plan
-        return not self.has_nested_units and plan.num_trainable == len(plan.specs)
+        return not self.has_nested_units and not self.borrowers and plan.num_trainable == len(plan.specs)
 
 
 _units: WeakSet[Unit] = WeakSet()

@@ -193,6 +193,9 @@ class FakeCommunicator:
     def direct_bytes(self) -> int:
         return self.world.direct_bytes
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def all_gather(self, transfers: Sequence[Transfer]) -> FakeWork:
         return self._launch(ALL_GATHER, None, transfers, input_size=1, output_size=self.size)
 

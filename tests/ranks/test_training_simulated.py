@@ -19,6 +19,7 @@ from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.parameter import ParameterSource
+from composable_fsdp.sharding import shard_over_axes
 from composable_fsdp.testing import FakeWorld
 
 # name: shape, dim that is cut. Even and uneven, with empty shards on either dim, and nothing at all.
@@ -52,11 +53,12 @@ def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrec
     groups = []
     for rank in range(world.size):
         owner, sources = nn.Module(), []
+        axes = DataParallelAxes(mesh, torch.device("cpu"), world.communicator(rank))
         for name, value in originals().items():
             parameter = nn.Parameter(value)
             owner.register_parameter(name, parameter)
-            sources.append(ParameterSource(name, parameter, ((owner, name),), SHAPES[name][1]))
-        axes = DataParallelAxes(mesh, torch.device("cpu"), world.communicator(rank))
+            sharding = shard_over_axes(parameter, axes, SHAPES[name][1])
+            sources.append(ParameterSource(name, parameter, ((owner, name),), sharding))
         groups.append(ParameterGroup("group", sources, axes, precision, OffloadPolicy()))
     return groups
 

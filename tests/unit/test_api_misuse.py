@@ -159,7 +159,7 @@ def test_a_dim_out_of_range_is_named_with_those_in_range(dim: int) -> None:
 @pytest.mark.behaviour("A-05")
 @pytest.mark.parametrize("answer", [0, "Shard(0)", Replicate(), Partial(), (Shard(0),)], ids=repr)
 def test_another_answer_than_a_shard_is_shown(answer: object) -> None:
-    match = r"shard_placement_fn returned .*'bias'.*must return Shard\(dim\) or None"
+    match = r"shard_placement_fn returned .*'bias'.*must return Shard\(dim\), a ShardPlacementResult, or None"
     assert_refused(
         ConfigurationError, match, nn.Linear(3, 4), shard_placement_fn=lambda p: answer if p.ndim == 1 else None
     )
@@ -201,7 +201,7 @@ def test_twice_is_refused() -> None:
 @pytest.mark.behaviour("A-08")
 @pytest.mark.parametrize("value", [None, torch.ones(2), nn.Parameter(torch.ones(2)), "model", nn.Linear], ids=type)
 def test_what_is_no_module_is_refused_by_its_type(value: object) -> None:
-    assert_refused(ConfigurationError, f"takes an nn.Module, not {type(value).__name__}", value)
+    assert_refused(ConfigurationError, f"takes an nn.Module or a list of them, not {type(value).__name__}", value)
 
 
 @pytest.mark.behaviour("A-08")
@@ -254,12 +254,13 @@ def test_a_module_without_forward_works_through_its_registered_methods() -> None
     assert all(isinstance(p, DTensor) and p.grad is not None for p in module.parameters())
 
 
-@pytest.mark.behaviour("A-08")
+@pytest.mark.behaviour("A-08", "A-09")
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_a_list_of_modules_is_refused_with_the_way_out(kind: Callable[[Any], Any]) -> None:
+def test_a_list_that_makes_no_group_is_refused(kind: Callable[[Any], Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    match = "list of modules.*not supported in this version.*a module that contains them, or on each"
-    assert_refused(UnsupportedError, match, kind(model), within=model)
+    assert_refused(ConfigurationError, "empty list of modules", kind([]))
+    assert_refused(ConfigurationError, "the same module twice", kind([model[0], model[0]]), within=model)
+    assert_refused(ConfigurationError, "or a list of them, not str", kind([model[0], "1"]), within=model)
 
 
 @pytest.mark.behaviour("A-08")
@@ -350,12 +351,12 @@ def test_a_parameter_shared_between_separate_models_is_refused() -> None:
     assert_refused(ParameterError, "'weight' of Linear is the same tensor as 'weight' of Linear", second)
 
 
-@pytest.mark.behaviour("A-08")
-def test_a_dtensor_parameter_is_refused_by_name() -> None:
+@pytest.mark.behaviour("A-06", "A-08")
+def test_a_dtensor_on_a_mesh_that_is_no_slice_of_the_same_one_is_refused_with_the_way_out() -> None:
     second = nn.Linear(3, 3)
     second.weight = nn.Parameter(distribute_tensor(second.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
     model = nn.Sequential(nn.Linear(3, 3), second)
-    assert_refused(UnsupportedError, r"'1\.weight' of Sequential is a DTensor already.*ignored_params", model)
+    assert_refused(MeshError, r"must be slices of one mesh, for example mesh\['dp'\] and mesh\['tp'\]", model)
 
 
 @pytest.mark.behaviour("A-08")

@@ -246,8 +246,8 @@ def test_gathering_from_a_smaller_mesh_gives_back_the_parameters_in_the_same_pla
     larger, smaller = sizes
     drawn = data.draw(st.lists(tensor_shards(larger), min_size=1, max_size=4))
     dtype = torch.float32
-    specs = tuple(ParameterSpec("w", s.shape, s.dim, dtype, dtype, dtype, True) for s in drawn)
-    (bucket,) = plan_group(specs, PlanOptions(larger, direct_bytes)).buckets
+    specs = tuple(ParameterSpec("w", s.shape, s.dim, dtype, dtype, dtype, dtype, True) for s in drawn)
+    (bucket,) = plan_group(specs, (PlanOptions(larger, direct_bytes, direct_bytes),)).buckets
     layout = plan_smaller(bucket, smaller, direct_bytes)
     fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(drawn)]
     stores = [store_of(layout, fulls, rank) for rank in range(smaller)]

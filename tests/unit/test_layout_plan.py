@@ -26,6 +26,7 @@ def parameter_specs(draw: st.DrawFn) -> ParameterSpec:
         dtype=draw(DTYPES),
         compute_dtype=draw(DTYPES),
         reduce_dtype=draw(DTYPES),
+        gradient_dtype=draw(DTYPES),
         trainable=draw(st.booleans()),
     )
 
@@ -33,8 +34,8 @@ def parameter_specs(draw: st.DrawFn) -> ParameterSpec:
 # Groups are slow to draw, and what one bucket may look like is test_layout_bucket's business.
 FEWER = settings(max_examples=40)
 SPECS = st.lists(parameter_specs(), min_size=1, max_size=6).map(tuple)
-OPTIONS = st.builds(PlanOptions, WORLD_SIZES, DIRECT_BYTES)
-ALIASING = st.builds(PlanOptions, st.just(1), DIRECT_BYTES, st.just(True))
+OPTIONS = st.builds(PlanOptions, WORLD_SIZES, DIRECT_BYTES, DIRECT_BYTES)
+ALIASING = st.builds(PlanOptions, st.just(1), DIRECT_BYTES, DIRECT_BYTES, st.just(True))
 
 
 @FEWER
@@ -42,10 +43,10 @@ ALIASING = st.builds(PlanOptions, st.just(1), DIRECT_BYTES, st.just(True))
 def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
 ) -> None:
-    plan = plan_group(specs, options)
+    plan = plan_group(specs, (options,))
     assert plan.specs == specs
     assert sorted(i for bucket in plan.buckets for i in bucket.indices) == list(range(len(specs)))
-    keys = [(bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype) for bucket in plan.buckets]
+    keys = [(b.axes, b.dtype, b.compute_dtype, b.reduce_dtype, b.gradient_dtype) for b in plan.buckets]
     assert len(set(keys)) == len(keys)
     for bucket, key in zip(plan.buckets, keys, strict=True):
         assert {specs[i].bucket_key for i in bucket.indices} == {key}
@@ -56,7 +57,7 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
 def test_a_bucket_cuts_its_parameters_as_their_specs_say(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
 ) -> None:
-    for bucket in plan_group(specs, options).buckets:
+    for bucket in plan_group(specs, (options,)).buckets:
         expected = tuple(TensorShards(specs[i].shape, specs[i].dim, options.num_shards) for i in bucket.indices)
         assert bucket.gather.shards == expected
 
@@ -64,7 +65,7 @@ def test_a_bucket_cuts_its_parameters_as_their_specs_say(
 @FEWER
 @given(SPECS, OPTIONS)
 def test_what_travels_is_aligned_in_its_own_dtype(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
-    for bucket in plan_group(specs, options).buckets:
+    for bucket in plan_group(specs, (options,)).buckets:
         gather, reduce = bucket.gather, bucket.reduce
         itemsize = bucket.compute_dtype.itemsize
         shard_lengths = [s.padded_numel for s in gather.shards]
@@ -79,7 +80,7 @@ def test_what_travels_is_aligned_in_its_own_dtype(specs: tuple[ParameterSpec, ..
 @FEWER
 @given(SPECS, OPTIONS)
 def test_exactly_the_trainable_parameters_are_reduced(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
-    plan = plan_group(specs, options)
+    plan = plan_group(specs, (options,))
     for bucket in plan.buckets:
         assert [bucket.indices[k] for k in bucket.reduce.indices] == [i for i in bucket.indices if specs[i].trainable]
     assert plan.num_trainable == sum(len(bucket.reduce.indices) for bucket in plan.buckets)
@@ -88,7 +89,7 @@ def test_exactly_the_trainable_parameters_are_reduced(specs: tuple[ParameterSpec
 @FEWER
 @given(SPECS, OPTIONS)
 def test_a_gradient_that_must_be_cast_is_packed(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
-    for bucket in plan_group(specs, options).buckets:
+    for bucket in plan_group(specs, (options,)).buckets:
         if bucket.reduce_dtype != bucket.compute_dtype:
             assert bucket.reduce.direct == ()
 
@@ -96,7 +97,7 @@ def test_a_gradient_that_must_be_cast_is_packed(specs: tuple[ParameterSpec, ...]
 @FEWER
 @given(SPECS)
 def test_a_gradient_in_the_dtype_of_the_reduction_travels_direct_where_it_can(specs: tuple[ParameterSpec, ...]) -> None:
-    for bucket in plan_group(specs, PlanOptions(2, 0)).buckets:
+    for bucket in plan_group(specs, (PlanOptions(2, 0, 0),)).buckets:
         if bucket.reduce_dtype == bucket.compute_dtype:
             even = [s.numel > 0 and s.concatenates and s.layout.is_even for s in bucket.reduce.shards]
             assert list(bucket.reduce.direct) == [k for k, direct in enumerate(even) if direct]
@@ -107,7 +108,7 @@ def test_a_gradient_in_the_dtype_of_the_reduction_travels_direct_where_it_can(sp
 def test_an_axis_of_one_rank_aliases_exactly_the_buckets_that_need_no_cast(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
 ) -> None:
-    for bucket in plan_group(specs, options).buckets:
+    for bucket in plan_group(specs, (options,)).buckets:
         assert bucket.aliased == (bucket.dtype == bucket.compute_dtype)
         if bucket.aliased:
             assert all(s.padded_numel == s.full_numel == s.numel for s in bucket.gather.shards)
@@ -119,14 +120,15 @@ def test_an_axis_of_one_rank_aliases_exactly_the_buckets_that_need_no_cast(
 def test_sizes_in_bytes_are_elements_times_the_dtype_in_that_place(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
 ) -> None:
-    plan = plan_group(specs, options)
+    plan = plan_group(specs, (options,))
     for bucket in plan.buckets:
         assert not bucket.aliased
         assert bucket.unsharded_bytes == bucket.gather.places.numel * bucket.compute_dtype.itemsize
         assert bucket.wire_bytes == bucket.gather.wire_numel * bucket.compute_dtype.itemsize
         assert bucket.shard_bytes == bucket.gather.store.numel * bucket.dtype.itemsize
-        reduced = sum(options.num_shards * s.padded_numel for s in bucket.reduce.shards)
-        assert bucket.reduce_bytes == reduced * bucket.reduce_dtype.itemsize
+        payload = sum(options.num_shards * s.padded_numel for s in bucket.reduce.shards)
+        assert bucket.reduce_bytes >= payload * bucket.reduce_dtype.itemsize
+        assert bucket.reduce_bytes == bucket.reduce.wire_numel * bucket.reduce_dtype.itemsize
     for quantity in ("unsharded_bytes", "wire_bytes", "shard_bytes", "reduce_bytes"):
         assert getattr(plan, quantity) == sum(getattr(bucket, quantity) for bucket in plan.buckets)
 
@@ -137,7 +139,7 @@ def test_freezing_parameters_moves_no_shard_and_no_place(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
 ) -> None:
     frozen = tuple(dataclasses.replace(spec, trainable=False) for spec in specs)
-    before, after = plan_group(specs, options), plan_group(frozen, options)
+    before, after = plan_group(specs, (options,)), plan_group(frozen, (options,))
     assert [bucket.gather for bucket in before.buckets] == [bucket.gather for bucket in after.buckets]
     assert after.num_trainable == after.reduce_bytes == 0
 
@@ -148,7 +150,7 @@ def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
     specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], direct_bytes: int
 ) -> None:
     larger, smaller = sizes
-    for bucket in plan_group(specs, PlanOptions(larger, direct_bytes)).buckets:
+    for bucket in plan_group(specs, (PlanOptions(larger, direct_bytes, direct_bytes),)).buckets:
         layout = plan_smaller(bucket, smaller, direct_bytes)
         itemsize = bucket.compute_dtype.itemsize
         assert layout.places is bucket.gather.places
@@ -166,7 +168,9 @@ def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
 def test_asking_for_the_same_plan_again_returns_the_one_that_is_there() -> None:
     def ask(trainable: bool) -> GroupPlan:
         dtype = torch.float32
-        return plan_group((ParameterSpec("w", (4, 4), 0, dtype, dtype, dtype, trainable),), PlanOptions(2, 0))
+        return plan_group(
+            (ParameterSpec("w", (4, 4), 0, dtype, dtype, dtype, dtype, trainable),), (PlanOptions(2, 0, 0),)
+        )
 
     assert ask(True) is ask(True)
     assert ask(True) is not ask(False)

@@ -79,7 +79,7 @@ def test_gradients_can_be_dropped_and_accumulated_in_every_state(state: Gradient
 @pytest.mark.parametrize("state", G)
 def test_reduce_is_legal_in_every_state_and_sends_only_what_was_not_sent(state: GradientState) -> None:
     after = advance(GRADIENT_TRANSITIONS, state, GO.REDUCE, "g")
-    assert after is (G.REDUCING if state is G.LOCAL else state)
+    assert after is (G.REDUCING if state in (G.LOCAL, G.PARTIAL) else state)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_gradients_are_local_exactly_while_some_have_not_been_sent(operations: l
         if (state, operation) not in GRADIENT_TRANSITIONS:
             continue
         state = advance(GRADIENT_TRANSITIONS, state, operation, "g")
-        unsent = operation is GO.ACCUMULATE or (unsent and operation is GO.COMPLETE)
+        unsent = operation is GO.ACCUMULATE or (unsent and operation in (GO.COMPLETE, GO.KEEP))
         assert (state is G.LOCAL) == unsent
 
 

@@ -1,0 +1,151 @@
+"""Which parameters a ``fully_shard`` call takes, and how each is to be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.interop import as_placement
+from composable_fsdp.layout.shard import resolve_dim
+from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes
+from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, find_taken, local_part
+from composable_fsdp.runtime.unit import Unit, find_owner, find_unit
+from composable_fsdp.sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
+
+__all__ = ["Collector", "PlacementFunction"]
+
+PlacementFunction = Callable[[nn.Parameter], object]
+
+
+@dataclass
+class Collector:
+    """Finds the parameters of one call.
+
+    Args:
+        axes: the data-parallel axes of the call.
+        full_mesh: where ``dp_mesh_dims`` was given, the mesh that they are part of.
+        placement_of: the user's choice per parameter.
+        ignored: ids of parameters to leave alone.
+        lenders: units whose parameters these modules may use too.
+    """
+
+    axes: DataParallelAxes
+    full_mesh: FullMesh | None
+    placement_of: PlacementFunction | None
+    ignored: Collection[int]
+    lenders: Sequence[Unit] = ()
+    _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
+
+    def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
+        """The parameters that the call takes, each once, with all the places where it is registered."""
+        nested = _nested_parameters(modules)
+        found: dict[int, tuple[str, str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+        for path, owner, top in _named_modules(modules):
+            for attribute, parameter in owner._parameters.items():
+                if parameter is None or id(parameter) in self.ignored:
+                    continue
+                name = f"{path}.{attribute}" if path else attribute
+                held = nested.get(id(parameter)) or self._lent(parameter)
+                if held is not None:
+                    self._share(held, owner, attribute, f"{name!r} of {type(top).__name__}")
+                    continue
+                found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
+        return [
+            ParameterSource(name, parameter, tuple(owners), self._sharding(name, parameter, module_name))
+            for name, module_name, parameter, owners in found.values()
+        ]
+
+    def _lent(self, parameter: nn.Parameter) -> tuple[Unit, ShardedParameter] | None:
+        """Who holds what ``parameter`` was before a lender took it."""
+        taken = find_taken(parameter)
+        sharded = taken.parameter() if taken is not None else None
+        for lender in self.lenders:
+            if sharded in lender.group.parameters and sharded is not None:
+                return lender, sharded
+        return None
+
+    def _share(self, held: tuple[Unit, ShardedParameter], owner: nn.Module, attribute: str, place: str) -> None:
+        """A parameter of another group is registered here too: legal where it is lent."""
+        unit, parameter = held
+        if (owner, attribute) in parameter.owners:
+            return
+        if unit not in self.lenders:
+            raise ParameterError(
+                f"parameter {place} is the same tensor as {parameter.name!r} of {unit.name}, which has been sharded "
+                f"already. {_HOW_TO_SHARE}"
+            )
+        unit.group.reshard()
+        parameter.add_owner(owner, attribute)
+        parameter.register_sharded()
+
+    def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
+        """How ``parameter`` is cut, once it is clear that it can be."""
+        _check_free(name, parameter, module_name)
+        if parameter.device.type not in ("cpu", "meta", self.axes.device.type):
+            raise ParameterError(
+                f"parameter {name!r} of {module_name} is on {parameter.device}, but the mesh is on "
+                f"{self.axes.device.type}. Move the module to the mesh's device or to CPU first."
+            )
+        placement, mesh = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
+        dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
+        if mesh is not None:
+            if mesh not in self._axes_of:
+                self._axes_of[mesh] = data_parallel_axes(mesh)
+            return shard_over_axes(parameter, self._axes_of[mesh], dim)
+        if self.full_mesh is not None:
+            return shard_over_full_mesh(name, parameter, self.full_mesh, dim)
+        return shard_over_axes(parameter, self.axes, dim)
+
+
+_HOW_TO_SHARE = (
+    "Parameters that are shared must be in one group: leave out fully_shard on the inner module, so that the module "
+    "that contains both takes them; or shard the modules that use them as one list; or name the module that owns them: "
+    "fully_shard(..., shared_from=[owner])."
+)
+
+
+def _check_free(name: str, parameter: nn.Parameter, module_name: str) -> None:
+    """Raises where another group has ``parameter``, or it is not there yet."""
+    owner = find_owner(parameter)
+    if owner is not None:
+        raise ConfigurationError(
+            f"parameter {name!r} of {module_name} already belongs to the group of {owner.name!r}. fully_shard works "
+            f"bottom-up: call it on {module_name} first, then on the {owner.class_name} that contains it."
+        )
+    taken = find_taken(parameter)
+    if taken is not None:
+        raise ParameterError(
+            f"parameter {name!r} of {module_name} is the same tensor as {taken.description}, which has been sharded "
+            f"already. {_HOW_TO_SHARE}"
+        )
+    if is_lazy(parameter):
+        raise ParameterError(
+            f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward before "
+            "fully_shard, so that the module learns its shapes."
+        )
+
+
+def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, nn.Module]]:
+    """Path, module, and which of ``modules`` contains it; every module once."""
+    seen: set[nn.Module] = set()
+    named = []
+    for index, top in enumerate(modules):
+        prefix = str(index) if len(modules) > 1 else ""
+        named += [(path, module, top) for path, module in top.named_modules(memo=seen, prefix=prefix)]
+    return named
+
+
+def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[Unit, ShardedParameter]]:
+    """What units beneath ``modules`` have registered, by id."""
+    units = {unit: None for top in modules for m in top.modules() if (unit := find_unit(m)) is not None}
+    return {
+        id(form): (unit, parameter)
+        for unit in units
+        for parameter in unit.group.parameters
+        for form in (parameter.sharded, parameter.unsharded)
+    }

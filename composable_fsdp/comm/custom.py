@@ -1,0 +1,97 @@
+"""A communicator that lets callables of the user move the bytes of all-gathers and reduce-scatters.
+
+The callables have the form of ``torch.distributed.fsdp``'s ``AllGather`` and ``ReduceScatter``: ``allocate(size, *,
+dtype, device)`` gives memory for messages, and the call itself launches, returning a work to wait for, or ``None``
+where it is done already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.comm.c10d import OPERATIONS, ProcessGroupCommunicator, Together
+from composable_fsdp.comm.protocol import Communicator, Transfer, Work
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.layout.reduction import ReduceOp
+
+__all__ = ["CustomCollective", "CustomCommunicator", "customize"]
+
+_NEVER = 1 << 62
+
+
+class CustomCollective(Protocol):
+    """What ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` take."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a message of ``size`` elements (one dim)."""
+        ...
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kw: Any
+    ) -> Work | None:
+        """Launches. Keyword ``async_op`` is true; a reduce-scatter also gets keyword ``op``, a ``dist.ReduceOp``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CustomCommunicator:
+    """``base``, with one direction replaced. Everything travels in one message per bucket, so that ``allocate`` is
+    asked for all of it. Final.
+    """
+
+    base: ProcessGroupCommunicator
+    collective: CustomCollective
+    direct_bytes: int = _NEVER
+    aliases: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.base.rank
+
+    @property
+    def size(self) -> int:
+        return self.base.size
+
+    @property
+    def averages(self) -> bool:
+        return self.base.averages
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.collective.allocate((numel,), dtype=dtype, device=device)
+
+    def all_gather(self, transfers: Sequence[Transfer]) -> Work:
+        return self._launch(transfers, {})
+
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
+        return self._launch(transfers, {"op": OPERATIONS[op]})
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
+        return self.base.all_reduce(tensors, op)
+
+    def _launch(self, transfers: Sequence[Transfer], options: dict[str, Any]) -> Work:
+        options["group"], options["async_op"] = self.base.group, True
+        works = (self.collective(output_tensor=t.output, input_tensor=t.input, **options) for t in transfers)
+        return Together(tuple(work for work in works if work is not None))
+
+
+def customize(base: Communicator, collective: object, setter: str) -> Communicator:
+    """``base`` with ``collective`` in its place; an axis of one rank moves nothing, so nothing is replaced there.
+
+    Raises:
+        ConfigurationError: ``collective`` lacks ``allocate`` or cannot be called.
+    """
+    allocate: Callable[..., Any] | None = getattr(collective, "allocate", None)
+    if not callable(collective) or not callable(allocate):
+        raise ConfigurationError(
+            f"{setter} takes an object with allocate(size, *, dtype, device) that can be called with (output_tensor, "
+            f"input_tensor, group, ..., async_op), not {type(collective).__name__}."
+        )
+    original = base.base if isinstance(base, CustomCommunicator) else base
+    if not isinstance(original, ProcessGroupCommunicator):
+        return base
+    return CustomCommunicator(original, collective)  # type: ignore[arg-type]

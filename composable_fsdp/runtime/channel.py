@@ -1,0 +1,76 @@
+"""The communicators with which one group talks over one pair of data-parallel axes. They can be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.custom import customize
+from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.layout.plan import PlanOptions
+from composable_fsdp.mesh import DataParallelAxes
+
+__all__ = ["Channel"]
+
+
+class Channel:
+    """All-gathers go over ``gather``, reduce-scatters over ``scatter``: the same ranks, often the same communicator.
+
+    ``smaller`` is the axis from which the next all-gather comes, while slices are kept on it.
+    """
+
+    def __init__(self, axes: DataParallelAxes) -> None:
+        self.axes = axes
+        self.gather: Communicator = axes.shard
+        self.scatter: Communicator = axes.shard
+        self.smaller: Communicator | None = None
+
+    @property
+    def replicate(self) -> Communicator:
+        return self.axes.replicate
+
+    @property
+    def averages(self) -> bool:
+        """Whether every axis can average by itself."""
+        return self.scatter.averages and self.replicate.averages
+
+    def plan_options(self, *, offloaded: bool) -> PlanOptions:
+        """What the plan needs to know."""
+        return PlanOptions(
+            num_shards=self.axes.shard.size,
+            direct_bytes=self.gather.direct_bytes,
+            reduce_direct_bytes=self.scatter.direct_bytes,
+            alias=self.gather.aliases and not offloaded,
+            flags=self.axes.num_ranks > 1,
+        )
+
+    def customize_gather(self, collective: object) -> None:
+        """Lets ``collective`` move the bytes of all-gathers."""
+        self.gather = customize(self.gather, collective, "set_custom_all_gather")
+
+    def customize_scatter(self, collective: object) -> None:
+        """Lets ``collective`` move the bytes of reduce-scatters."""
+        self.scatter = customize(self.scatter, collective, "set_custom_reduce_scatter")
+
+    def pool(self, pooled: bool) -> None:
+        """Whether messages lie in memory of the backend's allocator."""
+        shared = self.gather is self.scatter
+        if isinstance(self.gather, ProcessGroupCommunicator):
+            self.gather = self.gather.with_pool(pooled)
+        if shared:
+            self.scatter = self.gather
+        elif isinstance(self.scatter, ProcessGroupCommunicator):
+            self.scatter = self.scatter.with_pool(pooled)
+
+    def separate_scatter(self, known: MutableMapping[Communicator, Communicator] | None) -> None:
+        """Gives reduce-scatters a process group of their own, or takes it back.
+
+        Args:
+            known: what was made for other groups' communicators so far, and is shared with them; ``None`` takes back.
+        """
+        if known is None:
+            self.scatter = self.gather
+        elif isinstance(self.scatter, ProcessGroupCommunicator) and self.scatter is self.gather:
+            if self.gather not in known:
+                known[self.gather] = self.scatter.duplicate()
+            self.scatter = known[self.gather]

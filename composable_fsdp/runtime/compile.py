@@ -1,0 +1,65 @@
+"""The only code that knows Dynamo.
+
+Hooks talk to process groups and swap parameters: nothing that a graph could hold. So a compiled model has a graph break
+at each of them, and what lies between is compiled. Modules are marked in the way that Dynamo knows from torch's own
+FSDP, so that it does not take parameters, which change their size between calls, for constants of the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+import torch
+from torch import nn
+
+__all__ = ["OutsideGraphs", "calling_frame", "mark_managed"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OutsideGraphs(Generic[P, R]):
+    """A callable that runs as it is, with all that it calls, never traced nor compiled.
+
+    Dynamo takes seconds to import, so it is asked only where somebody has imported it.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function = function
+        self._disabled: Callable[P, R] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return self._function(*args, **kwargs)
+        if self._disabled is None:
+            self._disabled = torch.compiler.disable(self._function, recursive=True)
+        return self._disabled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutsideGraphs[P, R]:
+        """Of a copied module's hook: the method of the copy."""
+        return OutsideGraphs(copy.deepcopy(self._function, memo))
+
+
+cast(Any, OutsideGraphs.__call__)._torchdynamo_disable = True
+
+
+def mark_managed(modules: Iterable[nn.Module]) -> None:
+    """Tells Dynamo that the parameters of ``modules`` come and go."""
+    for module in modules:
+        marked = cast(Any, module)
+        marked._is_fsdp_managed_module = True
+        marked._fsdp_use_orig_params = True
+
+
+def calling_frame() -> FrameType:
+    """The frame that called the hook that calls this, without those that :class:`OutsideGraphs` puts in between."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code is OutsideGraphs.__call__.__code__ or "_dynamo" in frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return frame
