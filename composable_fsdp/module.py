@@ -152,13 +152,16 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether ranks may use different parameters in the same step, or skip modules in forward or backward.
 
-        A rank then takes part in the collectives of what it skips, with zero gradients. For that, the sharded modules
-        must run in the order in which they are registered, each once per forward, and one forward goes with one
-        backward. Without it, ranks may still use different parameters of one group as long as each rank's backward
-        reaches the groups in the same order; what no rank used keeps ``grad`` ``None``.
+        All ranks then go through the sharded modules below the root in the order in which these are registered, and a
+        rank takes part in the collectives of what it skips, with zero gradients. So each must run at most once per
+        forward, in that order, and every rank's loss must depend on some of them. What no rank used keeps ``grad``
+        ``None``. Without it, ranks may use different parameters of one group, as long as their backwards complete
+        the groups in the same order.
         """
         for unit in _units(self, recurse):
-            unit.unequal_use = reduce_scatter_unused_params
+            for channel in unit.group.channels:
+                channel.unequal_use = reduce_scatter_unused_params
+            _rebuild(unit)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many groups' gradients may be on the wire at once, 2 unless told. The largest of all modules counts.

@@ -53,14 +53,15 @@ class PlanOptions:
         direct_bytes: full size from which an all-gather of its own beats a copy into a packed one.
         reduce_direct_bytes: the same for a reduce-scatter.
         alias: a gather moves nothing, so full parameters may be views of their shards.
-        flags: whether messages say which parameters had a gradient on any rank.
+        flags_from: groups with at least this many trainable parameters say in their messages which of them had a
+            gradient on any rank.
     """
 
     num_shards: int
     direct_bytes: int
     reduce_direct_bytes: int
     alias: bool = False
-    flags: bool = True
+    flags_from: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def _plan_bucket(
         trainable,
         itemsize=first.reduce_dtype.itemsize,
         direct_bytes=axes.reduce_direct_bytes if same_dtype else _NEVER,
-        flags=axes.flags and group_trainable > 1,  # a group of one is reduced where its gradient is, or not at all
+        flags=group_trainable >= axes.flags_from,
     )
     aliased = axes.alias and first.dtype == first.compute_dtype
     return BucketPlan(

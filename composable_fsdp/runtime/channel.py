@@ -13,6 +13,9 @@ from composable_fsdp.mesh import DataParallelAxes
 __all__ = ["Channel"]
 
 
+_NEVER = 1 << 62
+
+
 class Channel:
     """All-gathers go over ``gather``, reduce-scatters over ``scatter``: the same ranks, often the same communicator.
 
@@ -24,6 +27,8 @@ class Channel:
         self.gather: Communicator = axes.shard
         self.scatter: Communicator = axes.shard
         self.smaller: Communicator | None = None
+        self.unequal_use = False
+        """Whether a rank may take part in a reduction without any gradient."""
 
     @property
     def replicate(self) -> Communicator:
@@ -41,8 +46,13 @@ class Channel:
             direct_bytes=self.gather.direct_bytes,
             reduce_direct_bytes=self.scatter.direct_bytes,
             alias=self.gather.aliases and not offloaded,
-            flags=self.axes.num_ranks > 1,
+            flags_from=self._flags_from(),
         )
+
+    def _flags_from(self) -> int:
+        if self.axes.num_ranks == 1:
+            return _NEVER
+        return 1 if self.unequal_use else 2  # a group of one is reduced where its gradient is, or not at all
 
     def customize_gather(self, collective: object) -> None:
         """Lets ``collective`` move the bytes of all-gathers."""

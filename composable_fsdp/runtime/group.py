@@ -107,6 +107,7 @@ class ParameterGroup:
         self.all_reduce_hook = other.all_reduce_hook
         for channel, original in zip(self.channels, other.channels, strict=True):
             channel.gather, channel.scatter = original.gather, original.scatter
+            channel.unequal_use = original.unequal_use
         self.tensors.build()
 
     def refresh(self) -> None:
@@ -225,6 +226,11 @@ class ParameterGroup:
     def has_new_gradients(self) -> bool:
         """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
         return self._ready > 0
+
+    def contribute(self) -> None:
+        """This rank takes part in the next reduction even if it has no gradient: the others may have some."""
+        if self.plan.num_trainable:
+            self._advance_gradients(GradientOperation.ACCUMULATE)
 
     def hold_gradients(self) -> None:
         """Keeps this microbatch's gradients unreduced, summed in the reduce dtype."""

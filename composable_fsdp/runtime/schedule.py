@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["ForwardRecord", "PrefetchScheduler", "prefetch_targets"]
+__all__ = ["ForwardRecord", "Lockstep", "PrefetchScheduler", "Turn", "prefetch_targets"]
 
 PREFETCH_LIMIT = 1
 """Groups ahead of the one that runs. One is enough to keep the wire busy; each more costs its unsharded size."""
@@ -30,6 +31,19 @@ class ForwardRecord:
 
     def __init__(self) -> None:
         self.ended: list[str] = []
+        self._backward = -1
+        self._lowest = 0
+
+    def reach(self, position: int, backward: int) -> range:
+        """The ``backward``-th backward comes to ``position``: the later ones that it has not come to, last first.
+
+        Also ``position`` itself, as the last, unless it has come to that or to an earlier one before.
+        """
+        if backward != self._backward:
+            self._backward, self._lowest = backward, len(self.ended)
+        reached = range(self._lowest - 1, position - 1, -1)
+        self._lowest = min(self._lowest, position)
+        return reached
 
     def append(self, group: str) -> int:
         """Notes the end of ``group``'s forward and returns its position."""
@@ -70,3 +84,64 @@ class PrefetchScheduler:
     def backward(self, record: ForwardRecord, position: int) -> tuple[str, ...]:
         """Groups to unshard while the group at ``position`` of ``record`` runs its backward."""
         return prefetch_targets(record.ended, position, step=-1, limit=self._limit)
+
+
+class Turn(NamedTuple):
+    """A group that this rank skips has its turn: it begins, or it ends after those inside it."""
+
+    group: str
+    begins: bool
+
+
+class Lockstep:
+    """Where ranks may skip groups: which ones this rank skips, so that it can take part in their collectives.
+
+    Every rank then begins all groups in one order, and ends each after those inside it, whatever it runs itself.
+
+    Args:
+        order: the groups, each before those inside it, with the number of these.
+    """
+
+    def __init__(self, order: Sequence[tuple[str, int]]) -> None:
+        self._order = [group for group, _ in order]
+        self._place = {group: place for place, group in enumerate(self._order)}
+        self._end = [place + 1 + inside for place, (_, inside) in enumerate(order)]
+        self._next = 0
+        self._open: list[int] = []
+
+    def is_late(self, group: str) -> bool:
+        """Whether the turn of ``group`` is over, because it ran or because a later one did."""
+        return self._place.get(group, self._next) < self._next
+
+    def before(self, group: str) -> list[Turn]:
+        """``group`` begins: the turns that come before it."""
+        place = self._place.get(group)
+        if place is None:
+            return []
+        turns = self._up_to(place)
+        self._next = place + 1
+        return turns
+
+    def inside(self, group: str) -> list[Turn]:
+        """``group`` ends: the turns of those inside it that it did not run."""
+        place = self._place.get(group)
+        return [] if place is None else self._up_to(self._end[place])
+
+    def rest(self) -> list[Turn]:
+        """The forward is over: all turns that are left."""
+        return self._up_to(len(self._order))
+
+    def _up_to(self, end: int) -> list[Turn]:
+        turns: list[Turn] = []
+        for place in range(self._next, end):
+            turns += self._close(place)
+            turns.append(Turn(self._order[place], begins=True))
+            self._open.append(place)
+        self._next = max(self._next, end)
+        return turns + self._close(end)
+
+    def _close(self, place: int) -> list[Turn]:
+        turns = []
+        while self._open and self._end[self._open[-1]] <= place:
+            turns.append(Turn(self._order[self._open.pop()], begins=False))
+        return turns

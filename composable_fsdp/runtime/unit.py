@@ -38,7 +38,6 @@ _CHOICES = (
     "has_nested_units",
     "reductions_in_flight",
     "reshard_after_backward",
-    "unequal_use",
     "unshard_in_backward",
 )
 
@@ -87,8 +86,6 @@ class Unit:
         self.unshard_in_backward = True
         self.accumulation = Accumulation.REDUCE
         self.all_reduce = True
-        self.unequal_use = False
-        """Whether ranks may use different parts of the group, or skip the unit, in the same step."""
         self.reductions_in_flight = REDUCTIONS_IN_FLIGHT
         self.forward_prefetch: Sequence[Unit] | None = None
         self.backward_prefetch: Sequence[Unit] | None = None
@@ -155,6 +152,11 @@ class Unit:
         """Whether a reduction now ends at the shard axis."""
         replicates = any(channel.replicate.size > 1 for channel in self.group.channels)
         return self.accumulation is Accumulation.SHARDED or (replicates and not self.all_reduce)
+
+    @property
+    def unequal_use(self) -> bool:
+        """Whether ranks may use different parts of the group, or skip the unit, in the same step."""
+        return self.group.channels[0].unequal_use
 
     @property
     def frees_with_last_gradient(self) -> bool:
