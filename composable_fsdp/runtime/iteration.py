@@ -24,8 +24,9 @@ from composable_fsdp.lifecycle import GradientState, ParameterState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.group import PendingReduction
-from composable_fsdp.runtime.schedule import ForwardRecord, Lockstep, PrefetchScheduler, Turn
-from composable_fsdp.runtime.unit import Accumulation, Round, Unit, find_unit
+from composable_fsdp.runtime.instep import InStep
+from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
+from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
 __all__ = ["Call", "Iteration", "note_optimizer_step"]
 
@@ -90,11 +91,8 @@ class Iteration:
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = root.reductions_in_flight
         self._unseen: list[Call] = []
-        self._lockstep: Lockstep | None = None
+        self._in_step: InStep | None = None
         """Set while the order of groups must not depend on what this rank runs."""
-        self._records: list[ForwardRecord] = []
-        self._reached: list[Unit] = []
-        self._outer: list[Unit] = []
         for unit in units.values():
             unit.group.on_last_gradient = _bound(self._last_gradient, unit)
 
@@ -111,8 +109,8 @@ class Iteration:
 
     def post_forward(self, unit: Unit, module: nn.Module) -> Call | None:
         """``module`` of ``unit`` has computed. The call to hand to the autograd hooks, where a backward may come."""
-        if self._lockstep is not None and self._pass is Pass.FORWARD:
-            self._take_turns(self._lockstep.inside(unit.name))
+        if self._in_step is not None and self._pass is Pass.FORWARD:
+            self._in_step.end(unit)
         of_round = unit.round or Round(())  # recomputations are no rounds: each is its own
         call = None
         if torch.is_grad_enabled():
@@ -145,12 +143,12 @@ class Iteration:
             return
         unit = call.unit
         call.entered = self._backwards
-        if self._lockstep is not None:
-            self._keep_step(call.round.record, call.round.position, unit)
+        if self._in_step is not None:
+            self._in_step.reach(call.round.record, call.round.position, self._backwards, unit)
         for reached in (unit, *unit.lenders):
             reached.entered_backward = self._backwards
         if unit.unshard_in_backward:
-            self._unshard_in_backward(unit, call.round.record, call.round.position)
+            self.gather_in_backward(unit, call.round.record, call.round.position)
 
     def post_backward(self, call: Call) -> None:
         """The gradients of ``call``'s inputs are complete, and so all that this call adds to its unit's parameters."""
@@ -161,8 +159,8 @@ class Iteration:
             self._unseen.append(call)  # unless its output is its input: then the gradient is seen to enter in a moment
         unit.open_calls -= 1
         call.round.awaited -= 1
-        if unit.open_calls <= 0 and self._lockstep is None:
-            self._settle_gradients(unit)
+        if unit.open_calls <= 0 and self._in_step is None:
+            self.settle_gradients(unit)
         if call.round.awaited <= 0:
             for done in (unit, *unit.lenders):
                 if done.reshard_after_backward and not done.borrowers:
@@ -174,8 +172,8 @@ class Iteration:
             self._begin_backward()
         if not self._was_seen(unit):
             raise _unseen_output(unit)
-        if unit.accumulation is not Accumulation.UNSHARDED and self._lockstep is None:
-            self._settle_gradients(unit)
+        if unit.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
+            self.settle_gradients(unit)
         if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
             unit.group.reshard()
 
@@ -191,11 +189,7 @@ class Iteration:
             self.lanes.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
         self._record = ForwardRecord()
-        self._lockstep = None
-        if any(each.unequal_use for each in self.units.values()):
-            beneath = _units_beneath(unit)
-            order = [(name, len(_units_beneath(u)) - 1) for name, u in self.units.items() if u in beneath]
-            self._lockstep = Lockstep(order)
+        self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
         self._scheduler.begin_forward()
         stepped, self._seen_steps = self._seen_steps != _optimizer_steps, _optimizer_steps
         for kept in self.units.values():
@@ -207,24 +201,18 @@ class Iteration:
                 kept.kept_version = None
 
     def _unshard_in_forward(self, unit: Unit) -> None:
-        if self._lockstep is not None:
-            if self._lockstep.is_late(unit.name):
-                raise _out_of_step(unit)
-            self._take_turns(self._lockstep.before(unit.name))
-        self._gather_in_forward(unit)
+        if self._in_step is not None:
+            self._in_step.begin(unit)
+        self.gather_in_forward(unit)
 
-    def _take_turns(self, turns: Iterable[Turn]) -> None:
-        """Takes part in what other ranks may gather and this one does not need."""
-        for name, begins in turns:
-            unit = self.units[name]
-            if begins:
-                self._gather_in_forward(unit)
-                continue
-            if torch.is_grad_enabled() and unit.group.parameters:
-                self._record.append(name)
-            self._reshard_after_forward(unit)
+    def end_skipped(self, unit: Unit) -> None:
+        """In place of the hook after forward, for a unit that only other ranks may run."""
+        if torch.is_grad_enabled() and unit.group.parameters:
+            self._record.append(unit.name)
+        self._reshard_after_forward(unit)
 
-    def _gather_in_forward(self, unit: Unit) -> None:
+    def gather_in_forward(self, unit: Unit) -> None:
+        """Brings ``unit`` into memory, and those on their way that come after it."""
         names = self._scheduler.forward(unit.name) if unit.group.parameters else ()
         ahead = unit.forward_prefetch
         self._unshard(unit, [self.units[name] for name in names] if ahead is None else ahead)
@@ -239,7 +227,8 @@ class Iteration:
         for each in needed:
             each.group.wait()
 
-    def _unshard_in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None:
+    def gather_in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None:
+        """Brings ``unit``, which ended its forward at ``position``, into memory, and on their way those before it."""
         ahead = unit.backward_prefetch
         if ahead is None:
             names = self._scheduler.backward(record, position)
@@ -266,8 +255,8 @@ class Iteration:
     def _end_forward_if_outermost(self, unit: Unit) -> None:
         if unit is not self._outermost:
             return
-        if self._lockstep is not None:
-            self._take_turns(self._lockstep.rest())
+        if self._in_step is not None:
+            self._in_step.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
         self._scheduler.end_forward()
         for other in self.units.values():
@@ -284,15 +273,15 @@ class Iteration:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        if self._lockstep is not None:
-            self._end_step_of_backward()
+        if self._in_step is not None:
+            self._in_step.end_backward(self._backwards)
         for call in self._unseen:
             if call.entered != self._backwards:
                 raise _unseen_output(call.unit)
         self._unseen.clear()
         for unit in self.units.values():
             unit.open_calls = 0
-            self._settle_gradients(unit, at_end=True)
+            self.settle_gradients(unit, at_end=True)
             if unit.reshard_after_backward:
                 unit.group.reshard()
             elif unit.group.parameter_state is ParameterState.UNSHARDED:
@@ -301,46 +290,7 @@ class Iteration:
             self.drain()
         self._pass = self._around_backward
 
-    # -- in step with ranks that run other modules
-
-    def _keep_step(self, record: ForwardRecord, position: int, running: Unit | None) -> None:
-        """Backward comes to ``position`` of ``record``, with ``running``: takes part in all that it left out before.
-
-        What is complete by then is sent. A unit around ``running`` was not left out: its output may be the same tensor.
-        """
-        if record not in self._records:
-            self._records.append(record)
-        for each in record.reach(position, self._backwards):
-            self._settle_reached()
-            unit = self.units[record.ended[each]]
-            self._reached.append(unit)
-            if unit is running:
-                continue
-            unit.entered_backward = self._backwards
-            if unit.unshard_in_backward:
-                self._unshard_in_backward(unit, record, each)
-            if unit.reshard_after_backward and (running is None or running not in _units_beneath(unit)):
-                unit.group.reshard()
-
-    def _settle_reached(self) -> None:
-        """Units with others inside come last: those still have gradients for them."""
-        for unit in self._reached:
-            if unit.has_nested_units:
-                self._outer.append(unit)
-            else:
-                self._settle_gradients(unit, contributes=True)
-        self._reached.clear()
-
-    def _end_step_of_backward(self) -> None:
-        for record in self._records:
-            self._keep_step(record, 0, None)
-        self._settle_reached()
-        for unit in self._outer:
-            self._settle_gradients(unit, contributes=True)
-        self._records.clear()
-        self._outer.clear()
-
-    def _settle_gradients(self, unit: Unit, *, at_end: bool = False, contributes: bool = False) -> None:
+    def settle_gradients(self, unit: Unit, *, at_end: bool = False, contributes: bool = False) -> None:
         """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise.
 
         At the end of backward, also what earlier backwards left partly reduced. With ``contributes``, zeros where there
@@ -386,8 +336,9 @@ class Iteration:
         for unit in self.units.values():
             unit.group.reshard()
             unit.open_calls, unit.kept_version, unit.round = 0, None, None
-        for of_backward in (self._unseen, self._records, self._reached, self._outer):
-            of_backward.clear()
+        self._unseen.clear()
+        if self._in_step is not None:
+            self._in_step.forget_backward()
         self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
 
     def _was_seen(self, unit: Unit) -> bool:
@@ -422,20 +373,6 @@ _ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Unit], None], ..
 
 def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:
     return lambda: method(unit)
-
-
-def _units_beneath(unit: Unit) -> set[Unit]:
-    """``unit`` and those inside its modules."""
-    return {below for top in unit.modules for m in top.modules() if (below := find_unit(m)) is not None}
-
-
-def _out_of_step(unit: Unit) -> LifecycleError:
-    return LifecycleError(
-        f"{unit.name!r} runs a second time in one forward, or after a module that is registered behind it. With "
-        "set_reduce_scatter_unused_params, all ranks go through the sharded modules in the order in which they are "
-        "registered, once per forward. Register them in the order in which they run, or shard a module that contains "
-        "them instead of each."
-    )
 
 
 def _unseen_output(unit: Unit) -> LifecycleError:

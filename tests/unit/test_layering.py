@@ -47,6 +47,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.group",),
     ("runtime.schedule",),
     ("runtime.unit",),
+    ("runtime.instep",),
     ("runtime.iteration",),
     ("runtime.assemble",),
     ("runtime.hooks",),
