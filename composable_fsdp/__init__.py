@@ -11,9 +11,11 @@ Shard every block, then the whole::
 """
 
 from composable_fsdp.api import fully_shard, register_fsdp_forward_method
+from composable_fsdp.clip import clip_grad_norm_, get_total_norm
 from composable_fsdp.errors import (
     ConfigurationError,
     FSDPError,
+    GradientError,
     LifecycleError,
     MeshError,
     ParameterError,
@@ -27,6 +29,7 @@ __all__ = [
     "ConfigurationError",
     "FSDPError",
     "FSDPModule",
+    "GradientError",
     "LifecycleError",
     "MeshError",
     "MixedPrecisionPolicy",
@@ -34,7 +37,9 @@ __all__ = [
     "ParameterError",
     "UnshardHandle",
     "UnsupportedError",
+    "clip_grad_norm_",
     "fully_shard",
+    "get_total_norm",
     "register_fsdp_forward_method",
 ]
 

@@ -63,6 +63,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("interop",),
     ("module",),
+    ("clip",),
     ("api",),
     (PACKAGE,),
 )
