@@ -21,6 +21,7 @@ from composable_fsdp.errors import (
     ParameterError,
     UnsupportedError,
 )
+from composable_fsdp.full_params import unsharded_params
 from composable_fsdp.module import FSDPModule, UnshardHandle
 from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -41,6 +42,7 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "register_fsdp_forward_method",
+    "unsharded_params",
 ]
 
 __version__ = "0.1.0"

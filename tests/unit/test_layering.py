@@ -63,7 +63,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("testing",),
     ("interop",),
     ("module",),
-    ("clip",),
+    ("broadcast", "registered", "whole"),
+    ("clip", "full_params"),
     ("api",),
     (PACKAGE,),
 )
