@@ -22,6 +22,7 @@ from composable_fsdp.errors import (
     UnsupportedError,
 )
 from composable_fsdp.full_params import unsharded_params
+from composable_fsdp.initialize import to_empty
 from composable_fsdp.module import FSDPModule, UnshardHandle
 from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -42,6 +43,7 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "register_fsdp_forward_method",
+    "to_empty",
     "unsharded_params",
 ]
 

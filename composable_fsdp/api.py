@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.errors import ConfigurationError, ParameterError, UnsupportedError
+from composable_fsdp.initialize import left_alone, materialise, synchronise
 from composable_fsdp.interop import as_mixed_precision_policy, as_offload_policy
 from composable_fsdp.layout.shard import resolve_dim
 from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes, default_mesh
@@ -44,6 +45,9 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
+    ignored_modules: Collection[nn.Module] | None = None,
+    sync_module_states: bool = False,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> M:
     """Shards the parameters of ``module`` over the data-parallel ranks, in place.
 
@@ -65,6 +69,13 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction and output; ours or torch's.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU; ours or torch's.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
+        ignored_modules: modules to leave alone with all modules below them: their parameters and buffers are not
+            sharded, moved, synchronised or reduced. Give them to every call whose module contains them.
+        sync_module_states: first overwrite the parameters that this call takes, and all buffers, with those of the
+            first rank of the mesh, so that ranks with different seeds start equal.
+        param_init_fn: called with each module that has parameters or buffers of its own on the meta device, which it
+            must give memory and values, before they are shared out: ``module.to_empty(device=..., recurse=False)``,
+            then ``module.reset_parameters()``. Comes before ``sync_module_states``.
 
     Returns:
         ``module`` itself.
@@ -72,20 +83,27 @@ def fully_shard(
     Raises:
         ConfigurationError: ``module`` or an argument makes no sense; the text says what to do.
         MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank.
-        ParameterError: a parameter cannot be sharded, or another group holds it. Named in the text.
+        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on meta where
+            ``sync_module_states`` or ``param_init_fn`` needs it not to be. Named in the text.
         UnsupportedError: parameters that are DTensors already, or a list of modules.
     """
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
     _check_module(module)
-    axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
+    mesh = mesh if mesh is not None else default_mesh()
+    axes = data_parallel_axes(mesh)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
-    sources = _collect(module, axes, shard_placement_fn, {id(p) for p in ignored_params or ()})
+    left = left_alone(module, ignored_params, ignored_modules)
+    if param_init_fn is not None:
+        materialise(module, param_init_fn, left)
+    if sync_module_states:
+        synchronise(module, mesh, left)
+    sources = _collect(module, axes, shard_placement_fn, left.parameters)
     name = type(module).__name__
     sharded = cast(type[M], sharded_class(type(module)))  # before anything changes: not every class can be derived from
     group = ParameterGroup(name, sources, axes, precision, offload)
     for source in sources:
         _taken[source.tensor] = f"{source.name!r} of {name}"
-    _move_buffers(module, axes.device)
+    _move_buffers(module, axes.device, left.buffers)
     install_hooks(Unit(module, group, reshard, precision))
     module.__class__ = sharded
     return module
@@ -185,7 +203,7 @@ def _dim_to_shard(
     return resolve_dim(placement.dim, parameter.shape, name)
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
+def _move_buffers(module: nn.Module, device: torch.device, ignored: set[int]) -> None:
     for buffer in module.buffers():
-        if not buffer.is_meta and buffer.device != device:
+        if id(buffer) not in ignored and not buffer.is_meta and buffer.device != device:
             buffer.data = buffer.to(device)

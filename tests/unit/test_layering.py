@@ -64,7 +64,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("interop",),
     ("module",),
     ("broadcast", "registered", "whole"),
-    ("clip", "full_params"),
+    ("clip", "full_params", "initialize"),
     ("api",),
     (PACKAGE,),
 )
