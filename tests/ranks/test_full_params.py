@@ -354,7 +354,7 @@ def test_modules_on_different_meshes() -> None:
 
 
 def placements() -> None:
-    """What a rank keeps of a whole tensor is what torch gives it, whatever the placements."""
+    """What a rank keeps of a whole tensor is what torch gives it, whatever the placements; so both ways agree."""
     grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     cube = init_device_mesh("cpu", (1, 2, 2))
     strided = _StridedShard(0, split_factor=2)
@@ -374,6 +374,7 @@ def placements() -> None:
             value = torch.arange(prod(shape)).reshape(shape).float()
             placed = distribute_tensor(value, mesh, places, src_data_rank=None)  # type: ignore[arg-type]
             exactly(own_part(value, placed), placed.to_local(), f"{shape} as {places}")
+            exactly(placed.full_tensor(), value, f"{shape} from {places}")
 
 
 @pytest.mark.behaviour("C-14")
