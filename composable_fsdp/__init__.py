@@ -11,14 +11,18 @@ Shard every block, then the whole::
 """
 
 from composable_fsdp.api import fully_shard, register_fsdp_forward_method
+from composable_fsdp.clip import clip_grad_norm_, get_total_norm
 from composable_fsdp.errors import (
     ConfigurationError,
     FSDPError,
+    GradientError,
     LifecycleError,
     MeshError,
     ParameterError,
     UnsupportedError,
 )
+from composable_fsdp.full_params import unsharded_params
+from composable_fsdp.initialize import to_empty
 from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
@@ -29,6 +33,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
+    "GradientError",
     "LifecycleError",
     "MeshError",
     "MixedPrecisionPolicy",
@@ -37,9 +42,13 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "UnsupportedError",
+    "clip_grad_norm_",
     "fully_shard",
+    "get_total_norm",
     "no_sync",
     "register_fsdp_forward_method",
+    "to_empty",
+    "unsharded_params",
 ]
 
 __version__ = "0.1.0"

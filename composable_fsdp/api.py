@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.collect import Collector, PlacementFunction
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.initialize import left_alone, materialise, synchronise
 from composable_fsdp.interop import as_mesh_dims, as_mixed_precision_policy, as_offload_policy
-from composable_fsdp.mesh import data_parallel_axes, default_mesh, named_data_parallel_axes
+from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes, default_mesh, named_data_parallel_axes
 from composable_fsdp.module import sharded_class
 from composable_fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Reshard
 from composable_fsdp.runtime.assemble import watch_optimizers
@@ -39,8 +40,11 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
+    ignored_modules: Collection[nn.Module] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_from: Sequence[nn.Module] = (),
+    sync_module_states: bool = False,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> Modules:
     """Shards the parameters of ``module`` over the data-parallel ranks, in place.
 
@@ -64,10 +68,17 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction and output; ours or torch's.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU; ours or torch's.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
+        ignored_modules: modules to leave alone with all modules below them: their parameters and buffers are not
+            sharded, moved, synchronised or reduced. Give them to every call whose module contains them.
         dp_mesh_dims: ``mesh`` is one of all axes, these are the data-parallel ones, and every parameter is a DTensor on
             ``mesh``, replicated over them.
         shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. They stay
             in their group, which is brought into memory along with this one.
+        sync_module_states: first overwrite the parameters that this call takes, and all buffers, with those of the
+            first rank of the mesh, so that ranks with different seeds start equal.
+        param_init_fn: called with each module that has parameters or buffers of its own on the meta device, which it
+            must give memory and values, before they are shared out: ``module.to_empty(device=..., recurse=False)``,
+            then ``module.reset_parameters()``. Comes before ``sync_module_states``.
 
     Returns:
         ``module`` itself.
@@ -76,24 +87,23 @@ def fully_shard(
         ConfigurationError: ``module`` or an argument makes no sense; the text says what to do.
         MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank,
             or cannot be joined with the mesh on which a parameter is a DTensor already.
-        ParameterError: a parameter cannot be sharded, or another group holds it. Named in the text.
+        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on meta where
+            ``sync_module_states`` or ``param_init_fn`` needs it not to be. Named in the text.
     """
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
-    full_mesh, dims = None, as_mesh_dims(dp_mesh_dims)
-    if dims is not None:
-        if mesh is None:
-            raise ConfigurationError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=.")
-        axes = named_data_parallel_axes(mesh, dims)
-        full_mesh = FullMesh(mesh, dims, axes)
-    else:
-        axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
+    axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims))
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
+    left = left_alone(modules, ignored_params, ignored_modules)
+    for each in modules:
+        if param_init_fn is not None:
+            materialise(each, param_init_fn, left)
+        if sync_module_states:
+            synchronise(each, axes.mesh, left)
     lenders = [unit_of(owner) for owner in shared_from]
-    ignored = {id(p) for p in ignored_params or ()}
-    sources = Collector(axes, full_mesh, shard_placement_fn, ignored, lenders).collect(modules)
+    sources = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders).collect(modules)
     name = ", ".join(type(each).__name__ for each in modules)
     classes = [sharded_class(type(each)) for each in modules]  # before anything changes: some cannot be derived from
     group = ParameterGroup(name, sources, axes, precision, offload)
@@ -103,7 +113,7 @@ def fully_shard(
     install_hooks(unit)
     watch_optimizers()
     for each, its_class in zip(modules, classes, strict=True):
-        _move_buffers(each, axes.device)
+        _move_buffers(each, axes.device, left.buffers)
         mark_managed(each.modules())
         unit.attach(each)
         each.__class__ = its_class
@@ -153,7 +163,17 @@ def _check_module(module: object) -> None:
         )
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
+def _axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> tuple[DataParallelAxes, FullMesh | None]:
+    """The data-parallel axes, and where they are named dims of it, the mesh with all axes."""
+    if dims is None:
+        return data_parallel_axes(mesh if mesh is not None else default_mesh()), None
+    if mesh is None:
+        raise ConfigurationError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=.")
+    axes = named_data_parallel_axes(mesh, dims)
+    return axes, FullMesh(mesh, dims, axes)
+
+
+def _move_buffers(module: nn.Module, device: torch.device, ignored: set[int]) -> None:
     for buffer in module.buffers():
-        if not buffer.is_meta and buffer.device != device:
+        if id(buffer) not in ignored and not buffer.is_meta and buffer.device != device:
             buffer.data = buffer.to(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigurationError",
     "FSDPError",
+    "GradientError",
     "LifecycleError",
     "MeshError",
     "ParameterError",
@@ -33,6 +34,10 @@ class ParameterError(FSDPError, ValueError):
 
 class LifecycleError(FSDPError, RuntimeError):
     """An operation came in a state in which it is not legal."""
+
+
+class GradientError(FSDPError, RuntimeError):
+    """Gradients have values with which the operation asked for makes no sense."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):

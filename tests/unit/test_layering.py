@@ -66,6 +66,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("interop",),
     ("collect", "copying"),
     ("module",),
+    ("broadcast", "registered", "whole"),
+    ("clip", "full_params", "initialize"),
     ("api",),
     (PACKAGE,),
 )

@@ -1,0 +1,286 @@
+"""``unsharded_params``: for a while, whole plain parameters in place of the sharded ones.
+
+Invariants: inside, a sharded parameter is registered nowhere on a rank that shows whole ones; outside, everywhere that
+it was before, and it is the same object. Which collectives a rank makes depends on modules, meshes and arguments alone:
+not on its shards, nor on what the body did or raised.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp.broadcast import broadcast_
+from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
+from composable_fsdp.registered import Registered, registered_parameters
+from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.iteration import Iteration
+from composable_fsdp.runtime.unit import Unit, find_unit
+from composable_fsdp.whole import agree_on_gradients, keep, keep_gradient, whole_parameter
+
+__all__ = ["unsharded_params"]
+
+
+@contextmanager
+def unsharded_params(
+    module: nn.Module,
+    *,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+    recurse: bool = True,
+) -> Iterator[None]:
+    """Within, the sharded parameters of ``module`` are whole plain tensors, in the dtype in which they rest.
+
+    They are registered under their names, so ``named_parameters`` and ``state_dict`` show them; shared ones stay one
+    object. Afterwards the sharded parameters are back, the same objects as before, so that optimizers stay valid. All
+    ranks must enter and leave it together. It gathers everything at once: have memory for it, or pass
+    ``recurse=False`` and go module by module. The idea is ``summon_full_params`` of torch's FSDP1.
+
+    Where the body raises, the sharded parameters are back as they were before it, whatever ``writeback`` says; with
+    ``rank0_only``, where it raises on the first rank.
+
+    Args:
+        module: a sharded module, or one that contains some. Without any, nothing happens.
+        writeback: keep what the body wrote, replaced parameters and ``requires_grad`` included. Each rank keeps its own
+            part of its own values, so all ranks must write the same; with ``rank0_only``, those of the first rank.
+        rank0_only: only the first rank of the mesh shows whole parameters, the others their sharded ones.
+        offload_to_cpu: show them in CPU memory; the accelerator holds one at a time.
+        with_grads: their ``.grad`` is whole as well, and kept with ``writeback``. Gradients that have not been reduced
+            (``set_requires_gradient_sync(False)``) do not show.
+        recurse: also the sharded modules below ``module``; without it, the group of ``module`` alone.
+
+    Raises:
+        LifecycleError: during a forward or backward, or inside another ``unsharded_params`` for the same modules; and
+            inside, from a forward of one of the modules.
+        ParameterError: parameters are on the meta device; or, on leaving, not of the shape that they had.
+        ConfigurationError: ``rank0_only`` with ``writeback``, where no mesh has all ranks that hold parameters.
+    """
+    units = _units(module, recurse)
+    _check_idle(units)
+    for unit in units:
+        if unit.iteration is not None:
+            iteration_of(unit).drain()
+        unit.group.reshard()
+        unit.group.refresh()
+    entries = _sharded_parameters(module, units)
+    carrier = _Carrier(entries) if rank0_only and entries else None
+    if carrier is not None and writeback:
+        carrier.check_reach()
+    has_gradient = agree_on_gradients([e.parameter for e in entries]) if with_grads else [False] * len(entries)
+    shows = carrier is None or carrier.is_first
+    wholes = [
+        whole_parameter(e.parameter, g, shows, offload_to_cpu) for e, g in zip(entries, has_gradient, strict=True)
+    ]
+    loan = _Loan(units, entries, wholes)
+    try:
+        yield
+    except BaseException:
+        shown = loan.end()
+        if writeback and carrier is not None:
+            carrier.settle(shown, with_grads, raised=True)
+        raise
+    shown = loan.end()
+    if writeback and carrier is not None:
+        carrier.settle(shown, with_grads, raised=False)
+    elif writeback:
+        _keep_own(entries, shown, with_grads)
+
+
+# -- what is lent, and when it may be
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(unit for m in modules if (unit := find_unit(m)) is not None))
+
+
+def _check_idle(units: Sequence[Unit]) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise LifecycleError(
+            "unsharded_params was entered during a backward, whose parameters would be pulled from under it. Enter it "
+            "before the forward or after backward() has returned."
+        )
+    for unit in units:
+        if isinstance(unit.iteration, _OnLoan):
+            raise LifecycleError(
+                f"unsharded_params was entered for {unit.name!r} inside another one for modules of the same root. "
+                "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
+            )
+        if isinstance(unit.iteration, Iteration) and any(map(_is_running, _of_same_root(unit))):
+            raise LifecycleError(
+                f"unsharded_params was entered during a forward that {unit.name!r} is part of, whose parameters would "
+                "be pulled from under it. Enter it before the forward or after backward() has returned."
+            )
+
+
+def _is_running(unit: Unit) -> bool:
+    """Whether a forward call of the unit is on the Python stack. One that an interrupt left may still be noted."""
+    callers = {id(call.caller) for call in unit.calls_under_way}
+    frame: FrameType | None = sys._getframe() if callers else None
+    while frame is not None and id(frame) not in callers:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _sharded_parameters(module: nn.Module, units: Sequence[Unit]) -> list[Registered]:
+    ours = {id(p) for unit in units for p in unit.registered_parameters()}
+    entries = [e for e in registered_parameters(module) if id(e.parameter) in ours]
+    on_meta = [e.name for e in entries if e.parameter.is_meta]
+    if on_meta:
+        raise ParameterError(
+            f"unsharded_params: parameters are still on the meta device and have no values: {on_meta}. Call "
+            "to_empty(module, device=...) and initialise them (reset_parameters(), or load a state dict) first."
+        )
+    return entries
+
+
+def _of_same_root(unit: Unit) -> list[Unit]:
+    return list(unit.iteration.units.values()) if isinstance(unit.iteration, Iteration) else [unit]
+
+
+class _OnLoan:
+    """Stands in for a unit's iteration while parameters of its root are whole, and refuses what would compute."""
+
+    def abort_forward(self, unit: Unit) -> None:
+        """A forward was refused: there is nothing to undo."""
+
+    def drain(self) -> None:
+        """Nothing is in flight."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise LifecycleError(
+            "a forward, unshard() or another operation of a sharded module came inside unsharded_params, where "
+            "parameters of its root are not sharded. Leave unsharded_params first."
+        )
+
+
+class _Loan:
+    """Whole parameters in the place of the sharded ones, on ranks that show them."""
+
+    def __init__(
+        self, units: Sequence[Unit], entries: Sequence[Registered], wholes: Sequence[nn.Parameter | None]
+    ) -> None:
+        self._entries = entries
+        # All units of the same root: each of them may prefetch those on loan.
+        affected = [u for unit in units for u in _of_same_root(unit)]
+        self._iterations = {unit: unit.iteration for unit in affected}
+        for unit in affected:
+            unit.iteration = _OnLoan()
+        for entry, whole in zip(entries, wholes, strict=True):
+            if whole is not None:
+                entry.put(whole)
+
+    def end(self) -> list[object]:
+        """Puts the sharded parameters back. Returns what was registered in their place, which the body may have set."""
+        shown = [entry.current() for entry in self._entries]
+        for entry in self._entries:
+            entry.put(entry.parameter)
+        for unit, iteration in self._iterations.items():
+            if isinstance(unit.iteration, _OnLoan):
+                unit.iteration = iteration
+        return shown
+
+
+# -- what is kept of it
+
+
+def _keep_own(entries: Sequence[Registered], shown: Sequence[object], with_grads: bool) -> None:
+    """Each rank its own part of its own values."""
+    wrong = _of_other_shape(entries, shown)
+    if wrong:
+        _refuse(wrong)
+    for entry, value in zip(entries, cast(Sequence[torch.Tensor], shown), strict=True):
+        keep(entry.parameter, value, value.requires_grad)
+        if with_grads:
+            keep_gradient(entry.parameter, value.grad)
+
+
+def _refuse(wrong: object) -> NoReturn:
+    raise ParameterError(
+        f"on leaving unsharded_params, these parameters are not of the shape that they had: {wrong}. None was written "
+        "back. Change parameters in place, or replace them by others of the same shape."
+    )
+
+
+def _of_other_shape(entries: Sequence[Registered], shown: Sequence[object]) -> dict[str, object]:
+    return {
+        entry.name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        for entry, value in zip(entries, shown, strict=True)
+        if not isinstance(value, torch.Tensor) or value.shape != entry.parameter.shape
+    }
+
+
+def _mesh(entry: Registered) -> DeviceMesh:
+    return cast(DTensor, entry.parameter).device_mesh
+
+
+class _Carrier:
+    """The largest mesh among those of the parameters: its first rank is the one that shows, and sends, whole ones."""
+
+    DISCARD, KEEP, REFUSE = range(3)
+
+    def __init__(self, entries: Sequence[Registered]) -> None:
+        self._entries = entries
+        self._meshes = list(dict.fromkeys(_mesh(e) for e in entries))
+        self._mesh = max(self._meshes, key=lambda mesh: mesh.size())
+        self.is_first = not any(self._mesh.get_coordinate() or ())
+
+    def check_reach(self) -> None:
+        """That every rank that holds a part of a parameter is on the carrier."""
+        reached = set(self._mesh.mesh.flatten().tolist())
+        for mesh in self._meshes:
+            if not reached.issuperset(mesh.mesh.flatten().tolist()):
+                raise ConfigurationError(
+                    "unsharded_params(rank0_only=True, writeback=True) sends the first rank's values to all others, "
+                    f"but no mesh has all ranks that hold parameters: {self._mesh} lacks some of {mesh}. Pass "
+                    "rank0_only=False and write the same on every rank, or enter it for each part separately."
+                )
+
+    def settle(self, shown: Sequence[object], with_grads: bool, *, raised: bool) -> None:
+        """Has all ranks keep the first one's values, or none of them: what came of the body there decides everywhere.
+
+        A rank on which the body raised takes part as well, so that none waits for another.
+        """
+        outcome = torch.zeros(1 + len(self._entries), dtype=torch.int64, device=self._mesh.device_type)
+        if self.is_first and not raised:
+            wrong = bool(_of_other_shape(self._entries, shown))
+            outcome[0] = self.REFUSE if wrong else self.KEEP
+            outcome[1:] = torch.tensor([_code(value) for value in shown], dtype=torch.int64)
+        broadcast_([outcome], self._mesh)
+        verdict, *codes = outcome.tolist()
+        if verdict == self.REFUSE:
+            _refuse(_of_other_shape(self._entries, shown) if self.is_first else "see the first rank")
+        if verdict == self.KEEP:
+            for entry, value, code in zip(self._entries, shown, codes, strict=True):
+                self._send(entry, value, code, with_grads)
+
+    def _send(self, entry: Registered, value: object, code: int, with_grads: bool) -> None:
+        requires_grad, has_gradient = bool(code & 1), bool(code & 2) and with_grads
+        of_first = value if self.is_first and isinstance(value, torch.Tensor) else None
+        whole = self._on_wire(entry, of_first)
+        gradient = self._on_wire(entry, None if of_first is None else of_first.grad) if has_gradient else None
+        broadcast_([whole] if gradient is None else [whole, gradient], self._mesh)
+        keep(entry.parameter, whole, requires_grad)
+        if with_grads:
+            keep_gradient(entry.parameter, gradient)
+
+    def _on_wire(self, entry: Registered, tensor: torch.Tensor | None) -> torch.Tensor:
+        like = entry.parameter
+        if tensor is None:
+            return torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device_type)
+        return tensor.detach().to(self._mesh.device_type, like.dtype)
+
+
+def _code(value: object) -> int:
+    """Whether a parameter requires, and has, a gradient, as two bits."""
+    return value.requires_grad + 2 * (value.grad is not None) if isinstance(value, torch.Tensor) else 0

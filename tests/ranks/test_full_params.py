@@ -1,0 +1,382 @@
+"""``unsharded_params``: whole parameters for a while, and what stays of them."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from composable_fsdp import (
+    ConfigurationError,
+    LifecycleError,
+    MixedPrecisionPolicy,
+    ParameterError,
+    fully_shard,
+    unsharded_params,
+)
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.whole import own_part
+from tests.ranks._models import TASKS, shard_layers
+from tests.ranks._sharding import adamw, exactly, sharded, train_alike, values_of, whole
+
+MESHES = [("mlp", (2,)), ("mlp", (4,)), ("mlp", (2, 2)), ("tied", (2,)), ("mlp", (4, 1)), ("mlp", (1,))]
+
+
+def built(task: str, shape: tuple[int, ...], **options: object) -> nn.Module:
+    return shard_layers(TASKS[task].build(), fully_shard, mesh=init_device_mesh("cpu", shape), **options)
+
+
+def backward(model: nn.Module, task: str, step: int = 0) -> None:
+    TASKS[task].loss(model, TASKS[task].batch_of(step, dist.get_rank())).backward()
+
+
+def assert_whole(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    found = dict(model.named_parameters(remove_duplicate=False))
+    assert list(found) == list(values)
+    for name, parameter in found.items():
+        assert isinstance(parameter, nn.Parameter), name
+        assert not isinstance(parameter, DTensor), name
+        assert parameter.is_leaf, name
+        exactly(parameter.detach(), values[name], name)
+
+
+def shows_and_keeps(task: str, shape: tuple[int, ...]) -> None:
+    for options in ({}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}):
+        model, reference = built(task, shape, **options), TASKS[task].build()
+        backward(model, task)
+        before = list(model.named_parameters(remove_duplicate=False))
+        values = values_of(reference)
+        with unsharded_params(model):
+            assert_whole(model, values)
+            assert len(list(model.parameters())) == len(list(reference.parameters())), "shared ones stay one"
+            assert all(not isinstance(v, DTensor) for v in model.state_dict().values())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2).add_(1)
+        after = list(model.named_parameters(remove_duplicate=False))
+        assert [(n, id(p)) for n, p in after] == [(n, id(p)) for n, p in before]
+        for name, value in values_of(model).items():
+            exactly(value, values[name] * 2 + 1, name)
+        with unsharded_params(model, writeback=False), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        for name, value in values_of(model).items():
+            exactly(value, values[name] * 2 + 1, name)
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize(("task", "shape"), MESHES, ids=str)
+def test_parameters_are_whole_inside_and_writes_stay_if_asked(task: str, shape: tuple[int, ...]) -> None:
+    run_ranks(shows_and_keeps, prod(shape), task, shape)
+
+
+def trains_on() -> None:
+    """Between steps, with an optimizer that holds the sharded parameters and their state."""
+    task = TASKS["mlp"]
+    model, reference = built("mlp", (2,)), task.build()
+    train_alike(model, reference, task, steps=1)
+    for module in (model, reference):
+        with unsharded_params(module), torch.no_grad():  # of a plain module: does nothing
+            for parameter in module.parameters():
+                parameter.clamp_(-0.1, 0.1)
+    train_alike(model, reference, task)
+    optimizer = adamw(model.parameters())
+    backward(model, "mlp")
+    with unsharded_params(model):
+        pass
+    before = values_of(model)
+    optimizer.step()
+    assert all(not torch.equal(value, before[name]) for name, value in values_of(model).items())
+
+
+@pytest.mark.behaviour("C-14")
+def test_training_goes_on_from_the_written_values() -> None:
+    run_ranks(trains_on, 2)
+
+
+def kept_unsharded_between_passes() -> None:
+    task = TASKS["mlp"]
+    model, reference = built("mlp", (2,), reshard_after_forward=False), task.build()
+    with torch.no_grad():
+        task.loss(model, task.batch_of(0, 0))  # leaves the groups unsharded
+    for module in (model, reference):
+        with unsharded_params(module), torch.no_grad():
+            module.get_parameter("layers.0.weight").fill_(0.25)
+    train_alike(model, reference, task)
+
+
+@pytest.mark.behaviour("C-14")
+def test_parameters_kept_unsharded_do_not_outlive_what_was_written() -> None:
+    run_ranks(kept_unsharded_between_passes, 2)
+
+
+def gradients(shape: tuple[int, ...]) -> None:
+    model = built("mlp", shape)
+    backward(model, "mlp")
+    rank = dist.get_rank()
+    frozen = model.get_parameter("layers.1.bias")
+    frozen.grad = None
+    lone = model.get_parameter("scale")
+    assert isinstance(lone.grad, DTensor)
+    if rank != 0:
+        lone.grad.to_local().zero_()
+    expected = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
+    if rank != 0:
+        lone.grad = None  # as if only the first rank had one
+    objects = {n: p.grad for n, p in model.named_parameters()}
+    with unsharded_params(model):
+        assert all(p.grad is None for p in model.parameters())
+    with unsharded_params(model, with_grads=True, writeback=False):
+        for name, parameter in model.named_parameters():
+            value = expected[name]
+            assert (parameter.grad is None) == (value is None), name
+            if parameter.grad is not None and value is not None:
+                exactly(parameter.grad, value, name)
+                parameter.grad.zero_()
+    assert all(p.grad is objects[n] for n, p in model.named_parameters())
+    with unsharded_params(model, with_grads=True):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(3)
+            if name == "layers.1.bias":
+                parameter.grad = torch.ones_like(parameter)
+            if name == "layers.0.bias":
+                parameter.grad = None
+    for name, parameter in model.named_parameters():
+        if name == "layers.0.bias":
+            assert parameter.grad is None
+            continue
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == parameter.placements  # type: ignore[attr-defined]
+        value = expected[name]
+        exactly(whole(parameter.grad), torch.ones(9) if value is None else value * 3, name)
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_gradients_are_whole_with_grads_and_written_back(shape: tuple[int, ...]) -> None:
+    run_ranks(gradients, prod(shape), shape)
+
+
+def of_the_first_rank(shape: tuple[int, ...]) -> None:
+    model, rank = built("mlp", shape), dist.get_rank()
+    values = values_of(model)
+    backward(model, "mlp")
+    objects = dict(model.named_parameters())
+    with unsharded_params(model, rank0_only=True, writeback=False):
+        if rank == 0:
+            assert_whole(model, values)
+        else:
+            assert all(p is objects[n] for n, p in model.named_parameters())
+    for name, value in values_of(model).items():
+        exactly(value, values[name], name)
+    with unsharded_params(model, rank0_only=True, with_grads=True, offload_to_cpu=True):
+        if rank == 0:
+            for name, parameter in model.named_parameters():
+                parameter.data.add_(5)
+                parameter.grad = None if name == "scale" else torch.ones_like(parameter)
+            model.get_parameter("scale").requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        assert parameter is objects[name]
+        exactly(whole(parameter), values[name] + 5, name)
+        assert parameter.requires_grad == (name != "scale")
+        if parameter.grad is None:
+            assert name == "scale"
+        else:
+            exactly(whole(parameter.grad), torch.ones_like(values[name]), name)
+
+
+@pytest.mark.behaviour("C-14")
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_the_first_rank_alone_can_show_and_write(shape: tuple[int, ...]) -> None:
+    run_ranks(of_the_first_rank, prod(shape), shape)
+
+
+class Stop(Exception):
+    pass
+
+
+def raises_inside() -> None:
+    model = built("mlp", (2,))
+    objects, values = dict(model.named_parameters()), values_of(model)
+    for raising in ([0, 1], [0], [1]):
+        for rank0_only in (True, False):
+            if not rank0_only and len(raising) == 1:
+                continue
+            try:
+                with unsharded_params(model, rank0_only=rank0_only), torch.no_grad():
+                    if not rank0_only or dist.get_rank() == 0:
+                        model.get_parameter("scale").add_(1)
+                    if dist.get_rank() in raising:
+                        raise Stop
+                assert dist.get_rank() not in raising
+            except Stop:
+                assert dist.get_rank() in raising
+            assert all(p is objects[n] for n, p in model.named_parameters())
+            if raising == [1]:
+                values["scale"] += 1  # what the first rank wrote counts
+            exactly(whole(objects["scale"]), values["scale"], "scale")
+    backward(model, "mlp")
+
+
+@pytest.mark.behaviour("C-14")
+def test_raising_inside_restores_the_sharded_state_and_no_rank_hangs() -> None:
+    run_ranks(raises_inside, 2)
+
+
+def own_group_only() -> None:
+    model = built("mlp", (2,))
+    with unsharded_params(model, recurse=False):
+        shown = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    assert shown == {"scale"}
+    with unsharded_params(model.get_submodule("layers.1")):
+        shown = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    assert shown == {"layers.1.weight", "layers.1.bias"}
+
+
+@pytest.mark.behaviour("C-14")
+def test_without_recurse_one_group_alone() -> None:
+    run_ranks(own_group_only, 2)
+
+
+def columns_and_attributes() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.LSTM(5, 3)
+    vars(model.weight_ih_l0)["tag"] = "kept"
+    model.bias_hh_l0.requires_grad_(False)
+    values = values_of(model)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    with unsharded_params(model):
+        assert_whole(model, values)
+        assert vars(model.weight_ih_l0)["tag"] == "kept"
+        assert not model.bias_hh_l0.requires_grad
+        assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
+        with torch.no_grad():
+            model.get_parameter("weight_ih_l0").add_(1)
+        model.bias_ih_l0 = nn.Parameter(torch.full((12,), 7.0), requires_grad=False)
+        del model.bias_hh_l0
+        model.bias_hh_l0 = nn.Parameter(torch.ones(12))
+    names = list(dict(model.named_parameters()))
+    assert sorted(names) == sorted(values)
+    for name, value in values_of(model).items():
+        expected = {
+            "weight_ih_l0": values[name] + 1,
+            "bias_ih_l0": torch.full((12,), 7.0),
+            "bias_hh_l0": torch.ones(12),
+        }
+        exactly(value, expected.get(name, values[name]), name)
+    assert not model.bias_ih_l0.requires_grad
+    assert model.bias_hh_l0.requires_grad
+    model(torch.randn(2, 1, 5))[0].sum().backward()
+
+
+@pytest.mark.behaviour("C-14")
+def test_other_dims_attributes_and_replaced_parameters() -> None:
+    run_ranks(columns_and_attributes, 4)
+
+
+def refusals() -> list[str]:
+    model, messages = built("mlp", (2,)), []
+    batch = TASKS["mlp"].batch_of(0, dist.get_rank())
+
+    def enter(*_: object) -> None:
+        with pytest.raises(LifecycleError) as error, unsharded_params(model.get_submodule("layers.2")):
+            pass
+        messages.append(str(error.value))
+
+    handle = model.get_submodule("layers.0").register_forward_hook(enter)
+    output = model(*batch[:-1])
+    handle.remove()
+    output.register_hook(enter)
+    output.sum().backward()
+    with unsharded_params(model.get_submodule("layers.2")):
+        enter()
+        for call in (lambda: model(*batch[:-1]), sharded(model.get_submodule("layers.2")).unshard):
+            with pytest.raises(LifecycleError, match="inside unsharded_params"):
+                call()
+    backward(model, "mlp")
+    with pytest.raises(ParameterError) as error, unsharded_params(model):
+        model.get_submodule("layers.1").weight = nn.Parameter(torch.ones(2, 2))
+    messages.append(str(error.value))
+    with pytest.raises(ParameterError), unsharded_params(model, rank0_only=True):
+        vars(model.get_submodule("layers.1"))["_parameters"].pop("weight") if dist.get_rank() == 0 else None
+    backward(model, "mlp")
+    with torch.device("meta"):
+        abstract = TASKS["mlp"].build()
+    with pytest.raises(ParameterError) as error, unsharded_params(shard_layers(abstract, fully_shard)):
+        pass
+    messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.behaviour("C-14")
+def test_where_it_makes_no_sense_it_says_so() -> None:
+    first, second = run_ranks(refusals, 2)
+    assert first == second
+    forward, backward_, nested, shape, meta = first
+    assert forward.startswith("unsharded_params was entered during a forward that 'layers.2' is part of")
+    assert backward_.startswith("unsharded_params was entered during a backward")
+    assert "Enter it before the forward or after backward() has returned." in forward
+    assert nested.startswith(
+        "unsharded_params was entered for 'layers.2' inside another one for modules of the same root. Leave that"
+    )
+    assert "{'layers.1.weight': (2, 2)}" in shape
+    assert "'layers.0.weight', 'layers.0.bias'" in meta
+
+
+def apart() -> str:
+    """Two modules on two meshes, neither of which has all the ranks of the other."""
+    rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, second = model
+    fully_shard(first, mesh=rows["a"])
+    fully_shard(second, mesh=rows["b"])
+    values = values_of(model)
+    with pytest.raises(ConfigurationError) as error, unsharded_params(model, rank0_only=True):
+        pass
+    with unsharded_params(model):
+        assert_whole(model, values)
+        model.get_parameter("0.weight").data.add_(1)
+    exactly(whole(model.get_parameter("0.weight")), values["0.weight"] + 1, "0.weight")
+    return str(error.value)
+
+
+@pytest.mark.behaviour("C-14")
+def test_modules_on_different_meshes() -> None:
+    messages = run_ranks(apart, 4)
+    assert all("no mesh has all ranks that hold parameters" in message for message in messages)
+
+
+def placements() -> None:
+    """What a rank keeps of a whole tensor is what torch gives it, whatever the placements; so both ways agree."""
+    grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    cube = init_device_mesh("cpu", (1, 2, 2))
+    strided = _StridedShard(0, split_factor=2)
+    cases: list[tuple[object, tuple[Placement, ...]]] = [
+        (line, (Shard(0),)),
+        (line, (Shard(1),)),
+        (line, (_StridedShard(0, split_factor=3),)),
+        (grid, (strided, Shard(0))),
+        (grid, (Shard(1), Shard(0))),
+        (grid, (Shard(0), Shard(0))),
+        (grid, (Replicate(), Shard(0))),
+        (grid, (_StridedShard(1, split_factor=2), Shard(1))),
+        (cube, (Replicate(), strided, Shard(0))),
+    ]
+    for mesh, places in cases:
+        for shape in ((8, 4), (9, 7), (3, 5), (1, 1), (0, 2)):
+            value = torch.arange(prod(shape)).reshape(shape).float()
+            placed = distribute_tensor(value, mesh, places, src_data_rank=None)  # type: ignore[arg-type]
+            exactly(own_part(value, placed), placed.to_local(), f"{shape} as {places}")
+            exactly(placed.full_tensor(), value, f"{shape} from {places}")
+
+
+@pytest.mark.behaviour("C-14")
+def test_own_parts_are_those_of_torch_for_every_placement() -> None:
+    run_ranks(placements, 4)

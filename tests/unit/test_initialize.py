@@ -1,0 +1,169 @@
+"""Materialising, initialising and ignoring, where no peers are needed to see it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import ConfigurationError, ParameterError, fully_shard, to_empty
+from tests.ranks._sharding import single_rank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+class Tied(nn.Module):
+    """On meta but for one buffer; a shared parameter, a shared buffer, one that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.first = nn.Linear(3, 3)
+            self.second = nn.Linear(3, 3)
+            self.norm = nn.BatchNorm1d(3)
+            self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+        self.first.register_buffer("shared", self.get_buffer("frequencies"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.second(self.first(x)))
+        return out
+
+
+@pytest.mark.behaviour("A-12")
+def test_to_empty_fills_meta_keeps_values_and_sharing_and_names_what_nobody_fills() -> None:
+    module = Tied()
+    with pytest.warns(UserWarning, match="not persistent") as caught:
+        assert to_empty(module, device="cpu") is module
+    (warning,) = caught
+    assert str(warning.message).startswith(
+        "to_empty: buffers that are not persistent were on the meta device: ['cache']. They have no values yet"
+    )
+    assert warning.filename == __file__
+    assert not any(t.is_meta for t in [*module.parameters(), *module.buffers()])
+    assert torch.equal(module.get_buffer("frequencies"), torch.arange(4.0))
+    assert module.second.weight is module.first.weight
+    assert module.first.get_buffer("shared") is module.get_buffer("frequencies")
+    with torch.no_grad():
+        module.first.weight.fill_(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        to_empty(module, device="cpu")
+    assert torch.equal(module.first.weight, torch.full((3, 3), 2.0)), "nothing that is real is wiped"
+
+
+@pytest.mark.behaviour("A-12")
+def test_to_empty_without_recurse_stops_at_the_module() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    module.register_parameter("own", nn.Parameter(torch.empty(2, device="meta")))
+    to_empty(module, device="cpu", recurse=False)
+    assert {n for n, p in module.named_parameters() if p.is_meta} == {"0.weight", "0.bias"}
+
+
+class Init:
+    """Gives a module's own tensors memory and ones. Notes for which modules it was called."""
+
+    def __init__(self, *kinds: type[nn.Module]) -> None:
+        self.called: list[nn.Module] = []
+        self._kinds = kinds or (nn.Module,)
+
+    def __call__(self, module: nn.Module) -> None:
+        self.called.append(module)
+        if isinstance(module, self._kinds):
+            ones(module)
+
+
+def ones(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        nn.init.ones_(tensor)
+
+
+@pytest.mark.behaviour("A-12")
+def test_the_init_function_runs_once_per_module_with_something_on_meta() -> None:
+    module, init = Tied(), Init()
+    module.add_module("real", nn.Linear(1, 1))
+    fully_shard(module, param_init_fn=init)
+    assert init.called == [module, module.first, module.second, module.norm]
+    assert module.second.weight is module.first.weight
+    assert all(isinstance(p, DTensor) and not p.is_meta for p in module.parameters())
+    assert torch.equal(module.get_buffer("cache"), torch.ones(2))
+    module(torch.randn(4, 3)).sum().backward()
+
+
+@pytest.mark.behaviour("A-12")
+def test_shared_parameters_do_not_come_to_be_initialised_twice() -> None:
+    module, init = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to("meta"), Init()
+    module[1].weight = module[0].weight
+    fully_shard(module, param_init_fn=init)
+    assert init.called == [module[0]]
+    assert module[1].weight is module[0].weight
+
+
+@pytest.mark.behaviour("A-12")
+def test_nested_groups_and_ignored_modules_are_not_initialised_again() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    init = Init()
+    fully_shard(module[0])
+    fully_shard(module, param_init_fn=init, ignored_modules={module[2]})
+    assert init.called == [module[1]]
+    assert {n for n, p in module.named_parameters() if p.is_meta} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.behaviour("A-12")
+def test_what_the_init_function_leaves_on_meta_is_named() -> None:
+    with pytest.raises(ParameterError) as error:
+        fully_shard(Tied(), param_init_fn=Init(nn.Linear))
+    assert "these parameters and buffers of Tied are still on meta: ['cache', 'norm.weight', 'norm.bias'," in str(
+        error.value
+    )
+    assert "to_empty(device=..., recurse=False)" in str(error.value)
+    with pytest.raises(ConfigurationError, match="param_init_fn must be a function of a module, not bool"):
+        fully_shard(Tied(), param_init_fn=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.behaviour("A-11")
+def test_ignored_modules_stay_as_and_where_they_are() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2))
+    module = nn.Sequential(nn.Linear(2, 2), inner)
+    module[0].weight = inner[0].weight  # shared with an ignored one: ignored as well
+    before = {n: p for n, p in module.named_parameters(remove_duplicate=False) if n != "0.bias"}
+    buffers = dict(module.named_buffers())
+    fully_shard(module, ignored_modules=[inner], sync_module_states=True, param_init_fn=Init())
+    after = dict(module.named_parameters(remove_duplicate=False))
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert all(buffer is buffers[name] for name, buffer in module.named_buffers())
+    assert after["1.0.bias"].is_meta
+    assert isinstance(after["0.bias"], DTensor)
+
+
+@pytest.mark.behaviour("A-11")
+@pytest.mark.parametrize(
+    ("ignored", "message"),
+    [
+        (nn.ModuleList([nn.Linear(1, 1)]), "must be a set or list of modules, not one ModuleList."),
+        ([nn.Parameter(torch.ones(1)), nn.ReLU()], "must contain modules only, not Parameter."),
+    ],
+)
+def test_what_is_no_set_of_modules_is_an_error(ignored: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"ignored_modules {message}"):
+        fully_shard(nn.Linear(1, 1), ignored_modules=ignored)
+
+
+@pytest.mark.behaviour("A-11")
+def test_ignoring_the_module_itself_is_an_error() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    for ignored in (module, nn.Sequential(module)):
+        with pytest.raises(ConfigurationError, match="contains the Sequential that fully_shard was called on"):
+            fully_shard(module, ignored_modules={ignored})
