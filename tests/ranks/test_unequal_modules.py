@@ -1,0 +1,133 @@
+"""Ranks that skip whole modules, in forward, in backward or both, each step others."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import LifecycleError, fully_shard
+from composable_fsdp.testing import run_ranks
+
+STEPS = 6
+SKIP, RUN, RUN_IN_VAIN = 0, 1, 2
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(self.norm(x)))
+
+
+class Chosen(nn.Module):
+    """Layers of which each call runs some; a second level inside layer 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 5)
+        self.layers = nn.ModuleList([Residual(5), nn.Sequential(Residual(5), Residual(5)), Residual(5), Residual(5)])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, choices: list[int]) -> torch.Tensor:
+        x = self.stem(x)
+        for layer, choice in zip(self.layers, choices, strict=True):
+            if choice != SKIP:
+                out = layer(x)
+                x = out if choice == RUN else x
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def choices_of(step: int, rank: int) -> list[int]:
+    generator = random.Random(100 * step + rank)
+    return [generator.choice([SKIP, RUN, RUN, RUN_IN_VAIN]) for _ in range(4)]
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def sharded(model: Any, nested: bool = True, **options: Any) -> Any:
+    for layer in model.layers:
+        if nested and isinstance(layer, nn.Sequential):
+            fully_shard(layer[1], **options)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    model.set_reduce_scatter_unused_params(True)
+    return model
+
+
+def train_unequally(replicate: int = 1, accumulate: int = 1, reshard: bool | None = None) -> None:
+    torch.manual_seed(3)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
+    reference = Chosen()
+    model = sharded(copy.deepcopy(reference), mesh=mesh, reshard_after_forward=reshard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+    for step in range(STEPS):
+        for part in range(accumulate):
+            model.set_requires_gradient_sync(part == accumulate - 1)
+            turn = step * accumulate + part
+            model(batch_of(turn, rank), choices_of(turn, rank)).square().mean().backward()
+            for other in range(world_size):
+                loss = reference(batch_of(turn, other), choices_of(turn, other)).square().mean()
+                (loss / world_size).backward()
+        for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (p.grad is None) == (expected.grad is None), (step, name)
+        with torch.no_grad():
+            model(batch_of(step, rank), choices_of(step + 1000, rank))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), reference.state_dict()[name])
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_skip_modules_train_with_parity(world_size: int) -> None:
+    run_ranks(train_unequally, world_size)
+    run_ranks(train_unequally, world_size, accumulate=2)
+    run_ranks(train_unequally, world_size, reshard=False)
+
+
+@pytest.mark.behaviour("C-17")
+def test_ranks_of_a_hybrid_mesh_that_skip_modules_train_with_parity() -> None:
+    run_ranks(train_unequally, 4, replicate=2)
+
+
+def run_out_of_order() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for layer in model:
+        fully_shard(layer)
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layers[0](self.layers[1](x))
+            return result
+
+    whole: Any = fully_shard(Backwards())
+    whole.set_reduce_scatter_unused_params(True)
+    with pytest.raises(LifecycleError, match=r"'layers\.0' runs a second time in one forward, or after a module that"):
+        whole(torch.ones(2, 3))
+    whole.set_reduce_scatter_unused_params(False)
+    whole(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.behaviour("C-17")
+def test_modules_that_run_in_another_order_than_they_are_registered_are_named() -> None:
+    run_ranks(run_out_of_order, 2)

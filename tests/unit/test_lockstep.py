@@ -1,0 +1,73 @@
+"""Which turns a rank takes that skips groups: whatever it runs, the sequence of begins and ends is one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.runtime.schedule import ForwardRecord, Lockstep
+
+Tree = list[tuple[str, int]]
+
+
+@st.composite
+def trees(draw: st.DrawFn, depth: int = 3) -> Tree:
+    """Groups in pre-order, each with the number of those inside it."""
+
+    def grow(name: str, depth: int) -> Tree:
+        children = draw(st.integers(0, 3)) if depth else 0
+        inside = [group for i in range(children) for group in grow(f"{name}.{i}", depth - 1)]
+        return [(name, len(inside)), *inside]
+
+    return grow("root", depth)
+
+
+def run(tree: Tree, runs: set[str]) -> list[str]:
+    """What a rank does that runs the groups ``runs``: its own begins and ends, and the turns between them."""
+    lockstep = Lockstep(tree)
+    events: list[str] = []
+
+    def walk(place: int) -> None:
+        name, inside = tree[place]
+        if name in runs:
+            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in lockstep.before(name))
+            events.append(f"begin {name}")
+        child = place + 1
+        while child <= place + inside:
+            walk(child)
+            child += 1 + tree[child][1]
+        if name in runs:
+            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in lockstep.inside(name))
+            events.append(f"end {name}")
+
+    walk(0)
+    events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in lockstep.rest())
+    return events
+
+
+@given(trees(), st.data())
+def test_ranks_that_run_different_groups_go_through_the_same_turns(tree: Tree, data: st.DataObject) -> None:
+    names = [name for name, _ in tree]
+    skipped = data.draw(st.sets(st.sampled_from(names[1:]))) if len(names) > 1 else set()
+    runs = {name for name in names if not any(name == s or name.startswith(f"{s}.") for s in skipped)}
+    assert run(tree, runs) == run(tree, set(names))
+
+
+def test_a_group_whose_turn_is_over_is_late() -> None:
+    lockstep = Lockstep([("root", 2), ("a", 0), ("b", 0)])
+    lockstep.before("root")
+    assert [turn.group for turn in lockstep.before("b")] == ["a", "a"]
+    assert lockstep.is_late("a")
+    assert lockstep.is_late("b")
+    assert not Lockstep([("root", 0)]).is_late("elsewhere")
+
+
+@given(st.integers(1, 8), st.lists(st.integers(0, 7), max_size=8))
+def test_backward_comes_to_every_position_once_and_to_later_ones_first(length: int, entered: list[int]) -> None:
+    record = ForwardRecord()
+    for _ in range(length):
+        record.append("group")
+    reached = [p for position in entered if position < length for p in record.reach(position, backward=1)]
+    reached += record.reach(0, backward=1)
+    assert reached == list(range(length - 1, -1, -1))
+    assert list(record.reach(0, backward=2)) == reached
