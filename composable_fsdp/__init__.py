@@ -23,7 +23,7 @@ from composable_fsdp.errors import (
 )
 from composable_fsdp.full_params import unsharded_params
 from composable_fsdp.initialize import to_empty
-from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync
+from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
 
@@ -47,6 +47,7 @@ __all__ = [
     "get_total_norm",
     "no_sync",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "to_empty",
     "unsharded_params",
 ]

@@ -7,10 +7,8 @@ not on its shards, nor on what the body did or raised.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import NoReturn, cast
 
 import torch
@@ -22,6 +20,7 @@ from composable_fsdp.broadcast import broadcast_
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 from composable_fsdp.registered import Registered, registered_parameters
 from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.hooks import is_being_called
 from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.unit import Unit, find_unit
 from composable_fsdp.whole import agree_on_gradients, keep, keep_gradient, whole_parameter
@@ -116,20 +115,11 @@ def _check_idle(units: Sequence[Unit]) -> None:
                 f"unsharded_params was entered for {unit.name!r} inside another one for modules of the same root. "
                 "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
             )
-        if isinstance(unit.iteration, Iteration) and any(map(_is_running, _of_same_root(unit))):
+        if isinstance(unit.iteration, Iteration) and any(map(is_being_called, _of_same_root(unit))):
             raise LifecycleError(
                 f"unsharded_params was entered during a forward that {unit.name!r} is part of, whose parameters would "
                 "be pulled from under it. Enter it before the forward or after backward() has returned."
             )
-
-
-def _is_running(unit: Unit) -> bool:
-    """Whether a forward call of the unit is on the Python stack. One that an interrupt left may still be noted."""
-    callers = {id(call.caller) for call in unit.calls_under_way}
-    frame: FrameType | None = sys._getframe() if callers else None
-    while frame is not None and id(frame) not in callers:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _sharded_parameters(module: nn.Module, units: Sequence[Unit]) -> list[Registered]:

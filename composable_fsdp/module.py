@@ -20,7 +20,7 @@ from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.hooks import call_as_forward, is_being_called
 from composable_fsdp.runtime.unit import Accumulation, Unit, find_unit, unit_of
 
-__all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class"]
+__all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -102,11 +102,11 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Modules to all-gather when this one begins its forward, in place of those known from the last iteration."""
-        _unit(self).forward_prefetch = _prefetch_units("forward", modules)
+        _unit(self).forward_prefetch = _sharded_units("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Modules to all-gather when this one begins its backward, in place of the one before it in forward."""
-        _unit(self).backward_prefetch = _prefetch_units("backward", modules)
+        _unit(self).backward_prefetch = _sharded_units("set_modules_to_backward_prefetch", modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters; an embedding's does not, which saves its second all-gather."""
@@ -285,6 +285,26 @@ def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
             unit.accumulation = accumulation
 
 
+def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
+    """Makes several roots, such as the chunks of a pipeline on one rank, use the same streams.
+
+    Args:
+        modules: sharded modules that no other sharded module contains.
+
+    Raises:
+        ConfigurationError: one of them is not sharded, or part of another root.
+    """
+    units = _sharded_units("share_comm_ctx", modules)
+    for unit in units:
+        if iteration_of(unit).root is not unit:
+            raise ConfigurationError(
+                f"share_comm_ctx takes outermost sharded modules, but {unit.name!r} is part of "
+                f"{iteration_of(unit).root.class_name}: pass that one."
+            )
+    for unit in units[1:]:
+        iteration_of(unit).lanes = iteration_of(units[0]).lanes
+
+
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -342,12 +362,11 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[t
     return on_stream
 
 
-def _prefetch_units(direction: str, modules: Sequence[TorchFSDPModule]) -> list[Unit]:
+def _sharded_units(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ConfigurationError(
-                f"set_modules_to_{direction}_prefetch takes sharded modules, not {type(module).__name__}: "
-                "call fully_shard on it first."
+                f"{taker} takes sharded modules, not {type(module).__name__}: call fully_shard on it first."
             )
     return [_unit(module) for module in modules]
 

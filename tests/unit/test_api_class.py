@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import copy
 import inspect
 import pickle
 from collections import OrderedDict
@@ -15,7 +14,16 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from composable_fsdp import FSDPModule, UnshardHandle, UnsupportedError, fully_shard
+from composable_fsdp import (
+    ConfigurationError,
+    FSDPModule,
+    UnshardHandle,
+    UnsupportedError,
+    fully_shard,
+    share_comm_ctx,
+)
+from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.unit import unit_of
 from tests.ranks._sharding import single_rank
 
 T = TypeVar("T")
@@ -193,14 +201,6 @@ def test_the_walk_would_notice_an_inherited_method() -> None:
     assert not from_torchs_fsdp(FSDPModule, "reshard")
 
 
-def copied(module: nn.Module) -> object:
-    return copy.deepcopy(module)
-
-
-def pickled(module: nn.Module) -> object:
-    return pickle.dumps(module)
-
-
 @pytest.mark.behaviour("A-18")
 @pytest.mark.parametrize("nested", [False, True], ids=["itself", "inside a plain module"])
 def test_pickling_is_one_error_that_points_at_state_dicts(nested: bool) -> None:
@@ -208,3 +208,19 @@ def test_pickling_is_one_error_that_points_at_state_dicts(nested: bool) -> None:
     with pytest.raises(UnsupportedError, match=r"pickling a sharded.*state_dict\(\)"):
         pickle.dumps(nn.Sequential(module) if nested else module)
     module(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.behaviour("C-08")
+def test_chunks_of_a_pipeline_share_their_streams() -> None:
+    first, second = fully_shard(nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2))
+    inner = fully_shard(nn.Linear(2, 2))
+    outer = fully_shard(nn.Sequential(inner))
+    share_comm_ctx([first, second])
+    assert iteration_of(unit_of(first)).lanes is iteration_of(unit_of(second)).lanes
+    second(first(torch.ones(1, 2))).sum().backward()
+    assert first.weight.grad is not None
+    with pytest.raises(ConfigurationError, match="share_comm_ctx takes sharded modules, not Linear"):
+        share_comm_ctx([nn.Linear(2, 2)])
+    outer(torch.ones(1, 2))
+    with pytest.raises(ConfigurationError, match="'0' is part of Sequential"):
+        share_comm_ctx([first, inner])
