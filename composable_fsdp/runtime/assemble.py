@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.iteration import Iteration, note_optimizer_step
-from composable_fsdp.runtime.parameter import find_taken
+from composable_fsdp.runtime.parameter import find_taken, find_unsharded
 from composable_fsdp.runtime.unit import Unit, find_unit
 
 __all__ = ["assemble", "iteration_of", "watch_optimizers"]
@@ -65,7 +65,7 @@ def watch_optimizers() -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """An optimizer that was built before ``fully_shard`` would step tensors that nobody reads any more."""
+    """An optimizer that holds other forms of parameters than the sharded ones would step what nobody reads."""
     if optimizer in _checked_optimizers:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -75,5 +75,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
             f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(parameters)} "
             f"parameters have been replaced by sharded ones, such as {stale[0]}, so that its step would change "
             "nothing. Build the optimizer after the last fully_shard call."
+        )
+    unsharded = find_unsharded(parameters)
+    if unsharded is not None:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} was built while parameters were unsharded, such as {unsharded.name!r}: "
+            "between a forward and its backward, or after unshard(). Its step would change what is freed again. Build "
+            "the optimizer before the first forward."
         )
     _checked_optimizers.add(optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakSet, ref
@@ -20,6 +20,7 @@ __all__ = [
     "ShardedParameter",
     "Taken",
     "find_taken",
+    "find_unsharded",
     "local_part",
     "note_taken",
     "owner_of",
@@ -273,6 +274,12 @@ def owner_of(parameter: torch.Tensor) -> ShardedParameter | None:
     refuses tensors that have any.
     """
     return next((p for p in _all_parameters if p.sharded is parameter), None)
+
+
+def find_unsharded(tensors: Collection[torch.Tensor]) -> ShardedParameter | None:
+    """One whose unsharded form is among ``tensors``, if any."""
+    wanted = {id(tensor) for tensor in tensors}
+    return next((p for p in _all_parameters if id(p.unsharded) in wanted and p.unsharded is not p.sharded), None)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,224 @@
+"""What torch's FSDP2 of 2.13 gets wrong on CPU, and what happens here. ``docs/compared-with-fsdp2.md`` lists them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.testing import run_ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Branches(nn.Module):
+    """A trunk, and a branch that runs when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.branch = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+        x = self.trunk(x)
+        return self.branch(x) + x if branch else x
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def seeded(build: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(1)
+    return build()
+
+
+def mean_gradients(reference: nn.Module, losses: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """Gradients of the mean of all ranks' losses."""
+    reference.zero_grad()
+    for rank in range(dist.get_world_size()):
+        (losses(rank) / dist.get_world_size()).backward()
+    return {name: p.grad for name, p in reference.named_parameters()}
+
+
+def assert_gradients(
+    model: nn.Module, expected: dict[str, torch.Tensor | None], rtol: float = 1.3e-6, atol: float = 1e-5
+) -> None:
+    for name, p in model.named_parameters():
+        gradient: Any = p.grad
+        assert (gradient is None) == (expected[name] is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient.full_tensor(), expected[name], rtol=rtol, atol=atol)
+
+
+# -- mixed precision
+
+
+def first_used_in_the_last_microbatch() -> None:
+    rank = dist.get_rank()
+    model = fully_shard(seeded(Branches), mp_policy=BF16)
+    reference = seeded(Branches).to(torch.bfloat16)
+    model.set_requires_gradient_sync(False)
+    model(batch_of(0, rank), branch=False).float().sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(batch_of(1, rank)).float().sum().backward()
+
+    def loss(other: int) -> torch.Tensor:
+        first: torch.Tensor = reference(batch_of(0, other).bfloat16(), branch=False)
+        second: torch.Tensor = reference(batch_of(1, other).bfloat16())
+        return first.float().sum() + second.float().sum()
+
+    expected = {name: None if g is None else g.float() for name, g in mean_gradients(reference, loss).items()}
+    assert_gradients(model, expected, rtol=2e-2, atol=2e-1)
+
+
+def frozen_at_first_and_thawed_later() -> None:
+    model = fully_shard(seeded(Branches), mp_policy=BF16)
+    model.requires_grad_(False)
+    model(batch_of(0, dist.get_rank()))
+    model.requires_grad_(True)
+    model(batch_of(1, dist.get_rank())).float().sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.behaviour("C-07", "D-01")
+def test_a_parameter_first_used_in_the_last_microbatch_is_summed_in_the_reduce_dtype() -> None:
+    run_ranks(first_used_in_the_last_microbatch, 2)
+
+
+@pytest.mark.behaviour("C-05", "D-01")
+def test_parameters_frozen_in_the_first_forward_and_thawed_later_train() -> None:
+    run_ranks(frozen_at_first_and_thawed_later, 2)
+
+
+# -- optimizers
+
+
+def optimizers_built_too_early_or_too_late() -> None:
+    plain = seeded(Branches)
+    early = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model: Any = fully_shard(plain)
+    loss = model(batch_of(0, dist.get_rank())).sum()
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    with pytest.raises(
+        ConfigurationError, match=r"SGD was built before fully_shard: 4 of its 4 parameters.*'trunk\.we"
+    ):
+        early.step()
+    with pytest.raises(ConfigurationError, match=r"SGD was built while parameters were unsharded, such as '\w+"):
+        late.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.behaviour("H-02")
+def test_an_optimizer_that_would_step_in_vain_is_an_error_at_its_first_step() -> None:
+    run_ranks(optimizers_built_too_early_or_too_late, 2)
+
+
+def evaluates_between_backward_and_step() -> None:
+    rank = dist.get_rank()
+    model, reference = fully_shard(seeded(Branches)), seeded(Branches)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(batch_of(0, rank)).square().sum().backward()
+    with torch.no_grad():
+        model(batch_of(9, rank))
+    optimizer.step()
+    mean_gradients(reference, lambda other: reference(batch_of(0, other)).square().sum())
+    torch.optim.SGD(reference.parameters(), lr=0.5).step()
+    torch.testing.assert_close(model(batch_of(1, rank)), reference(batch_of(1, rank)))
+
+
+@pytest.mark.behaviour("C-10")
+def test_an_evaluation_between_backward_and_step_leaves_nothing_stale() -> None:
+    run_ranks(evaluates_between_backward_and_step, 2)
+
+
+# -- gradients: scale, hooks, recovery
+
+
+def gradients_of_sum(factor: float | None, sum_only: bool, policy: MixedPrecisionPolicy) -> torch.Tensor:
+    model: Any = fully_shard(nn.Linear(4, 4, bias=False), mp_policy=policy)
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    model.set_force_sum_reduction_for_comms(sum_only)
+    model(torch.full((1, 4), 8.0)).float().sum().backward()
+    full: torch.Tensor = model.weight.grad.full_tensor()
+    return full
+
+
+def divides_once() -> None:
+    world_size, fp16 = dist.get_world_size(), MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    for policy in (MixedPrecisionPolicy(), fp16):
+        for sum_only in (False, True):
+            for factor in (None, 2.0, 4.0):
+                expected = 8.0 * world_size / (factor or world_size)
+                got = gradients_of_sum(factor, sum_only, policy)
+                torch.testing.assert_close(got, torch.full((4, 4), expected), msg=f"{factor} {sum_only} {policy}")
+
+
+@pytest.mark.behaviour("C-09")
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_gradients_are_divided_once_by_any_factor_on_gloo_and_on_one_rank(world_size: int) -> None:
+    run_ranks(divides_once, world_size)
+
+
+def resets_before_anything_ran_and_in_an_accumulation() -> None:
+    rank = dist.get_rank()
+    model, reference = fully_shard(seeded(Branches)), seeded(Branches)
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(False)
+    model(100 * batch_of(5, rank)).sum().backward()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    model(batch_of(0, rank)).sum().backward()
+    assert_gradients(model, mean_gradients(reference, lambda other: reference(batch_of(0, other)).sum()))
+
+
+@pytest.mark.behaviour("C-07", "H-01")
+def test_a_reset_discards_what_was_accumulated_and_is_legal_before_the_first_forward() -> None:
+    run_ranks(resets_before_anything_ran_and_in_an_accumulation, 2)
+
+
+# -- layouts
+
+
+def columns_on_a_smaller_mesh() -> None:
+    rank = dist.get_rank()
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5))
+
+    model, reference = seeded(build), seeded(build)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, reshard_after_forward=2, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else Shard(0))
+    fully_shard(model)
+    before = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    loss = model(torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))).square().sum()
+    for name, p in model.named_parameters():  # between forward and backward
+        torch.testing.assert_close(p.full_tensor(), before[name])
+    loss.backward()
+    batches = [torch.randn(3, 8, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+    assert_gradients(model, mean_gradients(reference, lambda other: reference(batches[other]).square().sum()))
+
+
+@pytest.mark.behaviour("A-05", "C-01")
+def test_uneven_columns_kept_on_a_smaller_mesh_are_right_between_forward_and_backward() -> None:
+    run_ranks(columns_on_a_smaller_mesh, 4)
+
+
+def copies_nothing_on_one_rank() -> None:
+    model: Any = fully_shard(copy.deepcopy(seeded(Branches)))
+    model.unshard()
+    assert model.trunk.weight.data_ptr() == model._get_fsdp_state().group.parameters[0].local.data_ptr()
+
+
+@pytest.mark.behaviour("A-16")
+def test_one_rank_has_no_second_copy_of_its_parameters() -> None:
+    run_ranks(copies_nothing_on_one_rank, 1)
