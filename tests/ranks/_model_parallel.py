@@ -60,7 +60,7 @@ class Pair(nn.Module):
 class Pairs(nn.Module):
     """Sizes 7, 5, 3 and 1: none divides by 2. The head and ``scale`` are not tensor-parallel."""
 
-    def __init__(self, width: int = 5, hidden: Sequence[int] = (7, 3, 1)) -> None:
+    def __init__(self, width: int = 5, hidden: Sequence[int] = (7, 1)) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Pair(width, n) for n in hidden])
         self.head = nn.Linear(width, 3)

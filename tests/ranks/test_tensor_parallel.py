@@ -14,11 +14,11 @@ from torch.distributed import fsdp as peer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 from torch.testing import assert_close
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp import MeshError, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, train
 from tests.ranks._model_parallel import (
@@ -264,3 +264,21 @@ def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -
 @pytest.mark.behaviour("A-06", "F-01", "F-03", "F-04")
 def test_state_dicts_of_tensor_parallel_models_hold_and_restore_the_trained_values() -> None:
     run_ranks(saves_and_loads, 4)
+
+
+def refuses_meshes() -> None:
+    """On one rank these meshes would be as good as any."""
+    mesh, other = named_mesh(dp=2, tp=2), named_mesh(dp=2, tp=2)
+    for data, tensor in ((mesh["dp"], mesh["dp"]), (mesh["dp"], mesh), (mesh["dp"], other["dp"]), (other, mesh["tp"])):
+        model = nn.Linear(3, 4)
+        weight = nn.Parameter(distribute_tensor(model.weight.detach(), tensor, [Replicate()] * tensor.ndim))
+        model.weight = weight
+        with pytest.raises(MeshError, match=r"(?s)slices of one mesh.*mesh\['dp'\] and mesh\['tp'\].*Got .* and "):
+            fully_shard(model, mesh=data)
+        assert type(model) is nn.Linear
+        assert model.weight is weight
+
+
+@pytest.mark.behaviour("A-06")
+def test_meshes_that_share_an_axis_are_refused() -> None:
+    run_ranks(refuses_meshes, 4)
