@@ -70,7 +70,9 @@ def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
     mesh: DeviceMesh | None = None
     if isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
         info: object = result.mesh_info
-        mesh, result = cast(DeviceMesh, info.mesh if isinstance(info, TorchFSDPMeshInfo) else info), result.placement
+        if isinstance(info, TorchFSDPMeshInfo):
+            info = _mesh_of(info, name)
+        mesh, result = cast(DeviceMesh, info), result.placement
         if not isinstance(mesh, DeviceMesh):
             raise ConfigurationError(
                 f"shard_placement_fn returned a ShardPlacementResult for parameter {name!r} whose mesh_info is a "
@@ -84,3 +86,15 @@ def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
             "ShardPlacementResult, or None."
         )
     return result, mesh
+
+
+def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
+    """The mesh of torch's ``info``, if it says of each dim what ours is taken to mean."""
+    dims = (info.shard_mesh_dim,) if info.mesh.ndim == 1 else (info.replicate_mesh_dim, info.shard_mesh_dim)
+    if dims != tuple(range(info.mesh.ndim)):
+        raise ConfigurationError(
+            f"shard_placement_fn returned a mesh_info for parameter {name!r} with shard_mesh_dim="
+            f"{info.shard_mesh_dim} and replicate_mesh_dim={info.replicate_mesh_dim} of a {info.mesh.ndim}-d mesh; its "
+            "dims must be (shard,) or (replicate, shard), in this order."
+        )
+    return info.mesh

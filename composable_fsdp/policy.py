@@ -95,6 +95,10 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if not self.shard_names and not self.replicate_names:
             raise ConfigurationError("DataParallelMeshDims needs the name of a mesh dim in shard or replicate.")
+        names = (*self.replicate_names, *self.shard_names)
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ConfigurationError(f"DataParallelMeshDims names {repeated} more than once.")
 
     @property
     def shard_names(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import itertools
 import os
 import pickle
 import random
@@ -46,9 +47,10 @@ def main(rank: int, world_size: int, port: int, pipe: int, dump: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     _reset()
     connection.send(Ready())
-    while True:
+    for number in itertools.count():
         call = calls.get()
         _reset()
+        _separate_store(store, number)
         connection.send(_run(call))
 
 
@@ -82,6 +84,18 @@ def _reset() -> None:
         sys.modules["numpy"].random.seed(0)
     gc.collect()
     gc.freeze()  # what is left are modules and caches: torch's alone would make every collection take 0.2 s
+
+
+def _separate_store(store: dist.Store, number: int) -> None:
+    """Gives process groups of this call keys of their own.
+
+    ``new_group(use_local_synchronization=True)`` names a group by its ranks and the number of groups there are, so one
+    of this call may be named like one of an earlier call, read where that one listened, and wait for it forever.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    groups = dist.distributed_c10d._world.pg_map
+    groups[world] = (groups[world][0], dist.PrefixStore(f"call {number}", store))
 
 
 def _forget_meshes() -> None:

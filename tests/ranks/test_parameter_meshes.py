@@ -1,0 +1,222 @@
+"""``shard_placement_fn`` that gives a parameter a mesh of its own: experts beside dense layers, in one group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp.sharding import ShardPlacementResult
+from composable_fsdp.testing import run_ranks
+from tests.parity.training import OPTIMIZERS, Play, assert_equal_runs, train
+from tests.ranks._model_parallel import named_mesh, play, whole_run
+from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
+from tests.ranks._sharding import exactly, expected_shard, sharded, values_of
+
+NUM_EXPERTS = 4
+
+
+class Experts(nn.Module):
+    """Expert-parallel ranks hold some of the experts, and these are a chain here. Rows and columns are 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, 5, 5) / 2)
+        self.gain = nn.Parameter(torch.ones(NUM_EXPERTS, 5))
+        self.held = slice(0, NUM_EXPERTS)
+        """Those that the reference uses; what is sharded has no others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, gain = (p.to_local() if isinstance(p, DTensor) else p[self.held] for p in (self.weight, self.gain))
+        for expert, scale in zip(weight, gain, strict=True):
+            x = torch.tanh(x @ expert) * scale
+        return x
+
+
+class Layer(nn.Module):
+    """A dense layer and experts: one group with parameters on two meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(5, 5)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.experts(self.dense(x))
+        return out
+
+
+class MixtureModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+MIXTURE = Task(seeded(MixtureModel), vectors(5, 3), squared_error)
+
+
+def place_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Cuts the experts over the expert-parallel ``mesh``. Returns their parameters."""
+    placed = set()
+    for experts in (m for m in model.modules() if isinstance(m, Experts)):
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            whole = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            experts.register_parameter(name, whole)
+            placed.add(whole)
+    return placed
+
+
+def trains_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **options: object) -> None:
+    """Dense layers see four ranks' data, each expert that of the two ranks which hold it."""
+    rank, all_ranks = dist.get_rank(), range(4)
+    mesh = named_mesh(edp=2, ep=2)
+    data = mesh["edp", "ep"]._flatten("dp")
+    model, reference = MIXTURE.build(), MIXTURE.build()
+    experts = place_experts(model, mesh["ep"])
+    values = values_of(reference)
+    shard_layers(
+        model,
+        fully_shard,
+        mesh=data,
+        shard_placement_fn=lambda p: result(Shard(dim), mesh["edp"]) if p in experts else None,
+        **options,
+    )
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        part, cuts = values[name], (Shard(0),)
+        if "experts" in name:
+            part = expected_shard(part, mesh.get_local_rank("ep"), 2, 0)
+            part = expected_shard(part, mesh.get_local_rank("edp"), 2, dim)
+            cuts = (Shard(dim) if dim else _StridedShard(0, split_factor=2), Shard(0))  # type: ignore[assignment]
+            assert parameter.device_mesh.mesh_dim_names == ("edp", "ep"), name
+        else:
+            part = expected_shard(part, rank, 4, 0)
+            assert parameter.device_mesh == data, name
+        assert parameter.placements == cuts, name
+        exactly(parameter.to_local().detach(), part, name)
+    for name, value in values_of(model).items():
+        exactly(value, values[name], name)
+    if not options:
+        assert len(unit_of(model.get_submodule("layers.0")).group.channels) == 2
+
+    step = play(MIXTURE)
+
+    def as_rank(each: nn.Module, number: int, of_rank: int) -> torch.Tensor:
+        first = NUM_EXPERTS // 2 * (of_rank % 2)
+        for module in each.modules():
+            if isinstance(module, Experts):
+                module.held = slice(first, first + NUM_EXPERTS // 2)
+        return step(each, number, of_rank)
+
+    def mean_of_two(each: nn.Module, _: int) -> None:
+        for name, parameter in each.named_parameters():
+            if "experts" in name:
+                assert parameter.grad is not None
+                parameter.grad.mul_(2)  # it has been divided by all four
+
+    ours = train(model, as_rank, OPTIMIZERS["adam-foreach"], ranks=[rank], watched=rank)
+    expected = train(
+        reference,
+        as_rank,
+        OPTIMIZERS["adam-foreach"],
+        ranks=all_ranks,
+        watched=rank,
+        divide=4,
+        between=mean_of_two,
+    )
+    assert_equal_runs(whole_run(ours), expected, what=f"{dim}, {options}")
+
+
+def with_torchs_classes(placement: Shard, mesh: DeviceMesh) -> TorchResult:
+    return TorchResult(placement, FSDPMeshInfo(mesh, shard_mesh_dim=0))
+
+
+def expert_parallel() -> None:
+    trains_experts(ShardPlacementResult, 1)
+    trains_experts(with_torchs_classes, 0)
+    trains_experts(ShardPlacementResult, 1, reshard_after_forward=2)
+    trains_experts(ShardPlacementResult, 1, reshard_after_forward=False)
+
+
+@pytest.mark.behaviour("A-05", "A-06", "C-01", "C-03")
+def test_experts_on_their_own_mesh_train_with_parity_in_one_group_with_dense_layers() -> None:
+    run_ranks(expert_parallel, 4)
+
+
+def other_meshes_of_the_same_ranks() -> None:
+    """Biases replicated in pairs of ranks, weights sharded over all: every parameter still sees all ranks' data."""
+    mesh = named_mesh(replicate=2, shard=2)
+    both = mesh["replicate", "shard"]._flatten("all")
+    rank = dist.get_rank()
+    infos: list[Callable[[], object]] = [
+        lambda: ShardPlacementResult(None, mesh),
+        lambda: TorchResult(Shard(-1), HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)),
+    ]
+    for result in infos:
+        model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
+        shard_layers(model, fully_shard, mesh=both, shard_placement_fn=lambda p: result() if p.ndim == 1 else None)  # noqa: B023
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            expected = (Shard(0),) if parameter.ndim == 2 else (Replicate(), Shard(0))
+            assert parameter.placements == expected, name
+        step: Play = play(TASKS["mlp"])
+        ours = train(model, step, ranks=[rank], watched=rank)
+        expected_run = train(reference, step, ranks=range(4), watched=rank, divide=4)
+        assert_equal_runs(whole_run(ours), expected_run)
+
+
+@pytest.mark.behaviour("A-05", "A-07")
+def test_parameters_of_one_group_may_be_hybrid_and_others_sharded() -> None:
+    run_ranks(other_meshes_of_the_same_ranks, 4)
+
+
+def accumulates_in_half_precision() -> None:
+    """bf16 has 8 bits: small integers are exact, and a gradient is the mean over the ranks of its own mesh."""
+    mesh = named_mesh(edp=2, ep=2)
+    data = mesh["edp", "ep"]._flatten("dp")
+    rank = dist.get_rank()
+    dense, expert = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(dense, expert)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.eye(3))
+    own = expert.weight
+    fully_shard(
+        model,
+        mesh=data,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        shard_placement_fn=lambda p: ShardPlacementResult(None, mesh["edp"]) if p is own else None,
+    )
+    for sync in (False, True):
+        sharded(model).set_requires_gradient_sync(sync)
+        out = model(torch.full((1, 3), float(rank)))
+        assert out.dtype == torch.bfloat16
+        out.sum().backward()
+        if not sync:
+            assert [p.grad for p in model.parameters()] == [None, None]
+    for linear, mean in ((dense, 1.5), (expert, {0: 1.0, 1: 2.0}[rank % 2])):
+        gradient = linear.weight.grad
+        assert isinstance(gradient, DTensor)
+        exactly(gradient.full_tensor(), torch.full((3, 3), 2 * mean), f"{mean}")
+
+
+@pytest.mark.behaviour("A-05", "C-07", "D-01")
+def test_every_mesh_of_a_group_accumulates_and_reduces_in_the_same_precision() -> None:
+    run_ranks(accumulates_in_half_precision, 4)

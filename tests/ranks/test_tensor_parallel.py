@@ -1,0 +1,284 @@
+"""Parameters that are tensor-parallel already: where their shards lie, and that training is the plain model's.
+
+Ranks of one tensor-parallel group see the same data, data-parallel ranks different data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as peer
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+from torch.testing import assert_close
+
+from composable_fsdp import MeshError, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, train
+from tests.ranks._model_parallel import (
+    DECODER,
+    PAIRS,
+    Pairs,
+    assert_cut,
+    assert_trains_alike,
+    cut_pairs,
+    named_mesh,
+    parallelize_decoder,
+    parallelize_pairs,
+    play,
+)
+from tests.ranks._models import seeded, shard_layers
+from tests.ranks._sharding import exactly, sharded, values_of
+
+
+def sharded_pairs(
+    mesh: DeviceMesh, *data: str, build: Callable[[], nn.Module] = PAIRS.build, **options: object
+) -> nn.Module:
+    """A model of pairs on the dim ``tp`` of ``mesh``, then sharded over ``data``."""
+    model = build()
+    parallelize_pairs(model, mesh["tp"])
+    return shard_layers(model, fully_shard, mesh=mesh[data], **options)
+
+
+def pairs_are_pairs(dp: int, tp: int) -> None:
+    mesh = named_mesh(dp=dp, tp=tp)
+    for reshard, optimizer in [(True, "adam-foreach"), (False, "sgd"), (None, "adamw-fused")]:
+        model, reference = sharded_pairs(mesh, "dp", reshard_after_forward=reshard), PAIRS.build()
+        cuts = {name: [*cut, ("dp", 0)] for name, cut in cut_pairs(reference).items()}
+        assert_cut(model, values_of(reference), mesh, cuts)
+        up, down, head = (model.get_parameter(f"{n}.weight") for n in ("layers.0.up", "layers.0.down", "head"))
+        assert isinstance(up, DTensor)
+        assert isinstance(down, DTensor)
+        assert isinstance(head, DTensor)
+        assert up.placements == (Shard(0) if tp == 1 else _StridedShard(0, split_factor=tp), Shard(0))
+        assert down.placements == (Shard(0), Shard(1))
+        assert up.device_mesh.mesh_dim_names == down.device_mesh.mesh_dim_names == ("dp", "tp")
+        assert head.placements == (Shard(0),)
+        assert head.device_mesh == mesh["dp"]
+        what = f"{reshard}, {optimizer}"
+        rank = mesh.get_local_rank("dp")
+        assert_trains_alike(model, reference, rank, dp, play(PAIRS), OPTIMIZERS[optimizer], what=what)
+
+
+@pytest.mark.behaviour("A-06", "C-02", "C-03")
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
+def test_column_and_row_wise_parallel_layers_of_uneven_sizes_train_with_parity(dp: int, tp: int) -> None:
+    run_ranks(pairs_are_pairs, dp * tp, dp, tp)
+
+
+def hybrid_pairs() -> None:
+    for replicate, shard in [(2, 1), (1, 2)]:
+        mesh = named_mesh(replicate=replicate, shard=shard, tp=2)
+        model, reference = sharded_pairs(mesh, "replicate", "shard"), PAIRS.build()
+        cuts = {name: [*cut, ("shard", 0)] for name, cut in cut_pairs(reference).items()}
+        assert_cut(model, values_of(reference), mesh, cuts)
+        up = model.get_parameter("layers.0.up.weight")
+        assert isinstance(up, DTensor)
+        assert up.placements == (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
+        rank = mesh.get_local_rank("replicate" if replicate == 2 else "shard")
+        assert_trains_alike(model, reference, rank, 2, play(PAIRS), what=f"{replicate}x{shard}")
+
+
+@pytest.mark.behaviour("A-06", "A-07", "C-02")
+def test_a_hybrid_mesh_with_tensor_parallelism_trains_with_parity() -> None:
+    run_ranks(hybrid_pairs, 4)
+
+
+def last_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(-1)
+
+
+def cut_on_the_last_dim() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+    model, reference = sharded_pairs(mesh, "dp", shard_placement_fn=last_dim), PAIRS.build()
+    dims = {name: value.ndim - 1 for name, value in values_of(reference).items()}
+    cuts = {name: [*cut, ("dp", dims[name])] for name, cut in cut_pairs(reference).items()}
+    assert_cut(model, values_of(reference), mesh, cuts)
+    down = model.get_parameter("layers.0.down.weight")
+    assert isinstance(down, DTensor)
+    assert down.placements == (_StridedShard(1, split_factor=2), Shard(1))
+    assert_trains_alike(model, reference, mesh.get_local_rank("dp"), 2, play(PAIRS))
+
+
+@pytest.mark.behaviour("A-05", "A-06")
+def test_another_dim_may_be_cut_of_what_tensor_parallelism_cut_before() -> None:
+    run_ranks(cut_on_the_last_dim, 4)
+
+
+def keeps_slices() -> None:
+    """Between forward and backward a smaller mesh holds the parameters; what is registered is as before."""
+    mesh = named_mesh(dp=4, tp=1)
+    build = seeded(Pairs, hidden=(7, 3))
+    for placement in (None, last_dim):
+        model = sharded_pairs(mesh, "dp", build=build, reshard_after_forward=2, shard_placement_fn=placement)
+        values, rank = values_of(model), mesh.get_local_rank("dp")
+        loss = PAIRS.loss(model, PAIRS.batch_of(0, rank))
+        for name, value in values_of(model).items():
+            exactly(value, values[name], f"{name} between forward and backward")
+        loss.backward()
+        model.zero_grad()
+        assert_trains_alike(model, build(), rank, 4, play(PAIRS), what=f"{placement}")
+
+
+@pytest.mark.behaviour("A-05", "A-06", "C-01")
+def test_uneven_tensor_parallel_parameters_can_be_gathered_from_fewer_ranks_in_backward() -> None:
+    run_ranks(keeps_slices, 4)
+
+
+def decoders_are_decoders() -> None:
+    mesh, seen = named_mesh(dp=2, tp=2), set[object]()
+    rank = mesh.get_local_rank("dp")
+    for checkpointed in ("", "inside", "outside"):
+        model, reference = DECODER.build(), DECODER.build()
+        parallelize_decoder(model, mesh["tp"])
+        for each, data_mesh in ((model, mesh["dp"]), (reference, None)):
+            layers = each.get_submodule("layers")
+            for name, layer in list(layers.named_children()):
+                if checkpointed == "inside" and data_mesh is not None:
+                    fully_shard(layer, mesh=data_mesh)
+                if checkpointed:  # the reference too, for the same names
+                    setattr(layers, name, checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT))
+                if checkpointed != "inside" and data_mesh is not None:
+                    fully_shard(layers.get_submodule(name), mesh=data_mesh)
+        fully_shard(model, mesh=mesh["dp"])
+
+        def watch(module: nn.Module, _: object) -> None:
+            module.get_parameter("weight").register_hook(lambda gradient: seen.update(gradient.placements))
+
+        model.get_submodule("norm").register_forward_pre_hook(watch)
+        assert_trains_alike(model, reference, rank, 2, play(DECODER), what=f"checkpointing {checkpointed}")
+    assert Partial() in seen, "no gradient was partial, so the test shows nothing"
+
+
+@pytest.mark.behaviour("C-02", "C-13", "C-16")
+def test_partial_gradients_of_sequence_parallelism_are_summed_with_and_without_checkpointing() -> None:
+    run_ranks(decoders_are_decoders, 4)
+
+
+def accumulates_and_freezes() -> None:
+    """Two microbatches a step, of which the first is not reduced, with frozen parameters of every placement."""
+    mesh = named_mesh(dp=2, tp=2)
+    frozen = ("layers.0.up.weight", "layers.1.down.weight", "layers.1.up.bias", "head.bias")
+    model, reference = sharded_pairs(mesh, "dp"), PAIRS.build()
+    for each in (model, reference):
+        for name in frozen:
+            each.get_parameter(name).requires_grad_(False)
+
+    def two_microbatches(each: nn.Module, step: int, rank: int) -> torch.Tensor:
+        losses = []
+        for microbatch in (0, 1):
+            if each is model:
+                sharded(model).set_requires_gradient_sync(microbatch == 1)
+            losses.append(play(PAIRS)(each, 2 * step + microbatch, rank))
+        return torch.stack(losses)
+
+    before = values_of(model)
+    run = assert_trains_alike(model, reference, mesh.get_local_rank("dp"), 2, two_microbatches)
+    for name in frozen:
+        assert run.gradients[name] is None
+        exactly(run.parameters[name], before[name], name)
+
+
+@pytest.mark.behaviour("C-02", "C-05", "C-07")
+def test_frozen_tensor_parallel_parameters_and_gradient_accumulation() -> None:
+    run_ranks(accumulates_and_freezes, 4)
+
+
+def is_as_with_the_peer() -> None:
+    """Even sizes, which the peer wants where a dim other than the first is cut twice."""
+    mesh = named_mesh(dp=2, tp=2)
+    rank = mesh.get_local_rank("dp")
+    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
+    for ours, theirs in zip(policies, (vars(policy) for policy in policies), strict=True):
+        runs: list[Run] = []
+        for shard, policy in ((fully_shard, ours), (peer.fully_shard, peer.MixedPrecisionPolicy(**theirs))):
+            model = seeded(Pairs, width=5, hidden=(8, 4))()
+            parallelize_pairs(model, mesh["tp"])
+            shard_layers(model, shard, mesh=mesh["dp"], mp_policy=policy)
+            assert {p.dtype for p in model.parameters()} == {torch.float32}
+            runs.append(train(model, play(PAIRS), OPTIMIZERS["adamw-foreach"], ranks=[rank], watched=rank))
+        for name, parameter in runs[0].parameters.items():
+            other = runs[1].parameters[name]
+            assert isinstance(parameter, DTensor)
+            assert isinstance(other, DTensor)
+            assert parameter.placements == other.placements, name
+            assert parameter.device_mesh == other.device_mesh, name
+        assert_equal_runs(runs[0], runs[1], what=f"{ours}", exact=True)
+
+
+@pytest.mark.behaviour("A-06", "C-02", "D-01")
+def test_placements_and_training_are_torchs_to_the_bit_also_in_mixed_precision() -> None:
+    run_ranks(is_as_with_the_peer, 4)
+
+
+def saves_and_loads() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+    model, rank = sharded_pairs(mesh, "dp"), mesh.get_local_rank("dp")
+    run = assert_trains_alike(model, PAIRS.build(), rank, 2, play(PAIRS), what="before saving")
+    trained = run.parameters
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert list(state) == list(PAIRS.build().state_dict())
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert full.keys() == state.keys()
+    for name, value in trained.items():
+        assert isinstance(state[name], DTensor)
+        exactly(state[name].full_tensor(), value, f"state dict: {name}")
+        plain = full[name]
+        assert type(plain) is torch.Tensor
+        exactly(plain, value, f"full state dict: {name}")
+
+    for assign in (False, True):
+        other = sharded_pairs(mesh, "dp")
+        assert not torch.equal(values_of(other)["layers.0.up.weight"], trained["layers.0.up.weight"])
+        other.load_state_dict({name: value.clone() for name, value in state.items()}, assign=assign)
+        check_loaded(other, trained, rank)
+
+    # torch's ``distribute_tensor``, by which this loads, refuses uneven strided shards
+    options = StateDictOptions(full_state_dict=True)
+    even = [sharded_pairs(mesh, "dp", build=seeded(Pairs, hidden=(8, 4))) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in even[0].parameters():
+            parameter.mul_(3)
+    set_model_state_dict(even[1], get_model_state_dict(even[0], options=options), options=options)
+    for name, value in values_of(even[0]).items():
+        exactly(values_of(even[1])[name], value, f"loaded from a full state dict: {name}")
+
+
+def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -> None:
+    """It holds ``values``, and computes with them."""
+    for name, value in values_of(model).items():
+        exactly(value, values[name], f"loaded {name}")
+    plain = PAIRS.build()
+    plain.load_state_dict(values)
+    batch = PAIRS.batch_of(9, rank)
+    assert_close(PAIRS.loss(model, batch), PAIRS.loss(plain, batch))
+
+
+@pytest.mark.behaviour("A-06", "F-01", "F-03", "F-04")
+def test_state_dicts_of_tensor_parallel_models_hold_and_restore_the_trained_values() -> None:
+    run_ranks(saves_and_loads, 4)
+
+
+def refuses_meshes() -> None:
+    """On one rank these meshes would be as good as any."""
+    mesh, other = named_mesh(dp=2, tp=2), named_mesh(dp=2, tp=2)
+    for data, tensor in ((mesh["dp"], mesh["dp"]), (mesh["dp"], mesh), (mesh["dp"], other["dp"]), (other, mesh["tp"])):
+        model = nn.Linear(3, 4)
+        weight = nn.Parameter(distribute_tensor(model.weight.detach(), tensor, [Replicate()] * tensor.ndim))
+        model.weight = weight
+        with pytest.raises(MeshError, match=r"(?s)slices of one mesh.*mesh\['dp'\] and mesh\['tp'\].*Got .* and "):
+            fully_shard(model, mesh=data)
+        assert type(model) is nn.Linear
+        assert model.weight is weight
+
+
+@pytest.mark.behaviour("A-06")
+def test_meshes_that_share_an_axis_are_refused() -> None:
+    run_ranks(refuses_meshes, 4)
