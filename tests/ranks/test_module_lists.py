@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def ends_of_the_chain(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def embedding_and_head(model: nn.Module, **options: Any) -> nn.Module:
-    """As torchtitan does it: norm and head are one group; here with the embedding, whether its weight is tied or not."""
+    """One group, whether the weight is tied or not."""
     assert isinstance(model, Transformer)
     fully_shard([model.embedding, model.norm, model.head], **options)
     for layer in model.layers:
@@ -95,9 +96,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Play, Callable[..., nn.Module]]]
 def train_with_lists(reshard_after_forward: bool | int | None) -> None:
     for what, (build, play, shard) in CASES.items():
         with Recorder() as recorder:
-            check_parity(
-                build, play, shard=lambda model: shard(model, reshard_after_forward=reshard_after_forward), what=what
-            )
+            check_parity(build, play, shard=partial(shard, reshard_after_forward=reshard_after_forward), what=what)
         assert recorder.allocated == {}, what
 
 
@@ -215,7 +214,7 @@ def one_unit_for_all() -> None:
         fully_shard([fresh, fresh])
     with pytest.raises(ConfigurationError, match="applied to this Linear already"):
         fully_shard([fresh, linears[0]])
-    with pytest.raises(ConfigurationError, match="nn.Module or a list of them, not str"):
+    with pytest.raises(ConfigurationError, match="or a list of them, not str"):
         fully_shard([fresh, "model"])  # type: ignore[list-item]
     assert type(fresh) is nn.Linear  # untouched by calls that failed
     assert not isinstance(fresh.weight, DTensor)
