@@ -150,7 +150,7 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
-    name = type(module).__name__
+    name = type(module).__name__.removeprefix("FSDP")
     if find_unit(module) is not None:
         raise ConfigurationError(
             f"fully_shard has been applied to this {name} already. Apply it once to each module, bottom-up."

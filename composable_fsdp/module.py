@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.copying import copy_sharded
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.interop import TorchFSDPModule, TorchUnshardHandle
@@ -218,7 +218,7 @@ class FSDPModule(TorchFSDPModule):
 
         Every rank must call it, at the same place.
         """
-        separate: dict[Communicator, Communicator] = {}
+        separate: dict[object, ProcessGroupCommunicator] = {}
         for unit in _units(self, recurse):
             for channel in unit.group.channels:
                 channel.separate_scatter(separate if enable else None)
@@ -249,7 +249,10 @@ class FSDPModule(TorchFSDPModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; also drops gradients that were accumulated and not delivered yet."""
-        for unit in _units(self, recurse=True):
+        units = list(_units(self, recurse=True))
+        for iteration in {iteration_of(unit) for unit in units if unit.iteration is not None}:
+            iteration.drain()  # what is on the wire would arrive later
+        for unit in units:
             unit.group.drop_gradients()
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
@@ -273,6 +276,8 @@ def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
         sharded: ``False`` communicates nothing and keeps gradients in full, in the reduce dtype: 4 bytes per parameter
             for fp32, however many ranks there are. ``True`` reduce-scatters every microbatch and keeps only this rank's
             shard of the sum, in the reduce dtype; replicas are not reduced over until the end.
+
+    To freeze or thaw parameters of a group in between delivers what the group has summed so far.
     """
     units = list(_units(module, recurse=True))
     before = [unit.accumulation for unit in units]

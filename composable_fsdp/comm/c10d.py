@@ -53,7 +53,7 @@ class ProcessGroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup, device_type: str, *, pooled: bool = False) -> None:
         self.group = group
-        self._pooled = pooled
+        self.pooled = pooled
         self._device = torch.device(device_type)
         self._backend = dist.get_backend(group)
         self.rank = dist.get_rank(group)
@@ -67,7 +67,7 @@ class ProcessGroupCommunicator:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._pooled:
+        if self.pooled:
             backend = cast(Any, self.group)._get_backend(device)
             if backend.supports_tensor_alloc(device):
                 return cast(torch.Tensor, backend.allocate_tensor(numel, dtype=dtype, device=device))
@@ -80,7 +80,7 @@ class ProcessGroupCommunicator:
     def duplicate(self) -> ProcessGroupCommunicator:
         """The same ranks on a process group of their own. All of them must ask together."""
         group = dist.new_group(dist.get_process_group_ranks(self.group), use_local_synchronization=True)
-        return ProcessGroupCommunicator(group, self._device.type, pooled=self._pooled)
+        return ProcessGroupCommunicator(group, self._device.type, pooled=self.pooled)
 
     def all_gather(self, transfers: Sequence[Transfer]) -> Work:
         return self._launch([(_all_gather, (t.output, t.input), {}) for t in transfers])

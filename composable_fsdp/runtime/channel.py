@@ -72,15 +72,16 @@ class Channel:
         elif isinstance(self.scatter, ProcessGroupCommunicator):
             self.scatter = self.scatter.with_pool(pooled)
 
-    def separate_scatter(self, known: MutableMapping[Communicator, Communicator] | None) -> None:
+    def separate_scatter(self, known: MutableMapping[object, ProcessGroupCommunicator] | None) -> None:
         """Gives reduce-scatters a process group of their own, or takes it back.
 
         Args:
-            known: what was made for other groups' communicators so far, and is shared with them; ``None`` takes back.
+            known: what was made so far, by the process group that it is a double of; every channel over the same one
+                shares it. ``None`` takes back.
         """
         if known is None:
             self.scatter = self.gather
         elif isinstance(self.scatter, ProcessGroupCommunicator) and self.scatter is self.gather:
-            if self.gather not in known:
-                known[self.gather] = self.scatter.duplicate()
-            self.scatter = known[self.gather]
+            if self.scatter.group not in known:
+                known[self.scatter.group] = self.scatter.duplicate()
+            self.scatter = known[self.scatter.group].with_pool(self.scatter.pooled)

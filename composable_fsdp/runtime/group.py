@@ -120,6 +120,7 @@ class ParameterGroup:
     def unshard(self, lanes: Lanes) -> None:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
         before = self.parameter_state
+        self._deliver_before_a_change(lanes)
         self.refresh()
         if not self.tensors.are_placed:
             raise self.tensors.misplaced(self.name)
@@ -134,6 +135,14 @@ class ParameterGroup:
         self._pending_gather = lanes.gather.run(self._launch_gather, self._finish_gather)
         if trace.listeners:
             trace.emit(trace.Operation.UNSHARD, self.name, self.plan.wire_bytes, lanes.gather.name, begin)
+
+    def _deliver_before_a_change(self, lanes: Lanes) -> None:
+        """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
+        is_undelivered = self.gradient_state in (GradientState.LOCAL, GradientState.PARTIAL)
+        if is_undelivered and any(parameter.was_flipped for parameter in self.parameters):
+            reduction = self.reduce(lanes)
+            if reduction is not None:
+                reduction.complete()
 
     @torch.no_grad()
     def _launch_gather(self) -> Work:

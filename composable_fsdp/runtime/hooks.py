@@ -222,6 +222,8 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
             inputs[0].register_hook(left)
         else:
             register_multi_grad_hook(inputs, left)
+    else:
+        call.round.ends_unseen = True
     return output
 
 

@@ -159,6 +159,8 @@ class Iteration:
             self._unseen.append(call)  # unless its output is its input: then the gradient is seen to enter in a moment
         unit.open_calls -= 1
         call.round.awaited -= 1
+        if call.round.ends_unseen:
+            return  # the last gradient or the end of backward comes later than this
         if unit.open_calls <= 0 and self._in_step is None:
             self.settle_gradients(unit)
         if call.round.awaited <= 0:

@@ -46,15 +46,17 @@ class Round:
     """One run of a unit in forward, from the first of its modules that begins to the last that ends.
 
     Kept alive by the graph. ``awaited`` counts the module calls whose inputs' gradients backward has not reached yet.
+    ``ends_unseen``: the inputs of some call need no gradient, so that nothing shows when backward is done with it.
     """
 
-    __slots__ = ("awaited", "position", "record", "remaining")
+    __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.remaining = {id(module) for module in modules}
         self.record = ForwardRecord()
         self.position = -1
         self.awaited = 0
+        self.ends_unseen = False
 
 
 class Unit:

@@ -1,0 +1,225 @@
+"""Several modules given to one ``fully_shard`` call: one group, from the first that begins to the last that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import ConfigurationError, FSDPModule, fully_shard
+from composable_fsdp.runtime.unit import find_unit, unit_of
+from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.parity.training import Play, check_parity, play_task
+from tests.ranks._models import TASKS, Chain, Transformer, seeded
+
+SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
+
+
+def ends_of_the_chain(model: nn.Module, **options: Any) -> nn.Module:
+    """The first and the last layer are one group; those between are groups of their own, and so is the whole."""
+    layers = list(model.get_submodule("layers").children())
+    fully_shard([layers[0], layers[-1]], **options)
+    for layer in layers[1:-1]:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def embedding_and_head(model: nn.Module, **options: Any) -> nn.Module:
+    """One group, whether the weight is tied or not."""
+    assert isinstance(model, Transformer)
+    fully_shard([model.embedding, model.norm, model.head], **options)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def along(*routes: tuple[int, ...]) -> Play:
+    """A play in which the layers of ``Routed`` run in an order that changes from step to step."""
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        model.route = list(routes[step % len(routes)])  # type: ignore[assignment]
+        return play_task("routed")(model, step, rank)
+
+    return play
+
+
+def pairs_of_layers(model: nn.Module, **options: Any) -> nn.Module:
+    """Layers 0 and 2 are one group, 1 and 3 another: each begins while the other is in the middle."""
+    layers = list(model.get_submodule("layers").children())
+    fully_shard([layers[0], layers[2]], **options)
+    fully_shard([layers[1], layers[3]], **options)
+    return fully_shard(model, **options)
+
+
+class Towers(nn.Module):
+    """Chains within a list; the inner layers of one are also called on their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = Chain(8, 2)
+        self.right = Chain(8, 2)
+        self.middle = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.left(x) + self.left.layers[1](x)
+        x = torch.tanh(self.middle(x))
+        x = self.right(x)
+        return x + self.left.layers[1](x)
+
+
+def towers_with_what_is_in_them(model: nn.Module, **options: Any) -> nn.Module:
+    """The list names a module, one inside it, and one whose inner layer has a group of its own."""
+    assert isinstance(model, Towers)
+    fully_shard(model.right.layers[1], **options)
+    fully_shard([model.left, model.left.layers[1], model.right], **options)
+    return fully_shard(model, **options)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Play, Callable[..., nn.Module]]] = {
+    "first and last": (TASKS["chain"].build, play_task("chain"), ends_of_the_chain),
+    "embedding and head": (TASKS["transformer"].build, play_task("transformer"), embedding_and_head),
+    "tied embedding and head": (TASKS["tied"].build, play_task("tied"), embedding_and_head),
+    "interleaved": (TASKS["routed"].build, along((0, 1, 2, 3)), pairs_of_layers),
+    "several calls": (TASKS["routed"].build, along((0, 0, 1, 2, 3, 2, 0, 1, 3)), pairs_of_layers),
+    "only some run": (TASKS["routed"].build, along((0, 1, 2, 3), (2, 3), (1, 0), (3, 1, 2)), pairs_of_layers),
+    "a module and one inside it": (seeded(Towers), play_task("chain"), towers_with_what_is_in_them),
+}
+
+
+def train_with_lists(reshard_after_forward: bool | int | None) -> None:
+    for what, (build, play, shard) in CASES.items():
+        with Recorder() as recorder:
+            check_parity(build, play, shard=partial(shard, reshard_after_forward=reshard_after_forward), what=what)
+        assert recorder.allocated == {}, what
+
+
+@pytest.mark.behaviour("A-09", "A-10")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (4, 2)])
+def test_a_list_of_modules_trains_like_the_unsharded_model(world_size: int, reshard: bool | int | None) -> None:
+    run_ranks(train_with_lists, world_size, reshard)
+
+
+def train_a_list_as_the_outermost() -> None:
+    """No module contains them: each call is a forward of its own, in any order, and one backward reaches all."""
+
+    def build() -> nn.Module:
+        return TASKS["chain"].build()
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        first, *others = model.get_submodule("layers").children()
+        x, target = TASKS["chain"].batch_of(step, rank)
+        x = torch.tanh(first(x))
+        for layer in reversed(others[step % 2 :]):
+            x = torch.tanh(layer(x))
+        loss = (first(x) - target).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    for reshard_after_forward in (True, False, None):
+        with Recorder() as recorder:
+            model = check_parity(
+                build,
+                play,
+                shard=lambda model: fully_shard(
+                    list(model.get_submodule("layers").children()),
+                    reshard_after_forward=reshard_after_forward,  # noqa: B023 (called at once)
+                ),
+            )
+        assert recorder.allocated == {}
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def call_one_of_a_list_on_its_own() -> None:
+    rank = dist.get_rank()
+    plain, model = TASKS["chain"].build(), ends_of_the_chain(TASKS["chain"].build())
+    x, _ = TASKS["chain"].batch_of(0, rank)
+    layers, originals = model.get_submodule("layers"), plain.get_submodule("layers")
+    for index in ("3", "0"):
+        layer, original = layers.get_submodule(index), originals.get_submodule(index)
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                torch.testing.assert_close(layer(x), original(x), rtol=0, atol=0)
+                torch.testing.assert_close(layer.forward(x), original.forward(x), rtol=0, atol=0)
+        assert isinstance(layer, FSDPModule)
+        layer.reshard()
+        layer(x).square().mean().backward()
+        assert all(isinstance(p, DTensor) and p.grad is not None for p in layer.parameters())
+    with Recorder() as recorder:
+        torch.testing.assert_close(model(x), plain(x))
+        model(x).sum().backward()
+    assert recorder.allocated == {}
+
+
+@pytest.mark.behaviour("A-09")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_modules_of_a_list_can_be_called_outside_of_a_common_parent(world_size: int) -> None:
+    run_ranks(train_a_list_as_the_outermost, world_size)
+    run_ranks(call_one_of_a_list_on_its_own, world_size)
+
+
+def trace_a_list() -> None:
+    task, rank = TASKS["chain"], dist.get_rank()
+    model = ends_of_the_chain(task.build())
+    x, target = task.batch_of(0, rank)
+    for needs_gradient in (True, False):
+        for _ in range(2):
+            with Recorder() as forward:
+                loss = task.loss(model, (x.clone().requires_grad_(needs_gradient), target))
+            with Recorder() as backward:
+                loss.backward()
+        ends = "layers.0, layers.3"
+        of_ends = [e for e in forward if e.group == ends]
+        assert_trace(of_ends, f"unshard {ends}", f"wait {ends}", f"reshard {ends}", operations=SHOWN)
+        ended = [str(e) for e in forward if e.operation is Operation.RESHARD and e.group != "root"]
+        assert ended == ["reshard layers.1", "reshard layers.2", f"reshard {ends}"]
+        assert_trace(
+            (e for e in backward if e.group == ends),
+            f"unshard {ends}",
+            f"wait {ends}",
+            f"reduce {ends}",
+            f"reshard {ends}",
+            operations=SHOWN,
+        )
+        reduced = [str(e) for e in backward if e.operation is Operation.REDUCE]
+        assert reduced == ["reduce layers.2", "reduce layers.1", f"reduce {ends}"]
+
+
+@pytest.mark.behaviour("A-09")
+def test_a_list_is_gathered_once_each_way_and_reduced_once() -> None:
+    run_ranks(trace_a_list, 2)
+
+
+def one_unit_for_all() -> None:
+    model = towers_with_what_is_in_them(seeded(Towers)())
+    assert isinstance(model, Towers)
+    listed = [model.left, model.left.layers[1], model.right]
+    assert len({unit_of(each) for each in listed}) == 1
+    assert all(isinstance(each, FSDPModule) for each in listed)
+    assert unit_of(model.left).modules == (model.left, model.right)
+    assert find_unit(model.left.layers[0]) is None
+    assert len(unit_of(model.left).group.parameters) == 6
+    linears = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    assert fully_shard(linears) is linears
+    with pytest.raises(ConfigurationError, match="empty list"):
+        fully_shard([])
+    fresh = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="same module twice"):
+        fully_shard([fresh, fresh])
+    with pytest.raises(ConfigurationError, match="applied to this Linear already"):
+        fully_shard([fresh, linears[0]])
+    with pytest.raises(ConfigurationError, match="or a list of them, not str"):
+        fully_shard([fresh, "model"])  # type: ignore[list-item]
+    assert type(fresh) is nn.Linear  # untouched by calls that failed
+    assert not isinstance(fresh.weight, DTensor)
+
+
+@pytest.mark.behaviour("A-09", "A-01")
+def test_the_modules_of_a_list_have_one_unit_and_bad_lists_are_refused() -> None:
+    run_ranks(one_unit_for_all, 2)

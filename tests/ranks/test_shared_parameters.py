@@ -1,0 +1,235 @@
+"""Parameters that modules of several groups use: lent by the group that owns them, or an error that says how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import LifecycleError, ParameterError, fully_shard
+from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.parity.training import OPTIMIZERS, check_parity, play_task
+from tests.ranks._models import TASKS, Transformer, seeded
+
+SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
+
+
+def tied_transformer() -> Transformer:
+    model = TASKS["tied"].build()
+    assert isinstance(model, Transformer)
+    return model
+
+
+def lend_the_embedding(model: nn.Module, **options: Any) -> nn.Module:
+    """The head has a group of its own, in which nothing is left but a bias, if it has one."""
+    assert isinstance(model, Transformer)
+    fully_shard(model.embedding, **options)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard([model.norm, model.head], shared_from=[model.embedding], **options)
+    return fully_shard(model, **options)
+
+
+def lend_the_head(model: nn.Module, **options: Any) -> nn.Module:
+    """The other way round: the one that runs last owns the weight, and the one that runs first borrows it."""
+    assert isinstance(model, Transformer)
+    fully_shard(model.head, **options)
+    fully_shard(model.embedding, shared_from=[model.head], **options)
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+class Borrowers(nn.Module):
+    """Every layer uses the first one's weight, two of them the second one's bias besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        for layer in list(self.layers)[1:]:
+            layer.weight = self.layers[0].weight
+        self.layers[3].bias = self.layers[1].bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def lend_to_many(model: nn.Module, **options: Any) -> nn.Module:
+    first, second, third, fourth = model.get_submodule("layers").children()
+    fully_shard(first, **options)
+    fully_shard(second, shared_from=[first], **options)
+    fully_shard(third, shared_from=[first], **options)
+    fully_shard(fourth, shared_from=[second, first], **options)
+    return fully_shard(model, **options)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[..., nn.Module]]] = {
+    "embedding to head": (tied_transformer, "tied", lend_the_embedding),
+    "head to embedding": (tied_transformer, "tied", lend_the_head),
+    "to many": (seeded(Borrowers), "chain", lend_to_many),
+}
+
+
+def train_with_lent_parameters(reshard_after_forward: bool | int | None) -> None:
+    for what, (build, task, shard) in CASES.items():
+        for optimizer in ("sgd", "adamw-fused"):
+            with Recorder() as recorder:
+                model = check_parity(
+                    build,
+                    play_task(task),
+                    OPTIMIZERS[optimizer],
+                    shard=partial(shard, reshard_after_forward=reshard_after_forward),
+                    what=f"{what}, {optimizer}",
+                )
+            assert recorder.allocated == {}, what
+            assert len(list(model.parameters())) == len(list(build().parameters())), "still shared"
+
+
+@pytest.mark.behaviour("A-10")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (2, None), (4, 2)])
+def test_a_parameter_lent_to_other_groups_trains_like_a_shared_one(world_size: int, reshard: bool | int | None) -> None:
+    run_ranks(train_with_lent_parameters, world_size, reshard)
+
+
+def trace_a_lent_parameter() -> None:
+    """The owner comes into memory with the borrower, and its gradient travels once, when both have added to it."""
+    task, rank = TASKS["tied"], dist.get_rank()
+    model = lend_the_embedding(tied_transformer())
+    for _ in range(2):
+        with Recorder() as forward:
+            loss = task.loss(model, task.batch_of(0, rank))
+        with Recorder() as backward:
+            loss.backward()
+    lent = [str(e) for e in forward if e.group == "embedding" and e.operation in SHOWN]
+    assert lent == [f"{what} embedding" for what in ("unshard", "wait", "reshard")] * 2
+    assert_trace(
+        (e for e in backward if e.operation is Operation.REDUCE),
+        "reduce norm, head",
+        "reduce layers.1",
+        "reduce layers.0",
+        "reduce embedding",
+    )
+
+
+def a_lent_parameter_stays_one() -> None:
+    model = lend_the_embedding(tied_transformer())
+    assert isinstance(model, Transformer)
+    assert model.head.weight is model.embedding.weight
+    assert isinstance(model.head.weight, DTensor)
+    assert unit_of(model.head).group.parameters  # those of the norm
+    assert [p.name for p in unit_of(model.embedding).group.parameters] == ["weight"]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.testing.assert_close(state["head.weight"].to_local(), state["embedding.weight"].to_local())
+    state["head.weight"].to_local().fill_(2.0)
+    state["embedding.weight"].to_local().fill_(2.0)
+    model.load_state_dict(state)
+    assert model.head.weight is model.embedding.weight
+    model.to(torch.float64)
+    assert model.head.weight is model.embedding.weight
+    task = TASKS["tied"]
+    tokens, targets = task.batch_of(0, dist.get_rank())
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    assert loss.dtype is torch.float64
+    loss.backward()
+    assert isinstance(model.head.weight.grad, DTensor)
+    assert unit_of(model.embedding).is_lent is False
+
+
+@pytest.mark.behaviour("A-10")
+def test_a_lent_parameter_comes_along_with_its_borrower_and_stays_one() -> None:
+    run_ranks(trace_a_lent_parameter, 2)
+    run_ranks(a_lent_parameter_stays_one, 2)
+
+
+def share_without_saying_so() -> None:
+    """At construction, whichever of the two comes first and whether or not one contains the other."""
+    model = tied_transformer()
+    fully_shard(model.embedding)
+    remedies = r"leave out fully_shard on the inner module.*as one list.*shared_from=\[owner\]"
+    with pytest.raises(ParameterError, match=r"'weight' of Linear is the same tensor as 'weight' of Embedding.*"):
+        fully_shard(model.head)
+    assert type(model.head) is nn.Linear
+    with pytest.raises(ParameterError, match=f"'head.weight' of Transformer is the same tensor as.*{remedies}"):
+        fully_shard(model)
+    with pytest.raises(LifecycleError, match="Linear has not been sharded"):
+        fully_shard(model.norm, shared_from=[model.head])
+    fully_shard(model.norm)
+    with pytest.raises(ParameterError, match="'weight' of Embedding"):  # a lender that does not own it
+        fully_shard(model.head, shared_from=[model.norm])
+
+
+def tie_after_sharding() -> None:
+    model = TASKS["transformer"].build()
+    assert isinstance(model, Transformer)
+    fully_shard(model.embedding)
+    fully_shard(model.head)
+    fully_shard(model)
+    model.head.weight = model.embedding.weight
+    tokens, _ = TASKS["transformer"].batch_of(0, dist.get_rank())
+    with pytest.raises(ParameterError, match=r"'weight' and parameter 'weight' of another group.*shared_from"):
+        model(tokens)
+
+    model = TASKS["transformer"].build()
+    assert isinstance(model, Transformer)
+    fully_shard(model.embedding)
+    model.head.weight = model.embedding.weight  # sharded already, so the call below finds a parameter of another group
+    with pytest.raises(ParameterError, match=r"'head.weight' of Transformer is the same tensor as 'weight' of"):
+        fully_shard(model)
+
+
+@pytest.mark.behaviour("A-10")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sharing_across_groups_is_an_error_with_both_names_and_the_remedies(world_size: int) -> None:
+    run_ranks(share_without_saying_so, world_size)
+    run_ranks(tie_after_sharding, world_size)
+
+
+class LentTwice(nn.Module):
+    """Owner and borrower run inside one another, and the borrower twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = nn.Linear(8, 8)
+        self.borrower = nn.Linear(8, 8)
+        self.borrower.weight = self.owner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.borrower(x))
+        return torch.tanh(self.owner(x)) + torch.tanh(self.borrower(x))
+
+
+def evaluate_and_freeze_lent_parameters() -> None:
+    def shard(model: nn.Module) -> None:
+        assert isinstance(model, LentTwice)
+        fully_shard(model.owner)
+        fully_shard(model.borrower, shared_from=[model.owner])
+        fully_shard(model)
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        assert isinstance(model, LentTwice)
+        x, _ = TASKS["chain"].batch_of(step, rank)
+        model.owner.weight.requires_grad_(step % 3 != 1)
+        with torch.inference_mode(step == 2), torch.no_grad():
+            value = model.borrower(x).sum()  # on its own, outside of the parent's forward
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        return torch.stack([loss.detach(), value])
+
+    with Recorder() as recorder:
+        check_parity(seeded(LentTwice), play, shard=shard, steps=6)
+    assert recorder.allocated == {}
+
+
+@pytest.mark.behaviour("A-10", "C-05", "C-10")
+def test_lent_parameters_can_be_frozen_and_their_borrower_run_alone() -> None:
+    run_ranks(evaluate_and_freeze_lent_parameters, 2)
