@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
+from tests.parity._features import KNOWN
 from tests.parity.programs import (
     BACKWARDS,
     BLOCKS,
     BY_HAND,
     HOLDS,
     KEEPS,
-    KNOWN,
     LEAVES,
     MODES,
     OPTIMIZERS,
@@ -123,9 +123,9 @@ def _blocks(draw: Draw, depth: int, shards: int, *, is_root: bool = False) -> Bl
         absent=() if is_root else _maybe(draw, SOME_STEPS, (), 10),
         returns=_maybe(draw, st.sampled_from(RETURNS), "tensor"),
         uses_all=draw(st.booleans()),
-        unit=draw(st.sampled_from([Unit(), Unit(), None])) if is_root and draw(st.booleans()) else _units(
-            draw, shards, is_root=is_root
-        ),
+        unit=draw(st.sampled_from([Unit(), Unit(), None]))
+        if is_root and draw(st.booleans())
+        else _units(draw, shards, is_root=is_root),
     )
 
 
@@ -133,11 +133,10 @@ def _blocks(draw: Draw, depth: int, shards: int, *, is_root: bool = False) -> Bl
 def _nodes(draw: Draw, depth: int, shards: int) -> Node:
     kinds = ["leaf", "leaf", "leaf", "again"] + ["block"] * (2 if depth > 0 else 0)
     kind = draw(st.sampled_from(kinds))
-    if kind == "leaf":
-        return draw(_leaves(shards))
     if kind == "again":
         return Again(draw(st.integers(0, 7)))
-    return draw(_blocks(depth, shards))
+    node: Node = draw(_leaves(shards) if kind == "leaf" else _blocks(depth, shards))
+    return node
 
 
 @st.composite

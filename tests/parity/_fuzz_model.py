@@ -1,7 +1,8 @@
 """The modules that programs speak of. The same program gives the same module on every rank.
 
-Every module maps inputs of shape ``(batch, width)`` to outputs of that shape, in one of several containers, and computes
-in the dtype of its own parameters, whatever it is given. What it computes depends on the step through its ``Clock``.
+Every module maps inputs of shape ``(batch, width)`` to outputs of that shape, in one of several containers, and
+computes in the dtype of its own parameters, whatever it is given. Which parts it calls may depend on the step, through
+its ``Clock``.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ class LeafModule(Part):
     node: Leaf
 
     weight: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
 
     def __init__(self, node: Leaf, group: Group, clock: Clock, width: int, number: int) -> None:
         super().__init__(node, group, clock)
@@ -131,7 +134,7 @@ class LeafModule(Part):
                 setattr(self, name, nn.Parameter(values.to(getattr(torch, node.dtype))))
 
     def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = x.to(next(iter(self._parameters.values())).dtype if self.bias is None else self.bias.dtype)
+        x = x.to(next(self.parameters(recurse=False)).dtype)
         kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "linear": lambda x: F.linear(x, self.weight, self.bias),
             "thin": lambda x: F.linear(torch.tanh(F.linear(x, self.up)), self.down, self.bias),

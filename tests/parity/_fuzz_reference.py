@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.parity._fuzz_model import Clock, Group, LeafModule, Pair, Part, build, freeze, units
 from tests.parity._fuzz_run import OPTIMIZERS, Driver, Run, dtype_of, has_dim, play, train_sharded
-from tests.parity.programs import Block, Leaf, Program, Step, places
+from tests.parity.programs import Block, Leaf, Precision, Program, Step, places
 
 __all__ = ["differences"]
 
@@ -39,8 +39,8 @@ class Reference(Driver):
                 group = Group() if part.node.ignored else part.group
                 self.groups |= {f"{prefix}.{name}".lstrip("."): group for name in part._parameters}
         for name, parameter in self.computing.items():
-            unit = self.groups[name].unit
-            parameter.data = parameter.data.to(dtype_of(unit and unit.precision.param) or parameter.dtype)
+            dtype = dtype_of(precision_of(self.groups[name]).param)
+            parameter.data = parameter.data.to(dtype or parameter.dtype)
         for part in units(self.model):
             cast_around(part)
         self.rank = 0
@@ -59,8 +59,7 @@ class Reference(Driver):
         for name, parameter in self.computing.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                unit = self.groups[name].unit
-                gradient = gradient.to(dtype_of(unit and unit.precision.reduce) or gradient.dtype)
+                gradient = gradient.to(dtype_of(precision_of(self.groups[name]).reduce) or gradient.dtype)
                 held[name] = held[name] + gradient if name in held else gradient
         stays = {"none": False, "all": True, "roots": None}[step.hold] if not is_last else False
         sent = {n for n in held if not (self.groups[n].path == () if stays is None else stays)}
@@ -78,6 +77,10 @@ class Reference(Driver):
         self.sent = [[] for _ in self.sent]
 
 
+def precision_of(group: Group) -> Precision:
+    return Precision() if group.unit is None else group.unit.precision
+
+
 def cast_around(part: Part) -> None:
     """Casts inputs and outputs of every call as the policy of the part's unit asks for."""
     unit, forward = part.node.unit, part.forward
@@ -85,8 +88,8 @@ def cast_around(part: Part) -> None:
     into = dtype_of(unit.precision.param) if unit.precision.cast_inputs else None
     out_of = dtype_of(unit.precision.output)
 
-    def casting(x: torch.Tensor, *depth: int) -> Any:
-        return cast(forward(x if into is None else x.to(into), *depth), out_of)
+    def casting(x: torch.Tensor, depth: int = 1) -> Any:
+        return cast(forward(x if into is None else x.to(into), depth), out_of)
 
     if into is not None or out_of is not None:
         part.forward = casting  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True),
 }
 
+
 @dataclass
 class Run:
     """What a rank saw, in order: losses, gradients of inputs and of parameters, parameters. Empty where it failed."""
@@ -162,7 +163,9 @@ class Sharded(Driver):
 def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
     """The ``fully_shard`` calls and setters that the program asks for. Returns the outermost units."""
     sharded = units(model)
-    ignored = {p for part in parts(model) if isinstance(part.node, Leaf) and part.node.ignored for p in part.parameters()}
+    ignored = {
+        p for part in parts(model) if isinstance(part.node, Leaf) and part.node.ignored for p in part.parameters()
+    }
     for part in bottom_up(model):
         unit = part.node.unit
         assert unit is not None

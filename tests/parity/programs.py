@@ -3,18 +3,28 @@
 A program is a tree of frozen dataclasses that can be pickled, compared and pasted: its ``repr`` leaves out what has its
 default value. A module that ``fully_shard`` is called on has a :class:`Unit`. What a word in a field means is said
 where it is carried out: modules in ``_fuzz_model``, steps in ``_fuzz_run``. A new feature is a field with a default
-here, a draw in ``_draw``, a row in ``FEATURES`` below, and its meaning for the sharded run and for the reference.
+here, a draw in ``_draw``, a row in ``_features``, and its meaning for the sharded run and for the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 
 __all__ = [
-    "FEATURES",
-    "KNOWN",
+    "BACKWARDS",
+    "BLOCKS",
+    "BY_HAND",
+    "HOLDS",
+    "KEEPS",
+    "LEAVES",
+    "MODES",
+    "OPTIMIZERS",
+    "ORDERS",
+    "RETURNS",
+    "STEPS",
+    "WHENS",
     "Again",
     "Block",
     "Leaf",
@@ -25,11 +35,21 @@ __all__ = [
     "Step",
     "Unit",
     "completed",
-    "features",
-        "places",
+    "places",
 ]
 
 STEPS = 3
+LEAVES = ("linear", "thin", "norm", "scale", "table", "conv", "empty", "idle")
+BLOCKS = ("chain", "residual", "fork", "dead", "repeat", "recursive", "checkpoint", "reentrant checkpoint")
+RETURNS = ("tensor", "tuple", "dict", "dataclass", "nested", "with input", "view")
+BACKWARDS = ("all", "twice", "first", "second", "first, then second")
+ORDERS = ("in turn", "late", "late, reversed", "joined")
+HOLDS = ("none", "all", "roots")
+KEEPS = ("never", "until last", "always")
+WHENS = ("before", "between", "after")
+MODES = ("no_grad", "inference_mode")
+BY_HAND = ("nothing", "unshard before", "unshard before, async", "reshard between", "unshard after")
+OPTIMIZERS = ("sgd", "adamw", "adamw-fused")
 
 
 class _Short:
@@ -202,8 +222,11 @@ def places(tree: Node) -> list[Place]:
 
 
 def completed(tree: Node) -> Node:
-    """``tree`` with what it lacks: a leaf where there is nothing to repeat; and units, so that all parameters belong to a
-    group, and the groups of all who use them are the same."""
+    """``tree`` with what it lacks.
+
+    A leaf where there is nothing to repeat; and units, so that all parameters belong to a group, and all users of one
+    to the same.
+    """
     while missing := [p.path for p in places(tree) if isinstance(p.node, Again) and p.target is None]:
         tree = _with(tree, missing[0], lambda _: Leaf())
     if not isinstance(tree, Again) and tree.unit is None and any(isinstance(p.node, Again) for p in places(tree)):
@@ -226,114 +249,6 @@ def _with(node: Node, path: tuple[int, ...], change: Callable[[Node], Node]) -> 
         return change(node)
     assert isinstance(node, Block)
     first, rest = path[0], path[1:]
-    return replace(node, children=tuple(_with(c, rest, change) if i == first else c for i, c in enumerate(node.children)))
-
-
-def _any_node(test: Callable[[Leaf | Block], object]) -> Callable[[Program], bool]:
-    return lambda program: any(not isinstance(p.node, Again) and bool(test(p.node)) for p in places(program.tree))
-
-
-def _any_leaf(test: Callable[[Leaf], object]) -> Callable[[Program], bool]:
-    return _any_node(lambda node: isinstance(node, Leaf) and test(node))
-
-
-def _any_unit(test: Callable[[Unit], object]) -> Callable[[Program], bool]:
-    return _any_node(lambda node: node.unit is not None and test(node.unit))
-
-
-def _any_step(test: Callable[[Step], object]) -> Callable[[Program], bool]:
-    return lambda program: any(test(step) for step in program.steps)
-
-
-def _kind(kind: str) -> Callable[[Program], bool]:
-    return _any_node(lambda node: node.kind == kind)
-
-
-def _mixes_dtypes(program: Program) -> bool:
-    found: dict[object, set[str]] = {}
-    for place in places(program.tree):
-        if isinstance(place.node, Leaf):
-            found.setdefault(place.unit, set()).add(place.node.dtype)
-    return any(len(dtypes) > 1 for dtypes in found.values())
-
-
-def _num_units(program: Program) -> int:
-    return sum(not isinstance(p.node, Again) and p.node.unit is not None for p in places(program.tree))
-
-
-LEAVES = ("linear", "thin", "norm", "scale", "table", "conv", "empty", "idle")
-BLOCKS = ("chain", "residual", "fork", "dead", "repeat", "recursive", "checkpoint", "reentrant checkpoint")
-RETURNS = ("tensor", "tuple", "dict", "dataclass", "nested", "with input", "view")
-BACKWARDS = ("all", "twice", "first", "second", "first, then second")
-ORDERS = ("in turn", "late", "late, reversed", "joined")
-HOLDS = ("none", "all", "roots")
-KEEPS = ("never", "until last", "always")
-WHENS = ("before", "between", "after")
-MODES = ("no_grad", "inference_mode")
-BY_HAND = ("nothing", "unshard before", "unshard before, async", "reshard between", "unshard after")
-OPTIMIZERS = ("sgd", "adamw", "adamw-fused")
-
-FEATURES: Mapping[str, Callable[[Program], bool]] = {
-    **{f"leaf {kind}": _kind(kind) for kind in LEAVES},
-    **{f"block {kind}": _kind(kind) for kind in BLOCKS},
-    **{f"returns {kind}": _any_node(lambda n, k=kind: n.returns == k) for kind in RETURNS},  # type: ignore[misc]
-    **{f"backward {kind}": _any_step(lambda s, k=kind: k in s.backwards) for kind in BACKWARDS},  # type: ignore[misc]
-    **{f"order {kind}": _any_step(lambda s, k=kind: s.order == k) for kind in ORDERS},  # type: ignore[misc]
-    **{f"hold {kind}": _any_step(lambda s, k=kind: s.hold == k) for kind in HOLDS},  # type: ignore[misc]
-    **{f"keep {kind}": _any_step(lambda s, k=kind: s.keep == k) for kind in KEEPS},  # type: ignore[misc]
-    **{f"by hand {kind}": _any_step(lambda s, k=kind: s.by_hand == k) for kind in BY_HAND},  # type: ignore[misc]
-    **{f"optimizer {kind}": (lambda p, k=kind: p.optimizer == k) for kind in OPTIMIZERS},  # type: ignore[misc]
-    **{
-        f"evaluate {when}, {mode}": _any_step(lambda s, pair=(when, mode): pair in s.evaluate)  # type: ignore[misc]
-        for when in WHENS
-        for mode in MODES
-    },
-    **{
-        f"reshard_after_forward {value}": _any_unit(lambda u, v=value: u.reshard is v)  # type: ignore[misc]
-        for value in (True, False, None, 1, 2)
-    },
-    **{f"{n}-d mesh": (lambda p, n=n: len(p.mesh) == n) for n in (1, 2)},  # type: ignore[misc]
-    "mesh without shards": lambda p: len(p.mesh) == 2 and p.mesh[1] == 1,
-    "mesh without replicas": lambda p: len(p.mesh) == 2 and p.mesh[0] == 1,
-    "set_reshard_after_forward": _any_step(lambda s: s.reshard is not None),
-    "set_is_last_backward": _any_step(lambda s: s.is_last),
-    "several microbatches": _any_step(lambda s: len(s.backwards) > 1),
-    "inputs with gradient": _any_step(lambda s: s.input_grad),
-    "inputs without gradient": _any_step(lambda s: not s.input_grad),
-    "abandoned forward": _any_step(lambda s: s.abandoned),
-    "all outputs used": _any_node(lambda n: n.uses_all and n.returns not in ("tensor", "view")),
-    "output not used": _any_node(lambda n: not n.uses_all and n.returns not in ("tensor", "view")),
-    "module shared": lambda p: any(place.target is not None for place in places(p.tree)),
-    "parameter tied": _any_unit(lambda u: u.tied),
-    "took no part": _any_node(lambda n: 0 < len(n.absent) < STEPS),
-    "frozen": _any_leaf(lambda n: len(n.frozen) == STEPS),
-    "frozen and thawed": _any_leaf(lambda n: 0 < len(n.frozen) < STEPS),
-    "partly frozen": _any_leaf(lambda n: n.frozen and n.part != "all"),
-    "ignored": _any_leaf(lambda n: n.ignored),
-    "one row": _any_leaf(lambda n: n.kind in ("thin", "table", "conv", "idle") and n.size == 1),
-    "uneven rows": lambda p: p.width % 2 == 1 and p.width > 1,
-    "dtypes mixed in a group": _mixes_dtypes,
-    "Shard(d), d > 0": _any_unit(lambda u: u.dim > 0),
-    "Shard(d), d < 0": _any_unit(lambda u: u.dim < 0),
-    "param_dtype": _any_unit(lambda u: u.precision.param),
-    "reduce_dtype": _any_unit(lambda u: u.precision.reduce),
-    "output_dtype": _any_unit(lambda u: u.precision.output),
-    "inputs not cast": _any_unit(lambda u: u.precision.param and not u.precision.cast_inputs),
-    "forward prefetch list": _any_unit(lambda u: u.forward_prefetch is not None),
-    "backward prefetch list": _any_unit(lambda u: u.backward_prefetch is not None),
-    "registered method": _any_unit(lambda u: u.method),
-    "one unit": lambda p: _num_units(p) == 1,
-    "several units": lambda p: _num_units(p) > 1,
-    "units in units": lambda p: any(place.unit != place.root for place in places(p.tree)),
-    "several roots": lambda p: len({place.root for place in places(p.tree)} - {None}) > 1,
-}
-"""What programs can be made of; ``test_fuzz`` sees to it that each occurs."""
-
-
-def features(program: Program) -> list[str]:
-    """Names of what ``program`` makes use of."""
-    return [name for name, is_used in FEATURES.items() if is_used(program)]
-
-
-KNOWN: Mapping[str, Callable[[Program], bool]] = {}
-"""Programs that are not drawn, because of a bug of the library that is known, or of torch. By what is wrong there."""
+    return replace(
+        node, children=tuple(_with(c, rest, change) if i == first else c for i, c in enumerate(node.children))
+    )
