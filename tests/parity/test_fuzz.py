@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -92,20 +93,28 @@ def alone(program: Program, timeout: float = 20.0) -> str:
 
 
 def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
-    """Runs them in batches, and those again by themselves that may have failed."""
+    """Runs them in batches, and those again by themselves that failed."""
     found: dict[Program, str] = {}
     for start in range(0, len(all_programs), BATCH):
         batch = all_programs[start : start + BATCH]
-        try:
-            told = run_ranks(differences, batch[0].world_size, batch, timeout=2.0 * BATCH)
-            suspects = {batch[i]: text for result in told for i, text in result.items()}
-        except RanksError as error:
-            suspects = dict.fromkeys(batch, str(error))
+        suspects = together(batch)
         texts = {program: alone(program) for program in suspects}
         if suspects and not any(texts.values()):
             raise AssertionError(f"these failed, but none of them by itself: {suspects}")
         found |= {program: text for program, text in texts.items() if text}
     return found
+
+
+def together(batch: Sequence[Program]) -> dict[Program, str]:
+    """Runs them in one call. Where that dies or hangs, the halves of it, to find those that do."""
+    try:
+        told = run_ranks(differences, batch[0].world_size, batch, timeout=20.0 + 0.5 * len(batch))
+    except RanksError as error:
+        if len(batch) == 1:
+            return {batch[0]: str(error)}
+        middle = len(batch) // 2
+        return together(batch[:middle]) | together(batch[middle:])
+    return {batch[i]: text for result in told for i, text in result.items()}
 
 
 def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
@@ -140,8 +149,11 @@ def rounds(world_size: int) -> Iterator[Round]:
 @pytest.mark.behaviour("A-04", "A-05", "A-07", "A-10", "C-01", "C-03", "C-04", "C-05", "C-06", "C-07", "C-08", "C-10")
 @pytest.mark.behaviour("C-13", "D-01", "D-03")
 @pytest.mark.parametrize("world_size", IN_CI)
-def test_programs_train_as_the_unsharded_model_does(world_size: int, pytestconfig: pytest.Config) -> None:
-    say = pytestconfig.pluginmanager.getplugin("terminalreporter").write_line
+def test_programs_train_as_the_unsharded_model_does(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(line: str) -> None:
+        with capsys.disabled():
+            sys.stdout.write(f"{line}\n")
+
     begin, number, used, failed = time.monotonic(), 0, Counter[str](), list[tuple[Round, dict[Program, str]]]()
     for round_ in rounds(world_size):
         found = drawn(round_)
