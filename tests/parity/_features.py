@@ -27,7 +27,7 @@ from tests.parity.programs import (
     places,
 )
 
-__all__ = ["FEATURES", "KNOWN", "features"]
+__all__ = ["FEATURES", "KNOWN", "features", "has_smaller_mesh"]
 
 
 def _unit(node: Node) -> Unit | None:
@@ -52,6 +52,12 @@ def _any_step(test: Callable[[Step], object]) -> Callable[[Program], bool]:
 
 def _kind(kind: str) -> Callable[[Program], bool]:
     return _any_node(lambda node: node.kind == kind)
+
+
+def has_smaller_mesh(program: Program) -> bool:
+    """Whether parameters are resharded to a part of the shard axis."""
+    wanted = [unit.reshard for place in places(program.tree) if (unit := _unit(place.node)) is not None]
+    return any(isinstance(n, int) and not isinstance(n, bool) and 1 < n < program.mesh[-1] for n in wanted)
 
 
 def _mixes_dtypes(program: Program) -> bool:

@@ -43,6 +43,8 @@ class Reference(Driver):
             parameter.data = parameter.data.to(dtype or parameter.dtype)
         for part in units(self.model):
             cast_around(part)
+        found = places(program.tree)
+        self.holding = {"none": set(), "all": {p.unit for p in found}, "roots": {p.root for p in found}}
         self.rank = 0
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in range(program.world_size)]
         self.sent: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(program.world_size)]
@@ -61,8 +63,8 @@ class Reference(Driver):
             if gradient is not None:
                 gradient = gradient.to(dtype_of(precision_of(self.groups[name]).reduce) or gradient.dtype)
                 held[name] = held[name] + gradient if name in held else gradient
-        stays = {"none": False, "all": True, "roots": None}[step.hold] if not is_last else False
-        sent = {n for n in held if not (self.groups[n].path == () if stays is None else stays)}
+        holding = set() if is_last else self.holding[step.hold]
+        sent = {name for name in held if self.groups[name].path not in holding}
         self.sent[self.rank].append({name: held[name] for name in sent})
         self.held[self.rank] = {name: gradient for name, gradient in held.items() if name not in sent}
 

@@ -130,11 +130,16 @@ def play(model: Part, width: int, step: Step, seed: int, driver: Driver, run: Ru
 class Sharded(Driver):
     """Sets up every pass of the sharded model as the step says."""
 
-    def __init__(self, model: Part, roots: list[FSDPModule]) -> None:
+    def __init__(self, model: Part, roots: list[FSDPModule], recorder: Recorder) -> None:
+        self.model = model
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.roots = roots
+        self.recorder = recorder
+        self.is_clean = False
+        """Whether everything is sharded: a backward came last, and nothing is to be kept after that."""
 
     def before_forward(self, step: Step) -> None:
+        self.is_clean = False
         if step.reshard is not None:
             for root in self.roots:
                 root.set_reshard_after_forward(step.reshard)
@@ -154,7 +159,13 @@ class Sharded(Driver):
             for module in self.modules:
                 module.reshard()
 
+    def after_backward(self, step: Step, is_last: bool) -> None:
+        # Every backward begins at the whole, but may not reach a unit further down that is a root of its own.
+        self.is_clean = step.keep != "always" and is_last and isinstance(self.model, FSDPModule)
+
     def before_optimizer(self, step: Step) -> None:
+        if self.is_clean:
+            check_memory(self.recorder)
         if step.by_hand == "unshard after":
             for module in self.modules:
                 module.unshard(async_op=True)
@@ -226,7 +237,7 @@ def train_sharded(program: Program, mesh: DeviceMesh) -> Run:
     with Recorder() as recorder:
         model = build(program, clock)
         roots = apply(program, model, mesh)
-        driver = Sharded(model, roots)
+        driver = Sharded(model, roots, recorder)
         parameters = dict(model.named_parameters())
         optimizer = OPTIMIZERS[program.optimizer](parameters.values())
         for clock.step, step in enumerate(program.steps):
@@ -242,8 +253,12 @@ def train_sharded(program: Program, mesh: DeviceMesh) -> Run:
             run.note(name, local(parameter))
         for module in driver.modules:
             module.reshard()
-    assert recorder.allocated == {}, f"unsharded memory is left: {recorder.allocated}"
+    check_memory(recorder)
     return run
+
+
+def check_memory(recorder: Recorder) -> None:
+    assert recorder.allocated == {}, f"unsharded memory is left: {recorder.allocated}"
 
 
 def local(tensor: torch.Tensor | None) -> torch.Tensor | None:

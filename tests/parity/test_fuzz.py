@@ -29,9 +29,9 @@ from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.runtime.bucket import Bucket
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.iteration import Iteration
-from composable_fsdp.testing import RanksError, run_ranks
+from composable_fsdp.testing import RanksError, run_ranks, shutdown
 from tests.parity._draw import programs
-from tests.parity._features import FEATURES, features
+from tests.parity._features import FEATURES, features, has_smaller_mesh
 from tests.parity._fuzz_reference import differences
 from tests.parity.programs import Program
 
@@ -45,7 +45,7 @@ SHRINKING = 60.0
 """Seconds that hypothesis may take to find a smaller program."""
 
 IN_CI = {2: 300, 4: 30}
-"""Programs by number of ranks."""
+"""Programs by number of ranks; those of longer runs are shared out likewise."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,25 @@ drawn = lru_cache(Round.programs)
 def alone(program: Program, timeout: float = 20.0) -> str:
     """Runs one program. What went wrong, or nothing."""
     try:
-        found = run_ranks(differences, program.world_size, [program], timeout=timeout)
+        found = on_ranks([program], timeout)
     except RanksError as error:
         return str(error)
-    return next((text for result in found for text in result.values()), "")
+    return next(iter(found.values()), "")
+
+
+def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
+    """Runs programs in one call. What went wrong, by their position."""
+    # Names of the process groups of smaller meshes repeat themselves after earlier groups are destroyed, as between two
+    # calls of run_ranks, and gloo then waits for the ranks of those: such programs get processes of their own.
+    needs_own = any(map(has_smaller_mesh, some))
+    if needs_own:
+        shutdown()
+    try:
+        told = run_ranks(differences, some[0].world_size, some, timeout=timeout)
+    finally:
+        if needs_own:
+            shutdown()
+    return {i: text for result in told for i, text in result.items()}
 
 
 def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
@@ -108,13 +123,13 @@ def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
 def together(batch: Sequence[Program]) -> dict[Program, str]:
     """Runs them in one call. Where that dies or hangs, the halves of it, to find those that do."""
     try:
-        told = run_ranks(differences, batch[0].world_size, batch, timeout=20.0 + 0.5 * len(batch))
+        found = on_ranks(batch, timeout=20.0 + 0.5 * len(batch))
     except RanksError as error:
         if len(batch) == 1:
             return {batch[0]: str(error)}
         middle = len(batch) // 2
         return together(batch[:middle]) | together(batch[middle:])
-    return {batch[i]: text for result in told for i, text in result.items()}
+    return {batch[i]: text for i, text in found.items()}
 
 
 def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
