@@ -1,0 +1,162 @@
+"""What programs can make use of, and those that are not drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tests.parity.programs import (
+    BACKWARDS,
+    BLOCKS,
+    BY_HAND,
+    HOLDS,
+    KEEPS,
+    LEAVES,
+    MODES,
+    OPTIMIZERS,
+    ORDERS,
+    RETURNS,
+    STEPS,
+    WHENS,
+    Again,
+    Block,
+    Leaf,
+    Node,
+    Program,
+    Step,
+    Unit,
+    places,
+)
+
+__all__ = ["FEATURES", "KNOWN", "features", "has_smaller_mesh"]
+
+
+def _unit(node: Node) -> Unit | None:
+    return None if isinstance(node, Again) else node.unit
+
+
+def _any_node(test: Callable[[Leaf | Block], object]) -> Callable[[Program], bool]:
+    return lambda program: any(not isinstance(p.node, Again) and bool(test(p.node)) for p in places(program.tree))
+
+
+def _any_leaf(test: Callable[[Leaf], object]) -> Callable[[Program], bool]:
+    return _any_node(lambda node: isinstance(node, Leaf) and test(node))
+
+
+def _any_unit(test: Callable[[Unit], object]) -> Callable[[Program], bool]:
+    return _any_node(lambda node: node.unit is not None and test(node.unit))
+
+
+def _any_step(test: Callable[[Step], object]) -> Callable[[Program], bool]:
+    return lambda program: any(test(step) for step in program.steps)
+
+
+def _kind(kind: str) -> Callable[[Program], bool]:
+    return _any_node(lambda node: node.kind == kind)
+
+
+def has_smaller_mesh(program: Program) -> bool:
+    """Whether parameters are resharded to a part of the shard axis."""
+    wanted = [unit.reshard for place in places(program.tree) if (unit := _unit(place.node)) is not None]
+    return any(isinstance(n, int) and not isinstance(n, bool) and 1 < n < program.mesh[-1] for n in wanted)
+
+
+def _mixes_dtypes(program: Program) -> bool:
+    found: dict[object, set[str]] = {}
+    for place in places(program.tree):
+        if isinstance(place.node, Leaf):
+            found.setdefault(place.unit, set()).add(place.node.dtype)
+    return any(len(dtypes) > 1 for dtypes in found.values())
+
+
+def _num_units(program: Program) -> int:
+    return sum(_unit(place.node) is not None for place in places(program.tree))
+
+
+FEATURES: Mapping[str, Callable[[Program], bool]] = {
+    **{f"leaf {kind}": _kind(kind) for kind in LEAVES},
+    **{f"block {kind}": _kind(kind) for kind in BLOCKS},
+    **{f"returns {kind}": _any_node(lambda n, k=kind: n.returns == k) for kind in RETURNS},  # type: ignore[misc]
+    **{f"backward {kind}": _any_step(lambda s, k=kind: k in s.backwards) for kind in BACKWARDS},  # type: ignore[misc]
+    **{f"order {kind}": _any_step(lambda s, k=kind: s.order == k) for kind in ORDERS},  # type: ignore[misc]
+    **{f"hold {kind}": _any_step(lambda s, k=kind: s.hold == k) for kind in HOLDS},  # type: ignore[misc]
+    **{f"keep {kind}": _any_step(lambda s, k=kind: s.keep == k) for kind in KEEPS},  # type: ignore[misc]
+    **{f"by hand {kind}": _any_step(lambda s, k=kind: s.by_hand == k) for kind in BY_HAND},  # type: ignore[misc]
+    **{f"optimizer {kind}": (lambda p, k=kind: p.optimizer == k) for kind in OPTIMIZERS},  # type: ignore[misc]
+    **{
+        f"evaluate {when}, {mode}": _any_step(lambda s, pair=(when, mode): pair in s.evaluate)  # type: ignore[misc]
+        for when in WHENS
+        for mode in MODES
+    },
+    **{
+        f"reshard_after_forward {value}": _any_unit(lambda u, v=value: u.reshard is v)  # type: ignore[misc]
+        for value in (True, False, None, 1, 2)
+    },
+    **{f"{n}-d mesh": (lambda p, n=n: len(p.mesh) == n) for n in (1, 2)},  # type: ignore[misc]
+    "mesh without shards": lambda p: len(p.mesh) == 2 and p.mesh[1] == 1,
+    "mesh without replicas": lambda p: len(p.mesh) == 2 and p.mesh[0] == 1,
+    "set_reshard_after_forward": _any_step(lambda s: s.reshard is not None),
+    "set_is_last_backward": _any_step(lambda s: s.is_last),
+    "several microbatches": _any_step(lambda s: len(s.backwards) > 1),
+    "inputs with gradient": _any_step(lambda s: s.input_grad),
+    "inputs without gradient": _any_step(lambda s: not s.input_grad),
+    "abandoned forward": _any_step(lambda s: s.abandoned),
+    "all outputs used": _any_node(lambda n: n.uses_all and n.returns not in ("tensor", "view")),
+    "output not used": _any_node(lambda n: not n.uses_all and n.returns not in ("tensor", "view")),
+    "module shared": lambda p: any(place.target is not None for place in places(p.tree)),
+    "parameter tied": _any_unit(lambda u: u.tied),
+    "took no part": _any_node(lambda n: 0 < len(n.absent) < STEPS),
+    "frozen": _any_leaf(lambda n: len(n.frozen) == STEPS),
+    "frozen and thawed": _any_leaf(lambda n: 0 < len(n.frozen) < STEPS),
+    "partly frozen": _any_leaf(lambda n: n.frozen and n.part != "all"),
+    "ignored": _any_leaf(lambda n: n.ignored),
+    "one row": _any_leaf(lambda n: n.kind in ("thin", "table", "conv", "idle") and n.size == 1),
+    "uneven rows": lambda p: p.width % 2 == 1 and p.width > 1,
+    "dtypes mixed in a group": _mixes_dtypes,
+    "Shard(d), d > 0": _any_unit(lambda u: u.dim > 0),
+    "Shard(d), d < 0": _any_unit(lambda u: u.dim < 0),
+    "param_dtype": _any_unit(lambda u: u.precision.param),
+    "reduce_dtype": _any_unit(lambda u: u.precision.reduce),
+    "output_dtype": _any_unit(lambda u: u.precision.output),
+    "inputs not cast": _any_unit(lambda u: u.precision.param and not u.precision.cast_inputs),
+    "forward prefetch list": _any_unit(lambda u: u.forward_prefetch is not None),
+    "backward prefetch list": _any_unit(lambda u: u.backward_prefetch is not None),
+    "registered method": _any_unit(lambda u: u.method),
+    "one unit": lambda p: _num_units(p) == 1,
+    "several units": lambda p: _num_units(p) > 1,
+    "units in units": lambda p: any(place.unit != place.root for place in places(p.tree)),
+    "several roots": lambda p: len({place.root for place in places(p.tree)} - {None}) > 1,
+}
+"""What programs can be made of; ``test_fuzz`` sees to it that each occurs."""
+
+
+def features(program: Program) -> list[str]:
+    """Names of what ``program`` makes use of."""
+    return [name for name, is_used in FEATURES.items() if is_used(program)]
+
+
+def _repeats_reentrant_parts_of_a_group(program: Program) -> bool:
+    """A leaf is in the group of a module outside of the reentrant checkpoint that it is in, and may run repeatedly."""
+    found = {place.path: place for place in places(program.tree)}
+    targets = {place.target for place in found.values()}
+    for place in found.values():
+        above = [found[place.path[:n]] for n in range(len(place.path) + 1)]
+        kinds = {p.path: p.node.kind for p in above if not isinstance(p.node, Again)}
+        outermost = min((path for path, kind in kinds.items() if kind == "reentrant checkpoint"), default=None)
+        if outermost is None or place.unit is None or len(place.unit) > len(outermost):
+            continue
+        unit = _unit(found[place.unit].node)
+        if (
+            (unit is not None and unit.tied)
+            or {"repeat", "recursive"} & set(kinds.values())
+            or any(p.path in targets for p in above)
+        ):
+            return True
+    return False
+
+
+KNOWN: Mapping[str, Callable[[Program], bool]] = {
+    # Each reentrant segment accumulates its gradients by itself. ParameterGroup._on_gradient counts these, so that two
+    # segments that share a parameter look like two parameters: the group is freed while its backward still needs it.
+    "gradients of reentrant segments are counted twice": _repeats_reentrant_parts_of_a_group,
+}
+"""Programs that are not drawn, because of a bug of the library that is known, or of torch. By what is wrong there."""

@@ -1,0 +1,247 @@
+"""The modules that programs speak of. The same program gives the same module on every rank.
+
+Every module maps inputs of shape ``(batch, width)`` to outputs of that shape, in one of several containers, and
+computes in the dtype of its own parameters, whatever it is given. Which parts it calls may depend on the step, through
+its ``Clock``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parity.programs import Again, Block, Leaf, Program, Unit, places
+
+__all__ = ["BlockModule", "Clock", "LeafModule", "Pair", "Part", "build", "first_and_rest", "freeze", "parts", "units"]
+
+
+@dataclass
+class Clock:
+    """The step that is being trained."""
+
+    step: int = 0
+
+
+@dataclass
+class Pair:
+    """An output that pytree does not know."""
+
+    first: torch.Tensor
+    rest: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group that a module's own parameters belong to: where its unit is in the tree, and which."""
+
+    path: tuple[int, ...] | None = None
+    unit: Unit | None = None
+
+
+class Part(nn.Module):
+    """What ``LeafModule`` and ``BlockModule`` share: the container of the outputs, and the call of another part."""
+
+    node: Leaf | Block
+
+    def __init__(self, node: Leaf | Block, group: Group, clock: Clock) -> None:
+        super().__init__()
+        self.node, self.group, self.clock = node, group, clock
+
+    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> Any:
+        first, rest = self.compute(x, depth)
+        return _contained(self.node.returns, x, first, first * 0.5 if rest is None else rest)
+
+    def other(self, x: torch.Tensor) -> Any:
+        """To be registered as a forward method."""
+        return self.forward(x)
+
+
+def run(part: Part, x: torch.Tensor) -> torch.Tensor:
+    """Calls ``part`` as its node says, and takes of the outputs what that says."""
+    if part.clock.step in part.node.absent:
+        return x
+    unit = part.node.unit
+    first, rest = first_and_rest(part.other(x) if unit is not None and unit.method else part(x=x))
+    if part.node.returns == "view":
+        return first.mul_(0.5)
+    return first + 0.25 * rest if rest is not None and part.node.uses_all else first
+
+
+def first_and_rest(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The two tensors of an output, or the only one."""
+    match output:
+        case (first, rest) | {"first": first, "more": [{"rest": rest}, None]} | {"first": first, "rest": rest}:
+            return first, rest
+        case Pair(first, rest):
+            return first, rest
+        case _:
+            return output, None
+
+
+def _contained(returns: str, x: torch.Tensor, first: torch.Tensor, rest: torch.Tensor) -> Any:
+    match returns:
+        case "tuple":
+            return first, rest
+        case "dict":
+            return {"first": first, "rest": rest}
+        case "nested":
+            return {"first": first, "more": [{"rest": rest}, None]}
+        case "dataclass":
+            return Pair(first, rest)
+        case "with input":
+            return first, x
+        case "view":
+            return (first * 1.0).view(-1).view(first.shape)
+        case _:
+            return first
+
+
+class LeafModule(Part):
+    """Parameters by kind; initial values depend on ``number`` alone."""
+
+    node: Leaf
+
+    weight: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(self, node: Leaf, group: Group, clock: Clock, width: int, number: int) -> None:
+        super().__init__(node, group, clock)
+        generator = torch.Generator().manual_seed(number)
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {
+            "linear": {"weight": (width, width), "bias": (width,)},
+            "thin": {"up": (node.size, width), "down": (width, node.size), "bias": (width,)},
+            "norm": {"weight": (width,), "bias": (width,)},
+            "scale": {"weight": (1,), "bias": (1, width)},
+            "table": {"weight": (node.size, width)},
+            "conv": {"weight": (node.size, 1, 3), "bias": (node.size,)},
+            "empty": {"weight": (0, width), "bias": (width,)},
+            "idle": {"weight": (node.size, width)},
+        }
+        self.bias: nn.Parameter | None = None
+        for name, shape in shapes[node.kind].items():
+            if name != "bias" or node.bias:
+                values = torch.randn(shape, generator=generator, dtype=torch.float64)
+                setattr(self, name, nn.Parameter(values.to(getattr(torch, node.dtype))))
+
+    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = x.to(next(self.parameters(recurse=False)).dtype)
+        kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "linear": lambda x: F.linear(x, self.weight, self.bias),
+            "thin": lambda x: F.linear(torch.tanh(F.linear(x, self.up)), self.down, self.bias),
+            "norm": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * self.weight + self.offset(),
+            "scale": lambda x: x * self.weight + self.offset(),
+            "table": lambda x: x + self.weight[torch.arange(x.size(0)) % self.node.size],
+            "conv": self.convolve,
+            "empty": lambda x: x + self.weight.sum(0) + self.offset(),
+            "idle": lambda x: x * 2.0,
+        }
+        return torch.tanh(kinds[self.node.kind](x)), None
+
+    def offset(self) -> torch.Tensor | float:
+        return 0.0 if self.bias is None else self.bias
+
+    def convolve(self, x: torch.Tensor) -> torch.Tensor:
+        windows = F.pad(x, (1, 1)).unfold(1, 3, 1)
+        return (F.linear(windows, self.weight.flatten(1)) + self.offset()).mean(-1)
+
+
+class BlockModule(Part):
+    """Calls its parts as its kind says."""
+
+    node: Block
+
+    def __init__(self, node: Block, group: Group, clock: Clock) -> None:
+        super().__init__(node, group, clock)
+        self.parts = nn.ModuleList()
+
+    def all_parts(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            assert isinstance(part, Part)
+            x = run(part, x)
+        return x
+
+    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        first, last = self.parts[0], self.parts[-1]
+        assert isinstance(first, Part)
+        assert isinstance(last, Part)
+        match self.node.kind:
+            case "residual":
+                return x + self.all_parts(x), None
+            case "fork":
+                return run(first, x), run(last, x)
+            case "dead":  # nobody looks at what it computes
+                self.all_parts(x)
+                return x, None
+            case "repeat":
+                for _ in range(self.node.times):
+                    x = self.all_parts(x)
+                return x, None
+            case "recursive":
+                x = run(first, x)
+                if depth < self.node.times:
+                    x = first_and_rest(self(x, depth + 1))[0]
+                return run(last, x), None
+            case "checkpoint" | "reentrant checkpoint" as kind:
+                # The reentrant kind gives no gradients at all if no input needs one.
+                reentrant = kind.startswith("reentrant") and x.requires_grad
+                return checkpoint(self.all_parts, x, use_reentrant=reentrant), None
+            case _:
+                return self.all_parts(x), None
+
+
+def build(program: Program, clock: Clock) -> Part:
+    """The unsharded module."""
+    found = places(program.tree)
+    unit_at = {place.path: place.node.unit for place in found if not isinstance(place.node, Again)}
+    built: dict[tuple[int, ...], Part] = {}
+    for number, place in reversed(list(enumerate(found))):  # children before their parents
+        node, group = place.node, Group(place.unit, None if place.unit is None else unit_at[place.unit])
+        if isinstance(node, Leaf):
+            built[place.path] = LeafModule(node, group, clock, program.width, number)
+        elif isinstance(node, Block):
+            built[place.path] = BlockModule(node, group, clock)
+    for place in found:
+        if place.path:
+            above = built[place.path[:-1]]
+            assert isinstance(above, BlockModule)
+            source = place.path if place.target is None else place.target
+            above.parts.append(built[source])
+    _tie([part for place in found if isinstance(part := built.get(place.path), LeafModule)])
+    return built[()]
+
+
+def _tie(leaves: list[LeafModule]) -> None:
+    first: dict[object, nn.Parameter] = {}
+    for leaf in leaves:
+        unit, node = leaf.group.unit, leaf.node
+        if unit is not None and unit.tied and node.kind == "linear" and not node.ignored:
+            leaf.weight = first.setdefault((leaf.group.path, node.dtype), leaf.weight)
+
+
+def parts(model: nn.Module) -> Iterator[Part]:
+    """All modules of a program, each once, a parent before its children."""
+    return (module for module in model.modules() if isinstance(module, Part))
+
+
+def units(model: nn.Module) -> list[Part]:
+    """Those that are given to ``fully_shard``."""
+    return [part for part in parts(model) if part.node.unit is not None]
+
+
+def freeze(model: nn.Module, step: int) -> None:
+    """Freezes and thaws for ``step`` whatever parameters are registered now."""
+    for part in parts(model):
+        if isinstance(part, LeafModule):
+            for i, parameter in enumerate(part.parameters(recurse=False)):
+                chosen = {"all": True, "first": i == 0, "rest": i > 0}[part.node.part]
+                parameter.requires_grad_(not (chosen and step in part.node.frozen))

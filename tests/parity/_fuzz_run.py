@@ -1,0 +1,265 @@
+"""Steps of programs, and programs on a sharded model. Everything a rank can see is noted, to be compared later."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from composable_fsdp.trace import Recorder
+from tests.parity._fuzz_model import Clock, Part, build, first_and_rest, freeze, parts, units
+from tests.parity.programs import Leaf, Program, Step, Unit
+
+__all__ = ["OPTIMIZERS", "Driver", "Run", "dtype_of", "has_dim", "play", "train_sharded"]
+
+BATCH = 3
+
+# eps as large as the gradients, so that Adam does not follow rounding where these are all rounding.
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True),
+}
+
+
+@dataclass
+class Run:
+    """What a rank saw, in order: losses, gradients of inputs and of parameters, parameters. Empty where it failed."""
+
+    labels: list[tuple[str, int]] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    error: str = ""
+
+    def note(self, label: str, value: torch.Tensor | None) -> None:
+        flat = torch.empty(0, dtype=torch.float64) if value is None else value.detach().reshape(-1).double().clone()
+        self.labels.append((f"{label} is None" if value is None else label, flat.numel()))
+        self.values.append(flat)
+
+
+class Driver:
+    """Around the passes of ``play``, for a model without gradients to share."""
+
+    def before_forward(self, step: Step) -> None: ...
+    def before_backward(self, step: Step, is_last: bool) -> None: ...
+    def after_backward(self, step: Step, is_last: bool) -> None: ...
+    def before_optimizer(self, step: Step) -> None: ...
+
+
+def play(model: Part, width: int, step: Step, seed: int, driver: Driver, run: Run) -> None:
+    """One step of one rank, up to the optimizer's."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch() -> torch.Tensor:
+        return torch.randn(BATCH, width, generator=generator, dtype=torch.float64)
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, rest = first_and_rest(model(x))
+        first = first.double()
+        return first.square().mean(), (first.sin() if rest is None else rest.double().cos()).mean()
+
+    def evaluate(when: str) -> None:
+        for then, mode in step.evaluate:
+            if then == when:
+                context: AbstractContextManager[object] = getattr(torch, mode)()
+                x = batch()
+                with context:
+                    values = torch.stack(forward(x))
+                run.note(f"evaluation {when}", values.clone())
+
+    def backward(kind: str, losses: tuple[torch.Tensor, torch.Tensor], *, is_last: bool) -> None:
+        first, second = losses
+        roots = {
+            "all": [first + second],
+            "twice": [first + second, first + second],
+            "first": [first],
+            "second": [second],
+            "first, then second": [first, second],
+        }[kind]
+        for i, root in enumerate(roots):
+            ends = is_last and i == len(roots) - 1
+            if root.requires_grad:
+                driver.before_backward(step, ends)
+                root.backward(retain_graph=root is not roots[-1] or i < len(roots) - 1)
+                driver.after_backward(step, ends)
+
+    evaluate("before")
+    if step.abandoned:
+        forward(batch())
+    inputs = [batch().requires_grad_(step.input_grad) for _ in step.backwards]
+    number = len(inputs)
+    order = list(range(number))
+    if step.order == "in turn":
+        for i in order:
+            driver.before_forward(step)
+            losses = [forward(inputs[i])]
+            run.note(f"loss {i}", torch.stack(losses[0]))
+            if i == 0:
+                evaluate("between")
+            backward(step.backwards[i], losses[0], is_last=i == number - 1)
+    else:
+        driver.before_forward(step)
+        losses = [forward(x) for x in inputs]
+        evaluate("between")
+        run.note("losses", torch.stack([torch.stack(pair) for pair in losses]))
+        if step.order == "joined":
+            first, second = zip(*losses, strict=True)
+            joined = torch.stack(first).sum(), torch.stack(second).prod()
+            backward(step.backwards[0], joined, is_last=True)
+        else:
+            if step.order == "late, reversed":
+                order.reverse()
+            for i in order:
+                backward(step.backwards[i], losses[i], is_last=i == order[-1])
+    for x in inputs:
+        if step.input_grad:
+            run.note("gradient of inputs", x.grad)
+    driver.before_optimizer(step)
+    evaluate("after")
+
+
+# -- sharded
+
+
+class Sharded(Driver):
+    """Sets up every pass of the sharded model as the step says."""
+
+    def __init__(self, model: Part, roots: list[FSDPModule], recorder: Recorder) -> None:
+        self.model = model
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.roots = roots
+        self.recorder = recorder
+        self.is_clean = False
+        """Whether everything is sharded: a backward came last, and nothing is to be kept after that."""
+
+    def before_forward(self, step: Step) -> None:
+        self.is_clean = False
+        if step.reshard is not None:
+            for root in self.roots:
+                root.set_reshard_after_forward(step.reshard)
+        if step.by_hand.startswith("unshard before"):
+            for module in self.modules:
+                module.unshard(async_op=step.by_hand.endswith("async"))
+
+    def before_backward(self, step: Step, is_last: bool) -> None:
+        for root in self.roots:
+            root.set_requires_gradient_sync(is_last or step.hold == "none", recurse=True)
+            if step.hold == "roots":
+                root.set_requires_gradient_sync(True)
+                root.set_requires_gradient_sync(is_last, recurse=False)
+            root.set_reshard_after_backward(step.keep == "never" or (step.keep == "until last" and is_last))
+            root.set_is_last_backward(is_last or not step.is_last)
+        if step.by_hand == "reshard between":
+            for module in self.modules:
+                module.reshard()
+
+    def after_backward(self, step: Step, is_last: bool) -> None:
+        # Every backward begins at the whole, but may not reach a unit further down that is a root of its own.
+        self.is_clean = step.keep != "always" and is_last and isinstance(self.model, FSDPModule)
+
+    def before_optimizer(self, step: Step) -> None:
+        if self.is_clean:
+            check_memory(self.recorder)
+        if step.by_hand == "unshard after":
+            for module in self.modules:
+                module.unshard(async_op=True)
+
+
+def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
+    """The ``fully_shard`` calls and setters that the program asks for. Returns the outermost units."""
+    sharded = units(model)
+    ignored = {
+        p for part in parts(model) if isinstance(part.node, Leaf) and part.node.ignored for p in part.parameters()
+    }
+    for part in bottom_up(model):
+        unit = part.node.unit
+        assert unit is not None
+        fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=unit.reshard,
+            shard_placement_fn=lambda p, unit=unit: Shard(unit.dim) if has_dim(p, unit) else None,  # type: ignore[misc]
+            mp_policy=policy_of(unit),
+            ignored_params=ignored,
+        )
+        if unit.method:
+            register_fsdp_forward_method(part, "other")
+    inner = {id(m) for part in sharded for m in part.modules() if m is not part}
+    roots = [part for part in sharded if id(part) not in inner]
+    for root in roots:
+        below = units(root)
+        for part in below:
+            unit = part.node.unit
+            assert unit is not None
+            assert isinstance(part, FSDPModule)
+            if unit.forward_prefetch is not None:
+                part.set_modules_to_forward_prefetch([below[i % len(below)] for i in unit.forward_prefetch])  # type: ignore[misc]
+            if unit.backward_prefetch is not None:
+                part.set_modules_to_backward_prefetch([below[i % len(below)] for i in unit.backward_prefetch])  # type: ignore[misc]
+    return roots  # type: ignore[return-value]
+
+
+def bottom_up(model: nn.Module) -> list[Part]:
+    """The modules to shard, each after all that it contains; those that are repeated may be found late in another."""
+    found: dict[Part, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        if isinstance(module, Part) and module.node.unit is not None:
+            found.setdefault(module)
+
+    visit(model)
+    return list(found)
+
+
+def has_dim(tensor: torch.Tensor, unit: Unit) -> bool:
+    return -tensor.ndim <= unit.dim < tensor.ndim
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def policy_of(unit: Unit) -> MixedPrecisionPolicy:
+    p = unit.precision
+    return MixedPrecisionPolicy(dtype_of(p.param), dtype_of(p.reduce), dtype_of(p.output), p.cast_inputs)
+
+
+def train_sharded(program: Program, mesh: DeviceMesh) -> Run:
+    rank, run, clock = dist.get_rank(), Run(), Clock()
+    with Recorder() as recorder:
+        model = build(program, clock)
+        roots = apply(program, model, mesh)
+        driver = Sharded(model, roots, recorder)
+        parameters = dict(model.named_parameters())
+        optimizer = OPTIMIZERS[program.optimizer](parameters.values())
+        for clock.step, step in enumerate(program.steps):
+            optimizer.zero_grad()
+            freeze(model, clock.step)
+            play(model, program.width, step, 100 * clock.step + rank, driver, run)
+            for name, parameter in parameters.items():
+                if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                    assert parameter.grad.placements == parameter.placements, name
+                run.note(f"gradient of {name}", local(parameter.grad))
+            optimizer.step()
+        for name, parameter in parameters.items():
+            run.note(name, local(parameter))
+        for module in driver.modules:
+            module.reshard()
+    check_memory(recorder)
+    return run
+
+
+def check_memory(recorder: Recorder) -> None:
+    assert recorder.allocated == {}, f"unsharded memory is left: {recorder.allocated}"
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

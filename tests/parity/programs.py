@@ -1,0 +1,254 @@
+"""Programs of the fuzzer: which module, how it is grouped, what three training steps do with it. Values, no tensors.
+
+A program is a tree of frozen dataclasses that can be pickled, compared and pasted: its ``repr`` leaves out what has its
+default value. A module that ``fully_shard`` is called on has a :class:`Unit`. What a word in a field means is said
+where it is carried out: modules in ``_fuzz_model``, steps in ``_fuzz_run``. A new feature is a field with a default
+here, a draw in ``_draw``, a row in ``_features``, and its meaning for the sharded run and for the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from math import prod
+
+__all__ = [
+    "BACKWARDS",
+    "BLOCKS",
+    "BY_HAND",
+    "HOLDS",
+    "KEEPS",
+    "LEAVES",
+    "MODES",
+    "OPTIMIZERS",
+    "ORDERS",
+    "RETURNS",
+    "STEPS",
+    "WHENS",
+    "Again",
+    "Block",
+    "Leaf",
+    "Node",
+    "Place",
+    "Precision",
+    "Program",
+    "Step",
+    "Unit",
+    "completed",
+    "places",
+]
+
+STEPS = 3
+LEAVES = ("linear", "thin", "norm", "scale", "table", "conv", "empty", "idle")
+BLOCKS = ("chain", "residual", "fork", "dead", "repeat", "recursive", "checkpoint", "reentrant checkpoint")
+RETURNS = ("tensor", "tuple", "dict", "dataclass", "nested", "with input", "view")
+BACKWARDS = ("all", "twice", "first", "second", "first, then second")
+ORDERS = ("in turn", "late", "late, reversed", "joined")
+HOLDS = ("none", "all", "roots")
+KEEPS = ("never", "until last", "always")
+WHENS = ("before", "between", "after")
+MODES = ("no_grad", "inference_mode")
+BY_HAND = ("nothing", "unshard before", "unshard before, async", "reshard between", "unshard after")
+OPTIMIZERS = ("sgd", "adamw", "adamw-fused")
+
+
+class _Short:
+    def __repr__(self) -> str:
+        shown = [f for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Precision(_Short):
+    """``MixedPrecisionPolicy`` with names of dtypes."""
+
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_inputs: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Unit(_Short):
+    """A ``fully_shard`` call.
+
+    Args:
+        reshard: ``reshard_after_forward``.
+        dim: parameters are cut on this dim where they have it, else on dim 0.
+        precision: its policy.
+        tied: the square weights of the group are one parameter.
+        forward_prefetch, backward_prefetch: units by their number in module order (modulo how many there are), given
+            to the setters of those names; ``None`` leaves it to the library.
+        method: its caller calls a registered method instead of the module.
+    """
+
+    reshard: bool | int | None = None
+    dim: int = 0
+    precision: Precision = Precision()
+    tied: bool = False
+    forward_prefetch: tuple[int, ...] | None = None
+    backward_prefetch: tuple[int, ...] | None = None
+    method: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Leaf(_Short):
+    """A module with parameters of its own.
+
+    Args:
+        kind: which.
+        size: rows of parameters that the width does not determine.
+        dtype: of its parameters.
+        frozen: in these steps.
+        part: which of its parameters are ``frozen``.
+        ignored: given to every ``fully_shard`` in ``ignored_params``, and frozen in all steps.
+        absent: in these steps the caller leaves it out.
+        returns: the container of its outputs.
+        uses_all: whether the caller uses all outputs or only the first.
+        unit: how it is sharded, if it is a group of its own.
+    """
+
+    kind: str = "linear"
+    size: int = 1
+    bias: bool = False
+    dtype: str = "float64"
+    frozen: tuple[int, ...] = ()
+    part: str = "all"
+    ignored: bool = False
+    absent: tuple[int, ...] = ()
+    returns: str = "tensor"
+    uses_all: bool = False
+    unit: Unit | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Block(_Short):
+    """A module that calls others: ``kind`` says how, ``times`` how often where that is a question."""
+
+    kind: str = "chain"
+    children: tuple[Node, ...] = ()
+    times: int = 2
+    absent: tuple[int, ...] = ()
+    returns: str = "tensor"
+    uses_all: bool = False
+    unit: Unit | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Again(_Short):
+    """A module that was there before, by its number among those complete (modulo how many these are)."""
+
+    which: int = 0
+
+
+Node = Leaf | Block | Again
+
+
+@dataclass(frozen=True, repr=False)
+class Step(_Short):
+    """One step of training.
+
+    Args:
+        backwards: one per microbatch: what of its outputs goes backward, and how often.
+        order: of forwards and backwards.
+        hold: which units do not synchronise gradients before the last backward.
+        keep: when parameters stay unsharded after backward.
+        is_last: call ``set_is_last_backward`` before each backward.
+        evaluate: forwards without gradients, as pairs of when and mode.
+        input_grad: the inputs need gradients.
+        abandoned: begin with a forward that no backward comes back to.
+        by_hand: calls of ``unshard`` and ``reshard``.
+        reshard: ``set_reshard_after_forward`` of all units, before the forward.
+    """
+
+    backwards: tuple[str, ...] = ("all",)
+    order: str = "in turn"
+    hold: str = "none"
+    keep: str = "never"
+    is_last: bool = False
+    evaluate: tuple[tuple[str, str], ...] = ()
+    input_grad: bool = False
+    abandoned: bool = False
+    by_hand: str = "nothing"
+    reshard: bool | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Program(_Short):
+    """A module for inputs of ``width``, trained on a mesh of this shape."""
+
+    tree: Node
+    width: int = 1
+    mesh: tuple[int, ...] = (2,)
+    optimizer: str = "sgd"
+    steps: tuple[Step, ...] = field(default=(Step(),) * STEPS)
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.mesh)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node is: ``path`` are indices of children from the tree's top, ``unit`` and ``root`` paths of the unit
+    that takes its parameters and of the outermost one around it; ``target`` the path of what an ``Again`` repeats."""
+
+    path: tuple[int, ...]
+    node: Node
+    unit: tuple[int, ...] | None
+    root: tuple[int, ...] | None
+    target: tuple[int, ...] | None = None
+
+
+def places(tree: Node) -> list[Place]:
+    """All nodes, a parent before its children."""
+    complete: list[tuple[int, ...]] = []
+
+    def walk(node: Node, path: tuple[int, ...], outer: Place | None) -> Iterator[Place]:
+        unit, root = (outer.unit, outer.root) if outer is not None else (None, None)
+        if isinstance(node, Again):
+            target = complete[node.which % len(complete)] if complete else None
+            yield Place(path, node, unit, root, target)
+            return
+        if node.unit is not None:
+            unit, root = path, path if root is None else root
+        place = Place(path, node, unit, root)
+        yield place
+        for i, child in enumerate(node.children if isinstance(node, Block) else ()):
+            yield from walk(child, (*path, i), place)
+        complete.append(path)
+
+    return list(walk(tree, (), None))
+
+
+def completed(tree: Node) -> Node:
+    """``tree`` with what it lacks.
+
+    A leaf where there is nothing to repeat; and units, so that all parameters belong to a group, and all users of one
+    to the same.
+    """
+    while missing := [p.path for p in places(tree) if isinstance(p.node, Again) and p.target is None]:
+        tree = _with(tree, missing[0], lambda _: Leaf())
+    if not isinstance(tree, Again) and tree.unit is None and any(isinstance(p.node, Again) for p in places(tree)):
+        tree = replace(tree, unit=Unit())  # a module in two roots is none of the library's promises
+    while True:
+        found = places(tree)
+        by_path = {place.path: place for place in found}
+        lacking = [p.path for p in found if isinstance(p.node, Leaf) and p.unit is None]
+        for place in found:
+            target = by_path[place.target] if place.target is not None else None
+            if target is not None and target.unit not in (place.unit, target.path):
+                lacking.append(target.path)
+        if not lacking:
+            return tree
+        tree = _with(tree, lacking[0], lambda node: node if isinstance(node, Again) else replace(node, unit=Unit()))
+
+
+def _with(node: Node, path: tuple[int, ...], change: Callable[[Node], Node]) -> Node:
+    if not path:
+        return change(node)
+    assert isinstance(node, Block)
+    first, rest = path[0], path[1:]
+    return replace(
+        node, children=tuple(_with(c, rest, change) if i == first else c for i, c in enumerate(node.children))
+    )

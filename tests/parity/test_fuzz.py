@@ -1,0 +1,252 @@
+"""Programs drawn at random train sharded as they do unsharded.
+
+CI draws the same programs every time. For more of them, others in every run:
+
+    FUZZ_PROGRAMS=10000 python -m pytest tests/parity/test_fuzz.py -k train --timeout=0
+
+which says at the end how many made use of what. It prints its seed, and ``FUZZ_SEED`` repeats a run. A failure shows
+the smallest program that hypothesis could find, to be pasted into ``alone(...)``.
+
+All programs are drawn first and run in batches, since a call of ``run_ranks`` costs as much as a program. Only when one
+fails is hypothesis asked to draw the same programs again, told what is known of them, and left to shrink.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from composable_fsdp.layout.reduction import Reduction
+from composable_fsdp.runtime.bucket import Bucket
+from composable_fsdp.runtime.group import ParameterGroup
+from composable_fsdp.runtime.iteration import Iteration
+from composable_fsdp.testing import RanksError, run_ranks, shutdown
+from tests.parity._draw import programs
+from tests.parity._features import FEATURES, features, has_smaller_mesh
+from tests.parity._fuzz_reference import differences
+from tests.parity.programs import Program
+
+ROUND = 1000
+"""Programs that are drawn from one seed."""
+
+BATCH = 150
+"""Programs in one call of ``run_ranks``."""
+
+SHRINKING = 60.0
+"""Seconds that hypothesis may take to find a smaller program."""
+
+IN_CI = {2: 300, 4: 30}
+"""Programs by number of ranks; those of longer runs are shared out likewise."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Some programs. The same every time for the same seed; ``None`` is the seed of CI."""
+
+    size: int
+    world_size: int
+    seed: int | None = None
+
+    def each(self, check: Callable[[Program], None], *phases: Phase) -> None:
+        """Hypothesis calls ``check`` with one program after another. It repeats itself, so that more are drawn."""
+
+        @settings(
+            max_examples=self.size * 3 // 2,
+            derandomize=self.seed is None,
+            database=None,
+            phases=(Phase.generate, *phases),
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(programs(self.world_size))
+        def test(program: Program) -> None:
+            check(program)
+
+        (test if self.seed is None else seed(self.seed)(test))()
+
+    def programs(self) -> list[Program]:
+        """The first ``size`` different ones."""
+        found: dict[Program, None] = {}
+        self.each(found.setdefault)
+        return list(found)[: self.size]
+
+
+drawn = lru_cache(Round.programs)
+
+
+def alone(program: Program, timeout: float = 20.0) -> str:
+    """Runs one program. What went wrong, or nothing."""
+    try:
+        found = on_ranks([program], timeout)
+    except RanksError as error:
+        return str(error)
+    return next(iter(found.values()), "")
+
+
+def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
+    """Runs programs in one call. What went wrong, by their position."""
+    # Names of the process groups of smaller meshes repeat themselves after earlier groups are destroyed, as between two
+    # calls of run_ranks, and gloo then waits for the ranks of those: such programs get processes of their own.
+    needs_own = any(map(has_smaller_mesh, some))
+    if needs_own:
+        shutdown()
+    try:
+        told = run_ranks(differences, some[0].world_size, some, timeout=timeout)
+    finally:
+        if needs_own:
+            shutdown()
+    return {i: text for result in told for i, text in result.items()}
+
+
+def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
+    """Runs them in batches, and those again by themselves that failed."""
+    found: dict[Program, str] = {}
+    for start in range(0, len(all_programs), BATCH):
+        batch = all_programs[start : start + BATCH]
+        suspects = together(batch)
+        texts = {program: alone(program) for program in suspects}
+        if suspects and not any(texts.values()):
+            raise AssertionError(f"these failed, but none of them by itself: {suspects}")
+        found |= {program: text for program, text in texts.items() if text}
+    return found
+
+
+def together(batch: Sequence[Program]) -> dict[Program, str]:
+    """Runs them in one call. Where that dies or hangs, the halves of it, to find those that do."""
+    try:
+        found = on_ranks(batch, timeout=20.0 + 0.5 * len(batch))
+    except RanksError as error:
+        if len(batch) == 1:
+            return {batch[0]: str(error)}
+        middle = len(batch) // 2
+        return together(batch[:middle]) | together(batch[middle:])
+    return {batch[i]: text for i, text in found.items()}
+
+
+def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
+    """The smallest failing program that can be found in some time, and what went wrong."""
+    known = dict.fromkeys(round_.programs(), "") | failed
+    best, deadline = min(failed, key=lambda program: len(repr(program))), time.monotonic() + SHRINKING
+
+    def check(program: Program) -> None:
+        nonlocal best
+        if program not in known and time.monotonic() < deadline:
+            known[program] = alone(program)
+        if known.get(program):
+            best = min(best, program, key=lambda program: len(repr(program)))
+            raise AssertionError
+
+    with pytest.raises(AssertionError):
+        round_.each(check, Phase.shrink)
+    return best, known[best]
+
+
+def rounds(world_size: int) -> Iterator[Round]:
+    """What to run, by the environment."""
+    wanted = int(os.environ.get("FUZZ_PROGRAMS", "0")) * IN_CI[world_size] // sum(IN_CI.values())
+    if not wanted:
+        yield Round(IN_CI[world_size], world_size)
+        return
+    first = int(os.environ.get("FUZZ_SEED", random.randrange(10**6)))
+    for i, start in enumerate(range(0, wanted, ROUND)):
+        yield Round(min(ROUND, wanted - start), world_size, first + i)
+
+
+@pytest.mark.behaviour("A-04", "A-05", "A-07", "A-10", "C-01", "C-03", "C-04", "C-05", "C-06", "C-07", "C-08", "C-10")
+@pytest.mark.behaviour("C-13", "D-01", "D-03")
+@pytest.mark.parametrize("world_size", IN_CI)
+def test_programs_train_as_the_unsharded_model_does(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(line: str) -> None:
+        with capsys.disabled():
+            sys.stdout.write(f"{line}\n")
+
+    begin, number, used, failed = time.monotonic(), 0, Counter[str](), list[tuple[Round, dict[Program, str]]]()
+    for round_ in rounds(world_size):
+        found = drawn(round_)
+        assert len(found) == round_.size
+        if bad := failures(found):
+            failed.append((round_, bad))
+        if round_.seed is not None:
+            number += len(found)
+            used.update(name for program in found for name in features(program))
+            say(
+                f"\nseed {round_.seed}: {number} programs on {world_size} ranks, {sum(len(b) for _, b in failed)} "
+                f"failed, {time.monotonic() - begin:.0f} s"
+            )
+    for name, count in used.most_common():
+        say(f"{count:7} {name}")
+    if failed:
+        program, text = smallest(*failed[0])
+        many = sum(len(bad) for _, bad in failed)
+        raise AssertionError(f"{many} programs failed. The smallest found:\n\n{program}\n\n{text}")
+
+
+def test_the_programs_of_ci_make_use_of_every_feature() -> None:
+    used = Counter(name for program in drawn(Round(IN_CI[2], 2)) for name in features(program))
+    assert {name: used[name] for name in FEATURES if used[name] < 5} == {}
+
+
+# -- a library that is broken on purpose
+
+
+def forget_to_divide(self: Bucket, *args: object) -> object:
+    scatter, reduction = args
+    assert isinstance(reduction, Reduction)
+    return WHOLE["finish_scatter"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
+
+
+def forget_what_is_kept(self: Iteration, *args: object) -> object:
+    WHOLE["_end_backward"](self, *args)
+    for unit in self.units.values():
+        unit.kept_version = None
+    return None
+
+
+def forget_what_was_held(self: ParameterGroup, *args: object) -> object:
+    WHOLE["hold_gradients"](self, *args)
+    for parameter in self.parameters:
+        parameter.drop_gradient()
+    return None
+
+
+def leave_out_a_rank(self: Bucket, *args: object) -> object:
+    gather = WHOLE["prepare_gather"](self, *args)
+    if self._shard.rank and gather.packed is not None:
+        gather.transfers[-1].input.zero_()
+    return gather
+
+
+BREAKAGES: dict[str, tuple[type, Callable[..., object], str]] = {
+    "finish_scatter": (Bucket, forget_to_divide, "backward all"),
+    "_end_backward": (Iteration, forget_what_is_kept, "keep always"),
+    "hold_gradients": (ParameterGroup, forget_what_was_held, "hold all"),
+    "prepare_gather": (Bucket, leave_out_a_rank, "backward all"),
+}
+"""By the method that is replaced: by what, and the feature with which that shows."""
+
+WHOLE = {name: getattr(owner, name) for name, (owner, _, _) in BREAKAGES.items()}
+
+
+def differences_when_broken(name: str, some: Sequence[Program]) -> dict[int, str]:
+    owner, broken, _ = BREAKAGES[name]
+    setattr(owner, name, broken)
+    try:
+        return differences(some)
+    finally:
+        setattr(owner, name, WHOLE[name])
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_broken_library_is_noticed(name: str) -> None:
+    fit = [program for program in drawn(Round(IN_CI[2], 2)) if BREAKAGES[name][2] in features(program)]
+    found = run_ranks(differences_when_broken, 2, name, fit[:20])
+    assert sum(map(len, found)) > 0
