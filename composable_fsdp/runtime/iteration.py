@@ -87,6 +87,8 @@ class Iteration:
         self._outermost: Unit | None = None
         self._record = ForwardRecord()
         self._backwards = 0
+        self._graph_task = -1
+        """Autograd's number for the backward that is under way."""
         self._seen_steps = _optimizer_steps
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = root.reductions_in_flight
@@ -174,6 +176,8 @@ class Iteration:
             self._begin_backward()
         if not self._was_seen(unit):
             raise _unseen_output(unit)
+        if torch._C._current_graph_task_id() != self._graph_task:
+            return  # a backward within: reentrant checkpoints accumulate a parameter that they share once for each
         if unit.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
             self.settle_gradients(unit)
         if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
@@ -271,6 +275,7 @@ class Iteration:
     def _begin_backward(self) -> None:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._backwards += 1
+        self._graph_task = torch._C._current_graph_task_id()
         self._reductions_limit = max(unit.reductions_in_flight for unit in self.units.values())
         Variable._execution_engine.queue_callback(self._end_backward)
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from tests.parity._features import KNOWN
 from tests.parity.programs import (
     BACKWARDS,
     BLOCKS,
@@ -44,13 +43,9 @@ DTYPES = ("float64", "float32", "bfloat16")
 SOME_STEPS = st.sampled_from([(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
 
 
-def programs(world_size: int = 2) -> st.SearchStrategy[Program]:
-    """Programs for so many ranks that the library should run and no entry of ``KNOWN`` excludes."""
-    return _programs(world_size).filter(lambda program: not any(known(program) for known in KNOWN.values()))
-
-
 @st.composite
-def _programs(draw: Draw, world_size: int) -> Program:
+def programs(draw: Draw, world_size: int = 2) -> Program:
+    """Programs for so many ranks that the library should run."""
     mesh = draw(st.sampled_from(MESHES[world_size]))
     tree = completed(draw(_blocks(DEPTH, mesh[-1], is_root=True)))
     steps = draw(st.lists(_steps(), min_size=1, max_size=STEPS))

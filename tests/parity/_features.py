@@ -27,7 +27,7 @@ from tests.parity.programs import (
     places,
 )
 
-__all__ = ["FEATURES", "KNOWN", "features", "has_smaller_mesh"]
+__all__ = ["FEATURES", "features"]
 
 
 def _unit(node: Node) -> Unit | None:
@@ -52,12 +52,6 @@ def _any_step(test: Callable[[Step], object]) -> Callable[[Program], bool]:
 
 def _kind(kind: str) -> Callable[[Program], bool]:
     return _any_node(lambda node: node.kind == kind)
-
-
-def has_smaller_mesh(program: Program) -> bool:
-    """Whether parameters are resharded to a part of the shard axis."""
-    wanted = [unit.reshard for place in places(program.tree) if (unit := _unit(place.node)) is not None]
-    return any(isinstance(n, int) and not isinstance(n, bool) and 1 < n < program.mesh[-1] for n in wanted)
 
 
 def _mixes_dtypes(program: Program) -> bool:
@@ -132,31 +126,3 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
 def features(program: Program) -> list[str]:
     """Names of what ``program`` makes use of."""
     return [name for name, is_used in FEATURES.items() if is_used(program)]
-
-
-def _repeats_reentrant_parts_of_a_group(program: Program) -> bool:
-    """A leaf is in the group of a module outside of the reentrant checkpoint that it is in, and may run repeatedly."""
-    found = {place.path: place for place in places(program.tree)}
-    targets = {place.target for place in found.values()}
-    for place in found.values():
-        above = [found[place.path[:n]] for n in range(len(place.path) + 1)]
-        kinds = {p.path: p.node.kind for p in above if not isinstance(p.node, Again)}
-        outermost = min((path for path, kind in kinds.items() if kind == "reentrant checkpoint"), default=None)
-        if outermost is None or place.unit is None or len(place.unit) > len(outermost):
-            continue
-        unit = _unit(found[place.unit].node)
-        if (
-            (unit is not None and unit.tied)
-            or {"repeat", "recursive"} & set(kinds.values())
-            or any(p.path in targets for p in above)
-        ):
-            return True
-    return False
-
-
-KNOWN: Mapping[str, Callable[[Program], bool]] = {
-    # Each reentrant segment accumulates its gradients by itself. ParameterGroup._on_gradient counts these, so that two
-    # segments that share a parameter look like two parameters: the group is freed while its backward still needs it.
-    "gradients of reentrant segments are counted twice": _repeats_reentrant_parts_of_a_group,
-}
-"""Programs that are not drawn, because of a bug of the library that is known, or of torch. By what is wrong there."""

@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
@@ -29,11 +29,11 @@ from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.runtime.bucket import Bucket
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.iteration import Iteration
-from composable_fsdp.testing import RanksError, run_ranks, shutdown
+from composable_fsdp.testing import RanksError, run_ranks
 from tests.parity._draw import programs
-from tests.parity._features import FEATURES, features, has_smaller_mesh
+from tests.parity._features import FEATURES, features
 from tests.parity._fuzz_reference import differences
-from tests.parity.programs import Program
+from tests.parity.programs import Block, Leaf, Program, Unit
 
 ROUND = 1000
 """Programs that are drawn from one seed."""
@@ -94,16 +94,7 @@ def alone(program: Program, timeout: float = 20.0) -> str:
 
 def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
     """Runs programs in one call. What went wrong, by their position."""
-    # Names of the process groups of smaller meshes repeat themselves after earlier groups are destroyed, as between two
-    # calls of run_ranks, and gloo then waits for the ranks of those: such programs get processes of their own.
-    needs_own = any(map(has_smaller_mesh, some))
-    if needs_own:
-        shutdown()
-    try:
-        told = run_ranks(differences, some[0].world_size, some, timeout=timeout)
-    finally:
-        if needs_own:
-            shutdown()
+    told = run_ranks(differences, some[0].world_size, some, timeout=timeout)
     return {i: text for result in told for i, text in result.items()}
 
 
@@ -193,6 +184,26 @@ def test_programs_train_as_the_unsharded_model_does(world_size: int, capsys: pyt
 def test_the_programs_of_ci_make_use_of_every_feature() -> None:
     used = Counter(name for program in drawn(Round(IN_CI[2], 2)) for name in features(program))
     assert {name: used[name] for name in FEATURES if used[name] < 5} == {}
+
+
+def _reentrant(times: int, *before: Leaf, reshard: bool | None = None) -> Program:
+    segment = Block(kind="repeat", times=times, children=(Block(kind="reentrant checkpoint", children=(Leaf(),)),))
+    if not before:
+        return Program(tree=replace(segment, unit=Unit(reshard=reshard)), width=2)
+    return Program(tree=Block(kind="chain", children=(*before, segment), unit=Unit(reshard=reshard)), width=2)
+
+
+FOUND = {
+    "segments that share a parameter, each with a backward of its own": _reentrant(2),
+    "the same, with others before": _reentrant(3, Leaf(), Leaf()),
+    "the same, freed after forward": _reentrant(3, Leaf(), Leaf(kind="scale"), reshard=True),
+}
+"""Programs that failed once."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_programs_that_failed_once_pass(name: str) -> None:
+    assert alone(FOUND[name]) == ""
 
 
 # -- a library that is broken on purpose
