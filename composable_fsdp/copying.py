@@ -57,7 +57,7 @@ def _check_contained(unit: Unit, units: list[Unit], within: set[nn.Module], modu
     if not owners | set(unit.modules) <= within or not set(unit.lenders) | set(unit.borrowers) <= set(units):
         raise ConfigurationError(
             f"{type(module).__name__.removeprefix('FSDP')} shares the group of {unit.name!r} with modules outside of "
-            "it, so it cannot be copied alone. Copy a module that contains all of them."
+            "it, so it cannot be copied alone. Copy a sharded module that contains all of them."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 
@@ -77,7 +78,7 @@ class ParameterGroup:
             parameters = take_shards(sources, offload)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
         self.channels = [Channel(each) for each in used or (axes,)]
-        self.tensors = GroupTensors(parameters, self.channels, axes.device, precision, offload, self._on_gradient)
+        self.tensors = GroupTensors(parameters, self.channels, axes.device, precision, offload, _gradient_hook(self))
         self.divide_factor: float | None = None
         self.sum_only = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] = no_hook
@@ -224,7 +225,8 @@ class ParameterGroup:
 
     # -- gradients
 
-    def _on_gradient(self, _: torch.Tensor) -> None:
+    def on_gradient(self) -> None:
+        """Autograd has put a gradient on one of the unsharded parameters."""
         self._advance_gradients(GradientOperation.ACCUMULATE)
         self._ready += 1
         if self._ready >= self.plan.num_trainable:
@@ -352,6 +354,20 @@ class ParameterGroup:
     def _advance_gradients(self, operation: GradientOperation) -> GradientState:
         self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
         return self.gradient_state
+
+
+def _gradient_hook(group: ParameterGroup) -> Callable[[torch.Tensor], None]:
+    """Knows the group weakly: Python's collector does not see what hooks of a tensor hold, so that a group which its
+    own parameters held would never be freed.
+    """
+    weakly = ref(group)
+
+    def hook(_: torch.Tensor) -> None:
+        alive = weakly()
+        if alive is not None:
+            alive.on_gradient()
+
+    return hook
 
 
 class _Job(NamedTuple):

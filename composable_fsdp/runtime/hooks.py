@@ -45,11 +45,20 @@ def wrap_forward_method(unit: Unit, module: nn.Module, method_name: str) -> None
     if not callable(method):
         raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register.")
 
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return call_as_forward(unit, module, method, args, kwargs)
+    setattr(module, method_name, _ForwardMethod(unit, module, method))
 
-    setattr(module, method_name, wrapped)
+
+class _ForwardMethod:
+    """``method`` with the parameters in memory. An object, so that in a deep copy it is the method of the copy."""
+
+    def __init__(self, unit: Unit, module: nn.Module, method: Callable[..., Any]) -> None:
+        self._unit = unit
+        self._module = module
+        self._method = method
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return call_as_forward(self._unit, self._module, self._method, args, kwargs)
 
 
 def call_as_forward(

@@ -137,7 +137,10 @@ class ShardedParameter:
         if registered is self.unsharded:
             return
         if registered is self.sharded:
-            self._carry_attributes(registered)  # a conversion (``to``, ``to_empty``) swaps them away with the tensor
+            # A conversion (``to``, ``to_empty``) swaps these away with the tensor.
+            self._carry_attributes(registered)
+            if self._gradient_dtype is not _SAME and registered.grad is None:
+                registered.grad_dtype = self._gradient_dtype
             return
         old, new = cast(Any, self.sharded), registered
         if not isinstance(new, DTensor) or not isinstance(new, nn.Parameter):

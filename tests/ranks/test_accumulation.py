@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -203,7 +202,7 @@ def test_gradients_accumulate_by_shards_in_the_reduce_dtype() -> None:
     run_ranks(accumulate_shards_in_the_reduce_dtype, 2)
 
 
-def give_up(model: FSDPModule, how: str, sharded: bool, in_flight: bool, step: int, rank: int) -> None:
+def give_up(model: FSDPModule, step: int, rank: int, how: str, sharded: bool, in_flight: bool) -> None:
     """A microbatch whose gradients are wanted no more."""
     task, module = TASKS["mlp"], as_module(model)
     model.set_is_last_backward(not in_flight)
@@ -216,12 +215,12 @@ def give_up(model: FSDPModule, how: str, sharded: bool, in_flight: bool, step: i
     model.set_is_last_backward(True)
 
 
-def giving_up(*args: Any) -> Play:
+def giving_up(how: str, sharded: bool, in_flight: bool) -> Play:
     task = TASKS["mlp"]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         if isinstance(model, FSDPModule):
-            give_up(model, *args, step, rank)
+            give_up(model, step, rank, how, sharded, in_flight)
         loss = task.loss(model, task.batch_of(step, rank))
         loss.backward()
         return loss.detach()

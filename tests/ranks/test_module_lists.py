@@ -71,7 +71,8 @@ class Towers(nn.Module):
         x = self.left(x) + self.left.layers[1](x)
         x = torch.tanh(self.middle(x))
         x = self.right(x)
-        return x + self.left.layers[1](x)
+        out: torch.Tensor = x + self.left.layers[1](x)
+        return out
 
 
 def towers_with_what_is_in_them(model: nn.Module, **options: Any) -> nn.Module:
@@ -118,7 +119,7 @@ def train_a_list_as_the_outermost() -> None:
         x = torch.tanh(first(x))
         for layer in reversed(others[step % 2 :]):
             x = torch.tanh(layer(x))
-        loss = (first(x) - target).square().mean()
+        loss: torch.Tensor = (first(x) - target).square().mean()
         loss.backward()
         return loss.detach()
 
@@ -169,10 +170,11 @@ def trace_a_list() -> None:
     model = ends_of_the_chain(task.build())
     x, target = task.batch_of(0, rank)
     for needs_gradient in (True, False):
-        for _ in range(2):
-            with Recorder() as forward:
+        forward, backward = Recorder(), Recorder()
+        for step in range(2):
+            with forward if step else Recorder():
                 loss = task.loss(model, (x.clone().requires_grad_(needs_gradient), target))
-            with Recorder() as backward:
+            with backward if step else Recorder():
                 loss.backward()
         ends = "layers.0, layers.3"
         of_ends = [e for e in forward if e.group == ends]
@@ -215,7 +217,7 @@ def one_unit_for_all() -> None:
     with pytest.raises(ConfigurationError, match="applied to this Linear already"):
         fully_shard([fresh, linears[0]])
     with pytest.raises(ConfigurationError, match="or a list of them, not str"):
-        fully_shard([fresh, "model"])  # type: ignore[list-item]
+        fully_shard([fresh, "model"])  # type: ignore[type-var]
     assert type(fresh) is nn.Linear  # untouched by calls that failed
     assert not isinstance(fresh.weight, DTensor)
 

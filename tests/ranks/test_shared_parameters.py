@@ -105,10 +105,11 @@ def trace_a_lent_parameter() -> None:
     """The owner comes into memory with the borrower, and its gradient travels once, when both have added to it."""
     task, rank = TASKS["tied"], dist.get_rank()
     model = lend_the_embedding(tied_transformer())
-    for _ in range(2):
-        with Recorder() as forward:
+    forward, backward = Recorder(), Recorder()
+    for step in range(2):
+        with forward if step else Recorder():
             loss = task.loss(model, task.batch_of(0, rank))
-        with Recorder() as backward:
+        with backward if step else Recorder():
             loss.backward()
     lent = [str(e) for e in forward if e.group == "embedding" and e.operation in SHOWN]
     assert lent == [f"{what} embedding" for what in ("unshard", "wait", "reshard")] * 2

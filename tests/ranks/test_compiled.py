@@ -1,0 +1,149 @@
+"""``torch.compile`` of blocks before sharding and of the sharded whole: the same losses, and no hook in any graph."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Recorder
+from tests.parity.training import assert_equal_runs, check_parity, play_task, train
+from tests.ranks._models import TASKS, Transformer, seeded, shard_layers
+
+GRAPHS: list[torch.fx.GraphModule] = []
+
+
+def watching(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    """The backend ``aot_eager``, which keeps the graphs that it was given."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    GRAPHS.append(graph)
+    return aot_eager(graph, inputs)
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Warnings that torch itself raises while it compiles are not ours; nothing of one case is left for the next."""
+    GRAPHS.clear()
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        yield
+    torch._dynamo.reset()
+
+
+def compiled_in_place(model: Transformer, backend: Any) -> nn.Module:
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return sharded(model)
+
+
+def compiled_as_wrappers(model: Transformer, backend: Any) -> nn.Module:
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = torch.compile(layer, backend=backend)  # type: ignore[assignment]
+    return sharded(model)
+
+
+def compiled_under_checkpointing(model: Transformer, backend: Any) -> nn.Module:
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(layer)
+        model.layers[i].compile(backend=backend)
+    return sharded(model)
+
+
+def compiled_as_a_whole(model: Transformer, backend: Any) -> nn.Module:
+    sharded(model).compile(backend=backend)
+    return model
+
+
+def checkpointed_and_compiled_as_a_whole(model: Transformer, backend: Any) -> nn.Module:
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(layer)
+    return compiled_as_a_whole(model, backend)
+
+
+def sharded(model: Transformer) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+WAYS: tuple[Callable[[Transformer, Any], nn.Module], ...] = (
+    compiled_in_place,
+    compiled_as_wrappers,
+    compiled_under_checkpointing,
+    compiled_as_a_whole,
+    checkpointed_and_compiled_as_a_whole,
+)
+
+
+def train_compiled(steps: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    task, play = TASKS["transformer"], play_task("transformer")
+    expected = train(task.build(), play, ranks=range(world_size), watched=rank, divide=world_size, steps=steps)
+    for way in WAYS:
+        with fresh_compiler(), Recorder() as recorder:
+            model = task.build()
+            assert isinstance(model, Transformer)
+            model = way(model, watching)
+            ours = train(model, play, ranks=[rank], watched=rank, steps=steps)
+            ours.parameters = {plain(name): value for name, value in ours.parameters.items()}
+            ours.gradients = {plain(name): value for name, value in ours.gradients.items()}
+            assert_equal_runs(ours, expected, what=way.__name__)
+            assert recorder.allocated == {}
+            check_graphs(way.__name__)
+
+
+def plain(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def check_graphs(what: str) -> None:
+    """Something was compiled, and nothing of it is a collective or knows the library's own code."""
+    graphs = [module for graph in GRAPHS for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
+    assert any("linear" in target for target in targets), f"{what}: {targets}"
+    assert not any("c10d" in target or "composable_fsdp" in target for target in targets), what
+    assert len(GRAPHS) < 12, f"{what}: compiled {len(GRAPHS)} times"
+
+
+@pytest.mark.behaviour("C-15", "C-13")
+def test_compiled_blocks_and_models_train_like_eager_ones() -> None:
+    run_ranks(train_compiled, 2, 5, timeout=150)
+
+
+class Gates(nn.Module):
+    """Just enough for a kernel to be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[0](x)
+        return out
+
+
+def train_with_inductor() -> None:
+    def shard(model: nn.Module) -> None:
+        model.get_submodule("layers.0").compile()
+        shard_layers(model, fully_shard)
+
+    with fresh_compiler():
+        check_parity(seeded(Gates), play_task("chain"), shard=shard, steps=3)
+
+
+@pytest.mark.behaviour("C-15")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_blocks_compiled_by_inductor_train_like_eager_ones() -> None:
+    run_ranks(train_with_inductor, 2, timeout=150)

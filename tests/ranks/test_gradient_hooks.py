@@ -1,0 +1,259 @@
+"""What users hang on sharded parameters: gradient hooks, steps inside backward, gradient dtypes; stale optimizers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.parity.training import (
+    OPTIMIZERS,
+    Play,
+    assert_equal_runs,
+    check_parity,
+    local_part,
+    play_task,
+    train,
+)
+from tests.ranks._models import TASKS, shard_layers
+
+BF16 = torch.bfloat16
+
+
+def register(model: nn.Module, kind: str, hook: Callable[[Any], Any]) -> None:
+    for parameter in model.parameters():
+        if kind == "gradient":
+            parameter.register_hook(hook)
+        else:
+            parameter.register_post_accumulate_grad_hook(hook)
+
+
+def replace_gradients_by_hooks() -> None:
+    """The averaged gradient comes by once a backward, as a DTensor; what a hook returns is used in its place."""
+    task, rank, world_size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
+    model, seen = shard_layers(task.build(), fully_shard), Counter[str]()
+
+    def look(gradient: torch.Tensor) -> None:
+        assert isinstance(gradient, DTensor)
+        seen["looked"] += 1
+
+    def triple(gradient: torch.Tensor) -> torch.Tensor:
+        seen["tripled"] += 1
+        return gradient * 3
+
+    register(model, "gradient", look)
+    register(model, "gradient", triple)
+    ours = train(model, play_task("mlp"), ranks=[rank], watched=rank, steps=3)
+    assert seen == {"looked": 3 * 7, "tripled": 3 * 7}
+
+    def scaled(model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(3)
+
+    expected = train(
+        task.build(),
+        play_task("mlp"),
+        ranks=range(world_size),
+        watched=rank,
+        divide=world_size,
+        steps=3,
+        between=scaled,
+    )
+    assert_equal_runs(ours, expected)
+
+
+def hooks_can_be_removed_and_see_what_is_accumulated() -> None:
+    task, rank = TASKS["mlp"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard)
+    parameter, seen = model.get_parameter("layers.1.weight"), []
+
+    def after(p: torch.Tensor) -> None:
+        assert p is parameter
+        assert isinstance(p.grad, DTensor)
+        seen.append(p.grad.to_local().clone())
+
+    handle = parameter.register_post_accumulate_grad_hook(after)
+    with no_sync(model):
+        task.loss(model, task.batch_of(0, rank)).backward()
+    assert not seen, "nothing has been delivered"
+    task.loss(model, task.batch_of(1, rank)).backward()
+    task.loss(model, task.batch_of(1, rank)).backward()
+    assert len(seen) == 2
+    assert isinstance(parameter.grad, DTensor)
+    torch.testing.assert_close(seen[1], parameter.grad.to_local(), rtol=0, atol=0)
+    assert not torch.equal(seen[0], seen[1])
+    handle.remove()
+    task.loss(model, task.batch_of(2, rank)).backward()
+    assert len(seen) == 2
+
+
+@pytest.mark.behaviour("C-12")
+def test_hooks_on_sharded_parameters_see_and_replace_their_gradients() -> None:
+    run_ranks(replace_gradients_by_hooks, 2)
+    run_ranks(hooks_can_be_removed_and_see_what_is_accumulated, 2)
+
+
+class InBackward:
+    """One optimizer a parameter, whose step is taken, and gradient freed, as soon as the gradient is there."""
+
+    def __init__(self, parameters: Any) -> None:
+        self._parameters = list(parameters)
+        self._optimizers = {p: OPTIMIZERS["adamw-foreach"]([p]) for p in self._parameters}
+        self._handles = []
+        if isinstance(self._parameters[0], DTensor):  # a reference has to sum all ranks' gradients first
+            self._handles = [p.register_post_accumulate_grad_hook(self.step_one) for p in self._parameters]
+
+    def step_one(self, parameter: nn.Parameter) -> None:
+        self._optimizers[parameter].step()
+        parameter.grad = None
+
+    def step(self) -> None:
+        if self._handles:
+            assert all(p.grad is None for p in self._parameters), "all have been stepped in backward"
+            return
+        for parameter in self._parameters:
+            self.step_one(parameter)
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def step_in_backward(mesh_shape: tuple[int, ...]) -> None:
+    for task in ("transformer", "tied"):
+        for reshard in (True, False, None):
+            check_parity(
+                TASKS[task].build,
+                play_task(task),
+                InBackward,
+                what=task,
+                mesh=init_device_mesh("cpu", mesh_shape),
+                reshard_after_forward=reshard,
+            )
+
+
+@pytest.mark.behaviour("C-12")
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_optimizers_that_step_inside_backward_keep_parity(mesh_shape: tuple[int, ...]) -> None:
+    run_ranks(step_in_backward, torch.Size(mesh_shape).numel(), mesh_shape)
+
+
+# -- dtype of gradients
+
+
+def bf16_mlp(grad_dtype: torch.dtype | None) -> nn.Module:
+    model = TASKS["mlp"].build().to(BF16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = grad_dtype
+    return model
+
+
+def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    task = TASKS["mlp"]
+    x, target = task.batch_of(step, rank)
+    loss = task.loss(model, (x.to(BF16), target))
+    loss.backward()
+    return loss.detach()
+
+
+def keep_gradients_in_their_dtype() -> None:
+    """bf16 parameters whose gradients are fp32, as ``grad_dtype`` says: exact on two ranks, which add in one order."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sums: dict[str, torch.Tensor] = {}
+    for r in range(world_size):
+        plain = TASKS["mlp"].build().to(BF16)
+        play_bf16(plain, 0, r)
+        for name, p in plain.named_parameters():
+            assert p.grad is not None
+            sums[name] = sums.get(name, 0) + p.grad.float()
+    for grad_dtype, reduce_dtype, expected in (
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float32, None, torch.float32),
+        (None, torch.float32, torch.float32),
+        (BF16, torch.float32, BF16),
+    ):
+        what = f"grad_dtype {grad_dtype}, reduce_dtype {reduce_dtype}"
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        model = shard_layers(bf16_mlp(grad_dtype), fully_shard, mp_policy=policy)
+        for accumulated in (1, 2):
+            play_bf16(model, 0, rank)
+            for name, p in model.named_parameters():
+                gradient = p.grad
+                assert isinstance(gradient, DTensor), f"{what}: {name}"
+                assert (gradient.dtype, gradient.to_local().dtype) == (expected, expected), f"{what}: {name}"
+                assert (p.dtype, p.grad_dtype) == (BF16, grad_dtype)
+                wanted = local_part(sums[name] / world_size, gradient)
+                tolerance = {"rtol": 0, "atol": 0} if reduce_dtype else {"rtol": 0.02, "atol": 1e-3}
+                torch.testing.assert_close(
+                    gradient.to_local(), (wanted.to(expected) * accumulated), **tolerance, msg=f"{what}: {name}"
+                )
+        model.zero_grad()
+        model.to(torch.float64)  # whatever grad_dtype was, the model stays usable
+        model.to(BF16)
+        play_bf16(model, 0, rank)
+
+
+@pytest.mark.behaviour("D-01")
+def test_the_dtype_set_for_gradients_is_kept() -> None:
+    run_ranks(keep_gradients_in_their_dtype, 2)
+
+
+# -- optimizers built too early
+
+
+def step_what_was_replaced() -> None:
+    task, rank = TASKS["mlp"], dist.get_rank()
+    model = task.build()
+    early = torch.optim.AdamW(model.parameters())
+    mixed = torch.optim.SGD([model.get_parameter("layers.2.weight"), nn.Parameter(torch.ones(1))], lr=0.1)
+    layer = fully_shard(model.get_submodule("layers.0"))
+    with pytest.raises(ConfigurationError, match=r"AdamW was built before.* 2 of its 7 .* 'weight' of Linear"):
+        early.step()
+    shard = [fully_shard(m) for m in model.get_submodule("layers").children() if m is not layer]
+    assert shard
+    fully_shard(model)
+    task.loss(model, task.batch_of(0, rank)).backward()
+    for _ in range(2):  # not only the first time
+        with pytest.raises(ConfigurationError, match=r"7 of its 7 parameters.*Build the optimizer after"):
+            early.step()
+    with pytest.raises(ConfigurationError, match="SGD was built before fully_shard: 1 of its 2"):
+        mixed.step()
+    late = torch.optim.AdamW(model.parameters())
+    late.step()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+
+
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_built_before_sharding_is_refused_by_name_at_its_step(world_size: int) -> None:
+    run_ranks(step_what_was_replaced, world_size)
+
+
+def steps_in_backward_are_not_missed_by_what_stays_whole() -> None:
+    """Parameters kept unsharded after backward are stale where an optimizer has stepped meanwhile, in backward too."""
+    task, rank = TASKS["mlp"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(False)
+    InBackward(model.parameters())
+    play: Play = play_task("mlp")
+    play(model, 0, rank)
+    with Recorder() as recorder:
+        play(model, 1, rank)
+    gathered = {e.group for e in recorder if e.operation is Operation.UNSHARD}
+    assert gathered == {"root", "layers.0", "layers.1", "layers.2"}
+
+
+@pytest.mark.behaviour("C-12", "C-08")
+def test_a_step_inside_backward_makes_kept_parameters_stale() -> None:
+    run_ranks(steps_in_backward_are_not_missed_by_what_stays_whole, 2)
