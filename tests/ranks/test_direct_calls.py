@@ -68,7 +68,8 @@ class Speaker(Chain):
     def generate(self, x: torch.Tensor, length: int) -> torch.Tensor:
         for _ in range(length):
             x = self(x)
-        return x + self.layers[0](x)
+        result: torch.Tensor = x + self.layers[0](x)
+        return result
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         return self.generate(x, 1).sum()
@@ -116,7 +117,8 @@ class Nested(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(8, 8)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.layers[0](torch.tanh(self.outer(x)))) + self.outer(x)
+        result: torch.Tensor = torch.tanh(self.layers[0](torch.tanh(self.outer(x)))) + self.outer(x)
+        return result
 
 
 class TwiceUnderOne(nn.Module):
@@ -155,7 +157,8 @@ def shard_nested(model: nn.Module, **options: Any) -> nn.Module:
 def two_forwards_under_one_checkpoint(use_reentrant: bool, reshard_after_forward: bool | int | None) -> None:
     play: Play = play_task("chain")
     for shape in SHAPES:
-        with Recorder() as recorder:
+        recorder = Recorder()
+        with recorder:
             check_parity(
                 seeded(TwiceUnderOne, use_reentrant=use_reentrant, shape=shape),
                 play,
@@ -163,8 +166,8 @@ def two_forwards_under_one_checkpoint(use_reentrant: bool, reshard_after_forward
                 what=shape,
             )
         assert recorder.allocated == {}, shape
-    reduced = [e.group for e in recorder if e.operation is Operation.REDUCE]
-    assert reduced.count("layers.1.layers.0") >= 5
+        reduced = [e.group for e in recorder if e.operation is Operation.REDUCE]
+        assert reduced.count("layers.1.layers.0") >= 5
     assert dist.get_world_size() > 1
 
 
