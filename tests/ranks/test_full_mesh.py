@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from composable_fsdp import DataParallelMeshDims, fully_shard
 from composable_fsdp.runtime.parameter import local_part
+from composable_fsdp.sharding import ModelParallel
 from composable_fsdp.testing import run_ranks
 from tests.parity.training import Play
 from tests.ranks._model_parallel import Pairs, assert_trains_alike, cut_pairs, named_mesh, play
@@ -224,6 +225,10 @@ def one_scale() -> None:
         assert isinstance(gradient, DTensor)
         assert parameter.grad is not None
         exactly(gradient.full_tensor(), parameter.grad / 2, name)
+
+    local = torch.randn(5)  # what is partial needs no communication before it is reduced
+    inner = ModelParallel(mesh, (Replicate(),), (5,), frozenset({0}))
+    assert inner.local_gradient(DTensor.from_local(local, mesh, [Partial()])).data_ptr() == local.data_ptr()
 
 
 @pytest.mark.behaviour("C-16")

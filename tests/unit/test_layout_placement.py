@@ -138,7 +138,7 @@ def test_dtensor_reads_from_the_placements_what_each_rank_holds(length: int, dat
         rows = chunk(rows, data, coordinate[-2])
         assert read(list(range(length)), placements, sizes, coordinate) == rows
         held += rows
-    assert sorted(held) == sorted(list(range(length)) * (ndim == 1 or 1) * (2 if ndim == 2 else 1))
+    assert sorted(held) == sorted(list(range(length)) * ndim)
 
 
 def is_told_truly(length: int, data: int, inner: int) -> bool:
