@@ -15,7 +15,7 @@ from composable_fsdp.initialize import left_alone, materialise, synchronise
 from composable_fsdp.interop import as_mesh_dims, as_mixed_precision_policy, as_offload_policy
 from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes, default_mesh, named_data_parallel_axes
 from composable_fsdp.module import sharded_class
-from composable_fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Reshard
+from composable_fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Reshard, ReshardKind
 from composable_fsdp.runtime.assemble import watch_optimizers
 from composable_fsdp.runtime.compile import mark_managed
 from composable_fsdp.runtime.group import ParameterGroup
@@ -104,6 +104,9 @@ def fully_shard(
             synchronise(each, axes.mesh, left)
     lenders = [unit_of(owner) for owner in shared_from]
     sources = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders).collect(modules)
+    if reshard.kind is ReshardKind.SMALLER:  # made now, where all ranks are at the same place, and not in a forward
+        for each_axes in dict.fromkeys((axes, *(source.sharding.axes for source in sources))):
+            each_axes.smaller_shard_axis(reshard.mesh_size)
     name = ", ".join(type(each).__name__ for each in modules)
     classes = [sharded_class(type(each)) for each in modules]  # before anything changes: some cannot be derived from
     group = ParameterGroup(name, sources, axes, precision, offload)

@@ -48,7 +48,20 @@ class DataParallelAxes:
         return self.shard.size * self.replicate.size
 
     def smaller_shard_axis(self, size: int) -> Communicator:
-        """The ``size`` neighbouring ranks of the shard axis that this rank is among. All of them must ask together."""
+        """The ``size`` neighbouring ranks of the shard axis that this rank is among, or all of it where it has no more.
+
+        All of them must ask together.
+
+        Raises:
+            MeshError: ``size`` does not divide the shard axis.
+        """
+        if size >= self.shard.size:
+            return self.shard
+        if self.shard.size % size:
+            raise MeshError(
+                f"reshard_after_forward={size} does not divide the {self.shard.size} shard ranks of {self.mesh}, over "
+                "which some parameters of the group are sharded."
+            )
         known = _smaller_axes.setdefault(self.mesh, {})
         if size not in known:
             ranks = dist.get_process_group_ranks(self.mesh.get_group(self.mesh.ndim - 1))
