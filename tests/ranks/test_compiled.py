@@ -18,7 +18,23 @@ from composable_fsdp import fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests.parity.training import assert_equal_runs, check_parity, play_task, train
-from tests.ranks._models import TASKS, Transformer, seeded, shard_layers
+from tests.ranks._models import seeded, shard_layers
+
+
+class Gates(nn.Module):
+    """Blocks that are just enough for graphs and kernels to be made."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(depth)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
 
 GRAPHS: list[torch.fx.GraphModule] = []
 
@@ -42,43 +58,43 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled_in_place(model: Transformer, backend: Any) -> nn.Module:
+def compiled_in_place(model: Gates, backend: Any) -> nn.Module:
     for layer in model.layers:
         layer.compile(backend=backend)
     return sharded(model)
 
 
-def compiled_as_wrappers(model: Transformer, backend: Any) -> nn.Module:
+def compiled_as_wrappers(model: Gates, backend: Any) -> nn.Module:
     for i, layer in enumerate(model.layers):
         model.layers[i] = torch.compile(layer, backend=backend)  # type: ignore[assignment]
     return sharded(model)
 
 
-def compiled_under_checkpointing(model: Transformer, backend: Any) -> nn.Module:
+def compiled_under_checkpointing(model: Gates, backend: Any) -> nn.Module:
     for i, layer in enumerate(model.layers):
         model.layers[i] = checkpoint_wrapper(layer)
         model.layers[i].compile(backend=backend)
     return sharded(model)
 
 
-def compiled_as_a_whole(model: Transformer, backend: Any) -> nn.Module:
+def compiled_as_a_whole(model: Gates, backend: Any) -> nn.Module:
     sharded(model).compile(backend=backend)
     return model
 
 
-def checkpointed_and_compiled_as_a_whole(model: Transformer, backend: Any) -> nn.Module:
+def checkpointed_and_compiled_as_a_whole(model: Gates, backend: Any) -> nn.Module:
     for i, layer in enumerate(model.layers):
         model.layers[i] = checkpoint_wrapper(layer)
     return compiled_as_a_whole(model, backend)
 
 
-def sharded(model: Transformer) -> nn.Module:
+def sharded(model: Gates) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
 
-WAYS: tuple[Callable[[Transformer, Any], nn.Module], ...] = (
+WAYS: tuple[Callable[[Gates, Any], nn.Module], ...] = (
     compiled_in_place,
     compiled_as_wrappers,
     compiled_under_checkpointing,
@@ -89,12 +105,12 @@ WAYS: tuple[Callable[[Transformer, Any], nn.Module], ...] = (
 
 def train_compiled(steps: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    task, play = TASKS["transformer"], play_task("transformer")
-    expected = train(task.build(), play, ranks=range(world_size), watched=rank, divide=world_size, steps=steps)
+    build, play = seeded(Gates, depth=2), play_task("chain")
+    expected = train(build(), play, ranks=range(world_size), watched=rank, divide=world_size, steps=steps)
     for way in WAYS:
         with fresh_compiler(), Recorder() as recorder:
-            model = task.build()
-            assert isinstance(model, Transformer)
+            model = build()
+            assert isinstance(model, Gates)
             model = way(model, watching)
             ours = train(model, play, ranks=[rank], watched=rank, steps=steps)
             ours.parameters = {plain(name): value for name, value in ours.parameters.items()}
@@ -122,25 +138,13 @@ def test_compiled_blocks_and_models_train_like_eager_ones() -> None:
     run_ranks(train_compiled, 2, 5, timeout=150)
 
 
-class Gates(nn.Module):
-    """Just enough for a kernel to be made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers[0](x)
-        return out
-
-
 def train_with_inductor() -> None:
     def shard(model: nn.Module) -> None:
         model.get_submodule("layers.0").compile()
         shard_layers(model, fully_shard)
 
     with fresh_compiler():
-        check_parity(seeded(Gates), play_task("chain"), shard=shard, steps=3)
+        check_parity(seeded(Gates, depth=1), play_task("chain"), shard=shard, steps=3)
 
 
 @pytest.mark.behaviour("C-15")
