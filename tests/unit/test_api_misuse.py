@@ -195,7 +195,7 @@ def test_twice_is_refused() -> None:
     fully_shard(model[0])
     fully_shard(model)
     assert_refused(ConfigurationError, "applied to this Linear already.*once.*bottom-up", model[0], within=model)
-    assert_refused(ConfigurationError, "applied to this FSDPSequential already", model)
+    assert_refused(ConfigurationError, "applied to this Sequential already", model)
 
 
 @pytest.mark.behaviour("A-08")
