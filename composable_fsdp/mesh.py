@@ -47,6 +47,19 @@ class DataParallelAxes:
         """Data-parallel ranks: what a mean of gradients divides by."""
         return self.shard.size * self.replicate.size
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis as a 1-d mesh."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        if names is not None:
+            return self.mesh[names[-1]]
+        if self.mesh not in _shard_meshes:
+            group = self.mesh.get_group(self.mesh.ndim - 1)
+            _shard_meshes[self.mesh] = DeviceMesh.from_group(group, self.mesh.device_type)
+        return _shard_meshes[self.mesh]
+
     def smaller_shard_axis(self, size: int) -> Communicator:
         """The ``size`` neighbouring ranks of the shard axis that this rank is among, or all of it where it has no more.
 
@@ -71,6 +84,7 @@ class DataParallelAxes:
         return known[size]
 
 
+_shard_meshes: MutableMapping[DeviceMesh, DeviceMesh] = WeakIdKeyDictionary()
 _smaller_axes: MutableMapping[DeviceMesh, dict[int, Communicator]] = WeakIdKeyDictionary()
 _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 

@@ -24,6 +24,7 @@ class ParameterSpec:
         dtype: in which the shard rests.
         gradient_dtype: of the reduced gradient that users see.
         axes: index of the data-parallel axes that cut it, among those of the group.
+        extended: its local tensor decides by itself how it travels.
     """
 
     name: str
@@ -35,13 +36,14 @@ class ParameterSpec:
     gradient_dtype: torch.dtype
     trainable: bool
     axes: int = 0
+    extended: bool = False
 
     @property
     def bucket_key(self) -> BucketKey:
-        return (self.axes, self.dtype, self.compute_dtype, self.reduce_dtype, self.gradient_dtype)
+        return (self.axes, self.extended, self.dtype, self.compute_dtype, self.reduce_dtype, self.gradient_dtype)
 
 
-BucketKey: TypeAlias = tuple[int, torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+BucketKey: TypeAlias = tuple[int, bool, torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class BucketPlan:
     reduce_dtype: torch.dtype
     gradient_dtype: torch.dtype
     axes: int
+    extended: bool
     gather: GatherLayout
     reduce: ReduceLayout
     aliased: bool
@@ -157,7 +160,7 @@ def _plan_bucket(
         direct_bytes=axes.reduce_direct_bytes if same_dtype else _NEVER,
         flags=group_trainable >= axes.flags_from,
     )
-    aliased = axes.alias and first.dtype == first.compute_dtype
+    aliased = axes.alias and first.dtype == first.compute_dtype and not first.extended
     return BucketPlan(
         indices,
         first.dtype,
@@ -165,6 +168,7 @@ def _plan_bucket(
         first.reduce_dtype,
         first.gradient_dtype,
         first.axes,
+        first.extended,
         gather,
         reduce,
         aliased,

@@ -39,6 +39,7 @@ def assemble(root: Unit) -> Iteration:
     iteration = Iteration(root, units, Lanes(root.group.axes.device))
     for name, unit in units.items():
         unit.group.name = name
+        unit.group.find_patches()
         unit.iteration = iteration
     return iteration
 

@@ -24,9 +24,11 @@ from composable_fsdp.lifecycle import (
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from composable_fsdp.runtime.bucket import Bucket, Gather, ReducedBucket, Scatter
+from composable_fsdp.runtime.bucket import AnyBucket, Gather
 from composable_fsdp.runtime.channel import Channel
+from composable_fsdp.runtime.messages import pack_messages
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
+from composable_fsdp.runtime.scatter import ReducedBucket, Scatter
 from composable_fsdp.runtime.tensors import GroupTensors, take_shards
 
 __all__ = ["ParameterGroup", "PendingReduction", "no_hook"]
@@ -95,7 +97,7 @@ class ParameterGroup:
         return self.tensors.parameters
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[AnyBucket]:
         return self.tensors.buckets
 
     @property
@@ -116,6 +118,11 @@ class ParameterGroup:
         if self.parameter_state is ParameterState.SHARDED:
             self.tensors.refresh()
 
+    def find_patches(self) -> None:
+        """Follows hooks that somebody has hung on local tensors, once the parameters are sharded."""
+        if self.parameter_state is ParameterState.SHARDED:
+            self.tensors.find_patches()
+
     # -- parameters
 
     def unshard(self, lanes: Lanes) -> None:
@@ -130,7 +137,7 @@ class ParameterGroup:
             return
         begin = trace.now() if trace.listeners else None
         for bucket in self.buckets:
-            bucket.buffer.allocate()
+            bucket.allocate()
         if trace.listeners:
             trace.emit(trace.Operation.ALLOCATE, self.name, self.plan.unsharded_bytes)
         self._pending_gather = lanes.gather.run(self._launch_gather, self._finish_gather)
@@ -148,19 +155,13 @@ class ParameterGroup:
     @torch.no_grad()
     def _launch_gather(self) -> Work:
         self._gathers = [bucket.prepare_gather() for bucket in self.buckets]
-        return Together(
-            tuple(
-                (channel.smaller or channel.gather).all_gather(
-                    [
-                        transfer
-                        for bucket, gather in zip(self.buckets, self._gathers, strict=True)
-                        if bucket.channel is channel
-                        for transfer in gather.transfers
-                    ]
-                )
-                for channel in self.channels
-            )
-        )
+        works = []
+        for channel in self.channels:
+            gathers = [g for b, g in zip(self.buckets, self._gathers, strict=True) if b.channel is channel]
+            transfers = [transfer for gather in gathers for transfer in gather.direct]
+            transfers += pack_messages(gathers, channel.smaller or channel.gather, self.axes.device)
+            works.append((channel.smaller or channel.gather).all_gather(transfers))
+        return Together(tuple(works))
 
     @torch.no_grad()
     def _finish_gather(self) -> None:
@@ -218,7 +219,7 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.register_sharded()
         for bucket in self.buckets:
-            bucket.buffer.free()
+            bucket.free()
         if trace.listeners:
             trace.emit(trace.Operation.FREE, self.name, self.plan.unsharded_bytes)
             trace.emit(trace.Operation.RESHARD, self.name)
@@ -269,7 +270,7 @@ class ParameterGroup:
         jobs: list[_Job] = []
         for bucket in self.buckets:
             reduction = self._reduction(bucket)
-            scatter = bucket.prepare_scatter(reduction)
+            scatter = bucket.scatter.prepare(reduction)
             if scatter is not None:
                 jobs.append(_Job(bucket, reduction, scatter))
         pending = self._launch_reduction(lanes, jobs, partial=partial)
@@ -293,13 +294,13 @@ class ParameterGroup:
         @torch.no_grad()
         def keep() -> list[ReducedBucket]:
             for job in jobs:
-                job.bucket.keep_partial(job.scatter)
+                job.bucket.scatter.keep_partial(job.scatter)
             return []
 
         @torch.no_grad()
         def all_reduce() -> Work:
             for job in jobs:
-                job.bucket.add_partial(job.scatter)
+                job.bucket.scatter.add_partial(job.scatter)
             return Together(
                 tuple(job.bucket.channel.replicate.all_reduce([job.scatter.output], job.reduction.op) for job in jobs)
             )
@@ -308,9 +309,9 @@ class ParameterGroup:
         def finish() -> list[ReducedBucket]:
             reduced = []
             for job in jobs:
-                job.bucket.add_partial(job.scatter)
+                job.bucket.scatter.add_partial(job.scatter)
                 self.all_reduce_hook(job.scatter.output)
-                reduced.append(job.bucket.finish_scatter(job.scatter, job.reduction))
+                reduced.append(job.bucket.scatter.finish(job.scatter, job.reduction))
             return reduced
 
         if partial:
@@ -320,7 +321,7 @@ class ParameterGroup:
         scattered = lanes.reduce.run(scatter, _nothing)
         return lanes.replicate.run(all_reduce, finish, after=scattered)
 
-    def _reduction(self, bucket: Bucket) -> Reduction:
+    def _reduction(self, bucket: AnyBucket) -> Reduction:
         return plan_reduction(
             bucket.plan.reduce_dtype,
             bucket.channel.axes.num_ranks,
@@ -348,7 +349,7 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.drop_gradient()
         for bucket in self.buckets:
-            bucket.drop_partial()
+            bucket.scatter.drop_partial()
         self._advance_gradients(GradientOperation.DROP)
 
     def _advance_gradients(self, operation: GradientOperation) -> GradientState:
@@ -373,7 +374,7 @@ def _gradient_hook(group: ParameterGroup) -> Callable[[torch.Tensor], None]:
 class _Job(NamedTuple):
     """One bucket's part of a reduction."""
 
-    bucket: Bucket
+    bucket: AnyBucket
     reduction: Reduction
     scatter: Scatter
 

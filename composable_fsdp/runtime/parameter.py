@@ -235,6 +235,8 @@ class ShardedParameter:
 
     def drop_gradient(self) -> None:
         """Forgets gradients that have not been reduced."""
+        if self.unsharded is self.sharded:  # never gathered so far
+            return
         self.unsharded.grad = self.accumulated = None
 
     def _registered(self) -> nn.Parameter | None:

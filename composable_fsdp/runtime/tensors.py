@@ -13,12 +13,14 @@ import torch
 
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.pack import take_shard
-from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, plan_group
+from composable_fsdp.layout.plan import BucketPlan, GroupPlan, ParameterSpec, plan_group
 from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.memory.store import ShardStore
 from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from composable_fsdp.runtime.bucket import Bucket
+from composable_fsdp.runtime.bucket import AnyBucket, Bucket
 from composable_fsdp.runtime.channel import Channel
+from composable_fsdp.runtime.extended import ExtendedBucket
+from composable_fsdp.runtime.extension import Extension, find_extension, has_hooks
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, local_part
 
 __all__ = ["GroupTensors", "rest_device", "take_shards"]
@@ -38,11 +40,23 @@ def take_shards(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> l
         axes, full = source.sharding.axes, local_part(source.tensor)
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
         device = torch.device("meta") if full.is_meta else rest_device(offload, axes.device)
+        if has_hooks(full):
+            parameters.append(ShardedParameter(source, _cut(full, shards, axes.shard.rank).to(device)))
+            continue
         padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
         take_shard(shards, full.detach(), axes.shard.rank, padded)
         shape = shards.shard_shape(axes.shard.rank)
         parameters.append(ShardedParameter(source, padded[: prod(shape)].view(shape)))
     return parameters
+
+
+def _cut(full: torch.Tensor, shards: TensorShards, rank: int) -> torch.Tensor:
+    """This rank's shard of a tensor of a class of its own, by the few operations that such classes know."""
+    chunks = torch.chunk(full.detach(), shards.num_shards, dim=shards.dim)
+    shard = full.new_zeros(shards.shard_shape(rank))
+    if rank < len(chunks):
+        shard.copy_(chunks[rank])
+    return shard
 
 
 class GroupTensors:
@@ -67,7 +81,7 @@ class GroupTensors:
         on_gradient: Callable[[torch.Tensor], None],
     ) -> None:
         self.parameters = list(parameters)
-        self.buckets: list[Bucket] = []
+        self.buckets: list[AnyBucket] = []
         self._channels = channels
         self._axes = [channel.axes for channel in channels]
         self._device = device
@@ -88,20 +102,22 @@ class GroupTensors:
 
         It does not count those of fused and foreach optimizers.
         """
-        return sum(p.sharded._version + p.was_flipped for p in self.parameters) + sum(
-            b.store.flat._version for b in self.buckets
-        )
+        return sum(p.sharded._version + p.was_flipped for p in self.parameters) + sum(b.version for b in self.buckets)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def build(self) -> None:
         """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
+        self._extensions = self._find_extensions()
         self.plan = self._make_plan()
         self.are_placed = self._placed([p.local for p in self.parameters])
         self.buckets = []
         for plan in self.plan.buckets:
             locals_ = [self.parameters[i].local for i in plan.indices]
             channel = self._channels[plan.axes]
+            if plan.extended:
+                self.buckets.append(self._extended(plan, channel))
+                continue
             store = ShardStore(
                 plan.gather.shards,
                 plan.gather.store,
@@ -116,8 +132,40 @@ class GroupTensors:
                 parameter.set_local(store.local(k))
                 parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient)
                 parameter.register_sharded()
-            bucket.buffer.free()
+            bucket.free()
             self.buckets.append(bucket)
+
+    def _extended(self, plan: BucketPlan, channel: Channel) -> ExtendedBucket:
+        """Parameters that decide by themselves how they travel keep their local tensors as they are."""
+        found = [self._extensions[self.parameters[i]] for i in plan.indices]
+        for i in plan.indices:
+            self.parameters[i].register_sharded()
+        return ExtendedBucket(plan, self.parameters, found, channel, self._device, self._on_gradient)
+
+    def _find_extensions(self) -> dict[ShardedParameter, Extension]:
+        extensions = {}
+        for parameter in self.parameters:
+            if not has_hooks(parameter.local):
+                continue
+            axes = parameter.sharding.axes
+            padded = TensorShards(parameter.shape, parameter.dim, axes.shard.size).padded_shape
+            extension = find_extension(
+                parameter.name,
+                parameter.local,
+                axes.shard_mesh,
+                parameter.shape,
+                padded,
+                parameter.owners[0][0],
+                self._precision,
+            )
+            if extension is not None:
+                extensions[parameter] = extension
+        return extensions
+
+    def find_patches(self) -> None:
+        """Follows hooks that somebody has hung on a local tensor since the tensors were made."""
+        if any(has_hooks(p.local) and p not in self._extensions for p in self.parameters):
+            self.build()
 
     def _make_plan(self) -> GroupPlan:
         precision = self._precision
@@ -135,6 +183,7 @@ class GroupTensors:
                     gradient_dtype=p.gradient_dtype(reduce_dtype),
                     trainable=p.sharded.requires_grad,
                     axes=self._axes.index(p.sharding.axes),
+                    extended=p in self._extensions,
                 )
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))

@@ -29,6 +29,7 @@ from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.runtime.bucket import Bucket
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.iteration import Iteration
+from composable_fsdp.runtime.scatter import GradientScatter
 from composable_fsdp.testing import RanksError, run_ranks
 from tests.parity._draw import programs
 from tests.parity._features import FEATURES, features
@@ -209,10 +210,10 @@ def test_programs_that_failed_once_pass(name: str) -> None:
 # -- a library that is broken on purpose
 
 
-def forget_to_divide(self: Bucket, *args: object) -> object:
+def forget_to_divide(self: GradientScatter, *args: object) -> object:
     scatter, reduction = args
     assert isinstance(reduction, Reduction)
-    return WHOLE["finish_scatter"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
+    return WHOLE["finish"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
 
 
 def forget_what_is_kept(self: Iteration, *args: object) -> object:
@@ -231,13 +232,13 @@ def forget_what_was_held(self: ParameterGroup, *args: object) -> object:
 
 def leave_out_a_rank(self: Bucket, *args: object) -> object:
     gather = WHOLE["prepare_gather"](self, *args)
-    if self._shard.rank and gather.packed is not None:
-        gather.transfers[-1].input.zero_()
+    if self._shard.rank and gather.payloads:
+        gather.payloads[0].zero_()
     return gather
 
 
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str]] = {
-    "finish_scatter": (Bucket, forget_to_divide, "backward all"),
+    "finish": (GradientScatter, forget_to_divide, "backward all"),
     "_end_backward": (Iteration, forget_what_is_kept, "keep always"),
     "hold_gradients": (ParameterGroup, forget_what_was_held, "hold all"),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all"),

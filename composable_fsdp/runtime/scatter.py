@@ -1,0 +1,182 @@
+"""The gradient side of one bucket: from full gradients to this rank's reduced shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.layout.pack import pack_gradient
+from composable_fsdp.layout.plan import BucketPlan
+from composable_fsdp.layout.reduction import Reduction
+from composable_fsdp.memory.storage import contiguous_strides
+from composable_fsdp.runtime.channel import Channel
+from composable_fsdp.runtime.parameter import ShardedParameter
+
+__all__ = ["GradientScatter", "ReducedBucket", "Scatter"]
+
+
+@dataclass(slots=True)
+class Scatter:
+    """One bucket's part of a group's gradient reduction. ``present`` are the parameters that have a gradient here."""
+
+    transfers: list[Transfer]
+    output: torch.Tensor
+    present: set[int]
+    added: Scatter | None = None
+    """An earlier one that is part of this, alive as long as this is in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedBucket:
+    """Parameters and this rank's shards of their reduced gradients."""
+
+    parameters: list[ShardedParameter]
+    gradients: list[torch.Tensor]
+
+
+class GradientScatter:
+    """Sends the gradients of one bucket's parameters, and takes what comes.
+
+    Args:
+        plan: of the bucket.
+        parameters: of the bucket, in its order.
+        channel: over which they travel.
+        device: where modules compute.
+        rest: where reduced gradients must end: with the shards.
+        pin_memory: whether they are page-locked there.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[ShardedParameter],
+        channel: Channel,
+        device: torch.device,
+        rest: torch.device,
+        *,
+        pin_memory: bool,
+    ) -> None:
+        self.parameters = parameters
+        self.channel = channel
+        self._shard = channel.axes.shard
+        self._device = device
+        self._rest = rest
+        self._pin_memory = pin_memory
+        self._partial: Scatter | None = None
+        """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
+        self.follow(plan)
+
+    def follow(self, plan: BucketPlan) -> None:
+        """Takes over a plan that differs only in which parameters are trainable."""
+        self.plan = plan
+        layout, rank = plan.reduce, self._shard.rank
+        self._reduced_views = [
+            _contiguous_view(shards.shard_shape(rank), offset)
+            for shards, offset in zip(layout.shards, layout.output.offsets, strict=True)
+        ]
+
+    def prepare(self, reduction: Reduction) -> Scatter | None:
+        """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
+
+        The message always holds every trainable parameter, zeros for those without a gradient, so that its size is the
+        same on every rank whatever part each of them used. Flags in it tell all ranks what any of them used.
+        """
+        layout, plan = self.plan.reduce, self.plan
+        if not layout.indices:
+            return None
+        gradients = [self.parameters[i].take_gradient() for i in layout.indices]
+        present = {k for k, gradient in enumerate(gradients) if gradient is not None}
+        output = torch.empty(layout.output.numel, dtype=plan.reduce_dtype, device=self._device)
+        scatter = Scatter([], output, present)
+        for k in layout.direct:
+            start, length = layout.output.offsets[k], layout.shards[k].padded_numel
+            full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction)
+            scatter.transfers.append(Transfer(output[start : start + length], full))
+        if layout.packed_numel:
+            num_shards = self._shard.size
+            message = self.channel.scatter.allocate(num_shards * layout.packed_numel, plan.reduce_dtype, self._device)
+            if layout.has_padding:
+                message.zero_()
+            self._pack(gradients, message.view(num_shards, layout.packed_numel))
+            if reduction.pre_divide != 1.0:
+                message.div_(reduction.pre_divide)
+            scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
+        return scatter
+
+    def _pack(self, gradients: list[torch.Tensor | None], message: torch.Tensor) -> None:
+        """Copies packed gradients into their columns of ``message``, one row per rank, casting on the way."""
+        layout = self.plan.reduce
+        columns, sources = [], []
+        blocks = message.split(layout.packed_widths, dim=1)
+        for k, column in zip(layout.packed, blocks, strict=False):  # the flags come last
+            shards, gradient = layout.shards[k], gradients[k]
+            if column.size(1) != shards.padded_numel:
+                column = column[:, : shards.padded_numel]
+            if gradient is not None and shards.concatenates and shards.layout.is_even and gradient.is_contiguous():
+                columns.append(column)
+                sources.append(gradient.view(column.shape))
+            else:
+                pack_gradient(shards, gradient, column)
+        if columns:
+            torch._foreach_copy_(columns, sources)
+        if layout.num_flags:
+            flags = blocks[-1][:, : layout.num_flags]
+            absent = [k for k, gradient in enumerate(gradients) if gradient is None]
+            flags.fill_(1)
+            if absent:
+                flags[:, absent] = 0
+
+    def add_partial(self, scatter: Scatter) -> None:
+        """Adds what earlier reductions left unfinished to one that has come over the shard axis."""
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            scatter.output.add_(partial.output)
+            scatter.present |= partial.present
+            scatter.added = partial
+
+    def keep_partial(self, scatter: Scatter) -> None:
+        """Keeps what came over the shard axis for a later reduction, as its sum so far."""
+        self.add_partial(scatter)
+        self._partial = Scatter([], scatter.output, scatter.present)
+
+    def drop_partial(self) -> None:
+        """Forgets what :meth:`keep_partial` kept."""
+        self._partial = None
+
+    def finish(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
+        """Scales what arrived, casts it to the dtype of the gradients and brings it to where the shards rest."""
+        present = sorted(self._present_anywhere(scatter))
+        if reduction.post_divide != 1.0:
+            scatter.output.div_(reduction.post_divide)
+        flat = scatter.output.to(self.plan.gradient_dtype)
+        if flat.device != self._rest:
+            host = torch.empty_like(flat, device=self._rest, pin_memory=self._pin_memory)
+            flat = host.copy_(flat, non_blocking=True)
+        indices, views = self.plan.reduce.indices, self._reduced_views
+        return ReducedBucket(
+            [self.parameters[indices[k]] for k in present], [flat.as_strided(*views[k]) for k in present]
+        )
+
+    def _present_anywhere(self, scatter: Scatter) -> set[int]:
+        """Parameters that have a gradient on any rank. Reads the flags, which the host must wait for, only if some have
+        none here.
+        """
+        layout = self.plan.reduce
+        if not layout.num_flags or len(scatter.present) == layout.num_flags:
+            return scatter.present
+        flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
+        return set(flags.ne(0).nonzero().flatten().tolist())
+
+    def _wire_gradient(self, gradient: torch.Tensor | None, numel: int, reduction: Reduction) -> torch.Tensor:
+        if gradient is None:
+            return torch.zeros(numel, dtype=self.plan.reduce_dtype, device=self._device)
+        flat = gradient.reshape(-1).to(self.plan.reduce_dtype)
+        return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
+
+
+def _contiguous_view(shape: tuple[int, ...], offset: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Arguments of ``as_strided`` for a tensor of ``shape`` that lies at ``offset``."""
+    return shape, contiguous_strides(shape), offset
