@@ -194,8 +194,8 @@ def test_twice_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     fully_shard(model[0])
     fully_shard(model)
-    assert_refused(ConfigurationError, "applied to this FSDPLinear already.*once.*bottom-up", model[0], within=model)
-    assert_refused(ConfigurationError, "applied to this FSDPSequential already", model)
+    assert_refused(ConfigurationError, "applied to this Linear already.*once.*bottom-up", model[0], within=model)
+    assert_refused(ConfigurationError, "applied to this Sequential already", model)
 
 
 @pytest.mark.behaviour("A-08")
