@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -55,10 +55,21 @@ class Collector:
                     self._share(held, owner, attribute, f"{name!r} of {type(top).__name__}")
                     continue
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
+        self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
         return [
             ParameterSource(name, parameter, tuple(owners), self._sharding(name, parameter, module_name))
             for name, module_name, parameter, owners in found.values()
         ]
+
+    def _check_devices(self, parameters: Mapping[str, nn.Parameter], modules: Sequence[nn.Module]) -> None:
+        """Shards are made on the mesh's device of what is there, on CPU, or still on meta; nothing else is guessed."""
+        here = self.axes.device.type
+        elsewhere = {n: str(p.device) for n, p in parameters.items() if p.device.type not in ("cpu", "meta", here)}
+        if elsewhere:
+            raise ParameterError(
+                f"these parameters of {', '.join(type(m).__name__ for m in modules)} are neither on CPU nor on {here}, "
+                f"the device of the mesh: {elsewhere}. Move them to one of these first."
+            )
 
     def _lent(self, parameter: nn.Parameter) -> tuple[Unit, ShardedParameter] | None:
         """Who holds what ``parameter`` was before a lender took it."""
@@ -86,11 +97,6 @@ class Collector:
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
         """How ``parameter`` is cut, once it is clear that it can be."""
         _check_free(name, parameter, module_name)
-        if parameter.device.type not in ("cpu", "meta", self.axes.device.type):
-            raise ParameterError(
-                f"parameter {name!r} of {module_name} is on {parameter.device}, but the mesh is on "
-                f"{self.axes.device.type}. Move the module to the mesh's device or to CPU first."
-            )
         placement, mesh = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
         dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
         if mesh is not None:

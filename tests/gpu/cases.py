@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp as peer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -67,6 +68,15 @@ def compare_with_peer(device: str, options: dict[str, Any]) -> None:
             )
         )
         assert_equal_runs(ours, theirs, what=f"{task}, {optimizer}", exact=dist.get_world_size() <= 2)
+
+
+def move_from_cpu() -> None:
+    """A model built on CPU, with buffers of both kinds, on a mesh of GPUs."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, device="cuda"))
+    model.register_buffer("extra", torch.ones(3), persistent=False)
+    fully_shard(model, mesh=mesh_on("cuda"))
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
 
 
 def train_offloaded(device: str, pin_memory: bool) -> None:

@@ -50,6 +50,12 @@ def test_offloaded_training_is_that_of_the_unsharded_model(world_size: int, pin_
     run_ranks(cases.train_offloaded, world_size, "cuda", pin_memory, timeout=180)
 
 
+@pytest.mark.behaviour("A-13")
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_model_built_on_cpu_moves_to_the_devices_of_the_mesh(world_size: int) -> None:
+    run_ranks(cases.move_from_cpu, world_size, timeout=180)
+
+
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_no_full_parameter_stays_in_device_memory(world_size: int) -> None:

@@ -73,10 +73,19 @@ def lend_to_many(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+def lend_to_a_list_around_the_owner(model: nn.Module, **options: Any) -> nn.Module:
+    """The owner ends its forward while the list that borrows from it is in the middle of its own."""
+    first, second, third, fourth = model.get_submodule("layers").children()
+    fully_shard(second, **options)
+    fully_shard([first, third, fourth], shared_from=[second], **options)
+    return fully_shard(model, **options)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[..., nn.Module]]] = {
     "embedding to head": (tied_transformer, "tied", lend_the_embedding),
     "head to embedding": (tied_transformer, "tied", lend_the_head),
     "to many": (seeded(Borrowers), "chain", lend_to_many),
+    "to a list around it": (seeded(Borrowers), "chain", lend_to_a_list_around_the_owner),
 }
 
 
