@@ -13,7 +13,7 @@ from torch import nn
 
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.copying import copy_sharded
-from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.errors import ConfigurationError, LifecycleError, UnsupportedError
 from composable_fsdp.interop import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
@@ -241,6 +241,11 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty`` … act on the sharded parameters; the groups take over what came of them."""
         for unit in _units(self, recurse=True):
+            if unit.group.holds_gradients:
+                raise LifecycleError(
+                    f"{unit.name!r} holds gradients that were accumulated and not delivered yet, which a conversion "
+                    "would lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
+                )
             unit.group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for unit in _units(self, recurse=True):

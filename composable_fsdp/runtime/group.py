@@ -146,8 +146,7 @@ class ParameterGroup:
 
     def _deliver_before_a_change(self, lanes: Lanes) -> None:
         """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
-        is_undelivered = self.gradient_state in (GradientState.LOCAL, GradientState.PARTIAL)
-        if is_undelivered and any(parameter.was_flipped for parameter in self.parameters):
+        if self.holds_gradients and any(parameter.was_flipped for parameter in self.parameters):
             reduction = self.reduce(lanes)
             if reduction is not None:
                 reduction.complete()
@@ -243,6 +242,11 @@ class ParameterGroup:
         """This rank takes part in the next reduction even if it has no gradient: the others may have some."""
         if self.plan.num_trainable:
             self._advance_gradients(GradientOperation.ACCUMULATE)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there are gradients that have not become those of the sharded parameters yet."""
+        return self.gradient_state in (GradientState.LOCAL, GradientState.PARTIAL)
 
     def hold_gradients(self) -> None:
         """Keeps this microbatch's gradients unreduced, summed in the reduce dtype."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import register_parametrization
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, ParameterError, fully_shard
+from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, ParameterError, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
 from tests.ranks._models import Task, seeded, squared_error, vectors
 from tests.ranks._sharding import adamw, exactly, initialise, sharded, single_rank, train_alike, values_of
@@ -434,3 +434,16 @@ def test_converting_one_module_of_a_group_splits_its_transfers_and_trains() -> N
     for m in (model, reference):
         m.get_submodule("second").double()
     train_alike(model, reference, task, rtol=0, atol=0)
+
+
+@pytest.mark.behaviour("A-18", "C-07")
+@pytest.mark.parametrize("by_shards", [False, True])
+def test_a_conversion_in_the_middle_of_an_accumulation_is_an_error(by_shards: bool) -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    with no_sync(model, sharded=by_shards):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(LifecycleError, match=r"holds gradients that were accumulated.*model\.zero_grad\(\)"):
+        model.double()
+    model.zero_grad()
+    model.double()
+    assert model.weight.dtype == torch.float64
