@@ -179,6 +179,8 @@ class ShardedParameter:
     def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Freezes or thaws the unsharded parameter after the sharded one."""
         self._trainable = self.sharded.requires_grad
+        if self.unsharded is self.sharded:  # never gathered so far
+            return
         self.unsharded.requires_grad_(self._trainable)
         if self._trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
