@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("layout.bucket", "layout.pack"),
     ("layout.plan",),
     ("layout",),
-    ("codec.protocol",),
+    ("codec.protocol", "codec.scales"),
     ("codec.blockwise", "codec.cast", "codec.extension", "codec.float8"),
     ("codec",),
     ("memory.lanes",),
