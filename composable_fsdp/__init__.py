@@ -12,6 +12,10 @@ Shard every block, then the whole::
 
 from composable_fsdp.api import fully_shard, register_fsdp_forward_method
 from composable_fsdp.clip import clip_grad_norm_, get_total_norm
+from composable_fsdp.codec.blockwise import Int4, Int8
+from composable_fsdp.codec.cast import Cast
+from composable_fsdp.codec.choice import CommunicationPolicy
+from composable_fsdp.codec.float8 import Float8
 from composable_fsdp.errors import (
     ConfigurationError,
     FSDPError,
@@ -29,11 +33,16 @@ from composable_fsdp.sharding import ShardPlacementResult
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Cast",
+    "CommunicationPolicy",
     "ConfigurationError",
     "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
+    "Float8",
     "GradientError",
+    "Int4",
+    "Int8",
     "LifecycleError",
     "MeshError",
     "MixedPrecisionPolicy",

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.collect import Collector, PlacementFunction
+from composable_fsdp.codec.choice import CommunicationPolicy
+from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.initialize import left_alone, materialise, synchronise
 from composable_fsdp.interop import as_mesh_dims, as_mixed_precision_policy, as_offload_policy
@@ -43,6 +44,7 @@ def fully_shard(
     ignored_modules: Collection[nn.Module] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_from: Sequence[nn.Module] = (),
+    comm_policy: CommunicationPolicy | CommunicationFunction | None = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> Modules:
@@ -74,6 +76,7 @@ def fully_shard(
             ``mesh``, replicated over them.
         shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. They stay
             in their group, which is brought into memory along with this one.
+        comm_policy: codecs with which parameters travel, for all of the group, or as a function of each parameter.
         sync_module_states: first overwrite the parameters that this call takes, and all buffers, with those of the
             first rank of the mesh, so that ranks with different seeds start equal.
         param_init_fn: called with each module that has parameters or buffers of its own on the meta device, which it
@@ -103,7 +106,10 @@ def fully_shard(
         if sync_module_states:
             synchronise(each, axes.mesh, left)
     lenders = [unit_of(owner) for owner in shared_from]
-    sources = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders).collect(modules)
+    collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders)
+    if comm_policy is not None:
+        collector.communication_of = _as_function(comm_policy)
+    sources = collector.collect(modules)
     if reshard.kind is ReshardKind.SMALLER:  # made now, where all ranks are at the same place, and not in a forward
         for each_axes in dict.fromkeys((axes, *(source.sharding.axes for source in sources))):
             each_axes.smaller_shard_axis(reshard.mesh_size)
@@ -132,6 +138,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     unit = find_unit(module)
     if unit is not None:
         wrap_forward_method(unit, module, method_name)
+
+
+def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> CommunicationFunction:
+    if isinstance(policy, CommunicationPolicy):
+        return lambda _: policy
+    if not callable(policy):
+        raise ConfigurationError(
+            f"comm_policy must be a CommunicationPolicy, or a function of a parameter that returns one, not {policy!r}."
+        )
+    return policy
 
 
 def _as_modules(module: object) -> list[nn.Module]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.interop import as_placement
 from composable_fsdp.layout.shard import resolve_dim
@@ -17,9 +18,14 @@ from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter,
 from composable_fsdp.runtime.unit import Unit, find_owner, find_unit
 from composable_fsdp.sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
 
-__all__ = ["Collector", "PlacementFunction"]
+__all__ = ["Collector", "CommunicationFunction", "PlacementFunction"]
 
 PlacementFunction = Callable[[nn.Parameter], object]
+CommunicationFunction = Callable[[nn.Parameter], CommunicationPolicy | None]
+
+
+def _plain(_: nn.Parameter) -> None:
+    """Parameters travel in the dtype of computation."""
 
 
 @dataclass
@@ -32,6 +38,7 @@ class Collector:
         placement_of: the user's choice per parameter.
         ignored: ids of parameters to leave alone.
         lenders: units whose parameters these modules may use too.
+        communication_of: how each parameter travels.
     """
 
     axes: DataParallelAxes
@@ -39,6 +46,7 @@ class Collector:
     placement_of: PlacementFunction | None
     ignored: Collection[int]
     lenders: Sequence[Unit] = ()
+    communication_of: CommunicationFunction = _plain
     _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
@@ -57,7 +65,13 @@ class Collector:
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
         return [
-            ParameterSource(name, parameter, tuple(owners), self._sharding(name, parameter, module_name))
+            ParameterSource(
+                name,
+                parameter,
+                tuple(owners),
+                self._sharding(name, parameter, module_name),
+                self.communication_of(parameter) or CommunicationPolicy(),
+            )
             for name, module_name, parameter, owners in found.values()
         ]
 

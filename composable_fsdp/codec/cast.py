@@ -1,4 +1,4 @@
-"""The codec of mixed precision: one cast of the whole bucket."""
+"""Values in a narrower float dtype."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ from dataclasses import dataclass
 
 import torch
 
+from composable_fsdp.errors import ConfigurationError
+
 __all__ = ["Cast"]
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Travels as ``dtype``. One kernel per bucket, or none where the shards already have that dtype and device."""
+    """Travels as ``dtype``, a 16-bit float; what does not fit fp16 comes out as infinity.
 
-    dtype: torch.dtype
+    Other than with ``MixedPrecisionPolicy(param_dtype=...)``, what arrives is computed with in its original dtype.
+    """
 
-    def encode(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """``shard`` as ``dtype`` on ``device``. A copy from page-locked host memory does not block the host."""
-        return shard.to(device, non_blocking=True).to(self.dtype)
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ConfigurationError(f"Cast takes torch.bfloat16 or torch.float16, not {self.dtype}.")
+
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of a row of ``numel`` elements."""
+        return numel * self.dtype.itemsize
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8."""
+        num_rows, numel = rows.shape
+        return rows.to(self.dtype).contiguous().view(-1).view(torch.uint8).view(num_rows, self.payload_bytes(numel))
+
+    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """``(num_rows, numel)`` fp32 of what :meth:`encode` made, which may be strided along dim 0."""
+        return payload.reshape(-1).view(self.dtype).view(payload.size(0), numel).float()

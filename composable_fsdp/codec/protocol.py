@@ -10,17 +10,21 @@ __all__ = ["Codec"]
 
 
 class Codec(Protocol):
-    """How one bucket's flat shard travels. A codec is a value: frozen, without state, the same on every rank.
+    """How values travel. A codec is a value: frozen, hashable, without state, the same on every rank.
 
-    Invariant: the payload has as many elements as the shard, in the same order, and the dtype of the unsharded
-    parameters, so that an all-gather may land straight in its place.
+    Invariants: rows are encoded by themselves, each what one rank sends or gets; the size of a payload follows from the
+    number of elements alone; decoding gives the same values on every rank. Nan and infinity do not get lost: what is
+    decoded has a nan or an infinity where a row had one, perhaps also near it.
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """dtype of the payload and of the unsharded parameters."""
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of a row of ``numel`` elements."""
         ...
 
-    def encode(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The payload of ``shard`` (1-d, contiguous) on ``device``; ``shard`` itself where nothing changes."""
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8, contiguous."""
+        ...
+
+    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        """``(num_rows, numel)`` of what :meth:`encode` made, in fp32. ``payload`` may be strided along dim 0."""
         ...

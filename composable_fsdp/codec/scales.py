@@ -33,6 +33,8 @@ def scales_of(blocks: torch.Tensor, limit: float) -> torch.Tensor:
         return blocks.new_zeros(blocks.shape[:2])
     largest = blocks.abs().amax(dim=2)
     scales = largest / limit
+    # Rounded up, the scale of the largest floats would take their product beyond what a float can be.
+    scales = torch.where((scales * limit).isinf(), torch.nextafter(scales, torch.zeros_like(scales)), scales)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
     return torch.where(largest.isfinite(), scales, torch.nan)
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from composable_fsdp.codec.protocol import Codec
 from composable_fsdp.layout.bucket import GatherLayout, ReduceLayout, plan_gather, plan_reduce
 from composable_fsdp.layout.shard import TensorShards
 
@@ -25,6 +26,7 @@ class ParameterSpec:
         gradient_dtype: of the reduced gradient that users see.
         axes: index of the data-parallel axes that cut it, among those of the group.
         extended: its local tensor decides by itself how it travels.
+        codec: how its shards travel, if not in ``compute_dtype``.
     """
 
     name: str
@@ -37,13 +39,22 @@ class ParameterSpec:
     trainable: bool
     axes: int = 0
     extended: bool = False
+    codec: Codec | None = None
 
     @property
     def bucket_key(self) -> BucketKey:
-        return (self.axes, self.extended, self.dtype, self.compute_dtype, self.reduce_dtype, self.gradient_dtype)
+        return (
+            self.axes,
+            self.extended,
+            self.codec,
+            self.dtype,
+            self.compute_dtype,
+            self.reduce_dtype,
+            self.gradient_dtype,
+        )
 
 
-BucketKey: TypeAlias = tuple[int, bool, torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+BucketKey: TypeAlias = tuple[int, bool, Codec | None, torch.dtype, torch.dtype, torch.dtype, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +91,7 @@ class BucketPlan:
     gradient_dtype: torch.dtype
     axes: int
     extended: bool
+    codec: Codec | None
     gather: GatherLayout
     reduce: ReduceLayout
     aliased: bool
@@ -91,7 +103,9 @@ class BucketPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one all-gather, all ranks' shares together."""
+        """Bytes of one all-gather, all ranks' shares together. Of extended parameters, those of their own dtype."""
+        if self.codec is not None:
+            return self.gather.num_shards * self.codec.payload_bytes(self.gather.packed_numel)
         return 0 if self.aliased else self.gather.wire_numel * self.compute_dtype.itemsize
 
     @property
@@ -151,7 +165,11 @@ def _plan_bucket(
     axes = options[first.axes]
     shards = [TensorShards(specs[i].shape, specs[i].dim, axes.num_shards) for i in indices]
     trainable = [k for k, i in enumerate(indices) if specs[i].trainable]
-    gather = plan_gather(shards, itemsize=first.compute_dtype.itemsize, direct_bytes=axes.direct_bytes)
+    gather = plan_gather(
+        shards,
+        itemsize=first.compute_dtype.itemsize,
+        direct_bytes=axes.direct_bytes if first.codec is None else _NEVER,
+    )
     same_dtype = first.reduce_dtype == first.compute_dtype
     reduce = plan_reduce(
         shards,
@@ -169,6 +187,7 @@ def _plan_bucket(
         first.gradient_dtype,
         first.axes,
         first.extended,
+        first.codec,
         gather,
         reduce,
         aliased,
@@ -186,4 +205,4 @@ def plan_smaller(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> Gath
 
 
 _NEVER = 1 << 62
-"""More bytes than any parameter has: a gradient that must be cast cannot travel straight from where it lies."""
+"""More bytes than any parameter has: what must be cast or encoded cannot travel straight from where it lies."""

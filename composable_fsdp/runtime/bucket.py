@@ -12,14 +12,12 @@ from typing import Protocol
 
 import torch
 
-from composable_fsdp.codec.cast import Cast
-from composable_fsdp.codec.protocol import Codec
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.bucket import GatherLayout
 from composable_fsdp.layout.pack import take_shard, unpack_parameter
 from composable_fsdp.layout.plan import BucketPlan, plan_smaller
 from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer
-from composable_fsdp.memory.store import ShardStore
+from composable_fsdp.memory.store import ShardStore, carry
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.parameter import ShardedParameter
 from composable_fsdp.runtime.scatter import GradientScatter
@@ -87,7 +85,6 @@ class Bucket:
         self.channel = channel
         self._shard = channel.axes.shard
         self._device = device
-        self._codec: Codec = Cast(plan.compute_dtype)
         self.buffer: UnshardedBuffer = (
             AliasedBuffer(store.flat)
             if plan.aliased
@@ -97,6 +94,8 @@ class Bucket:
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
         self._layout = plan.gather
         """Of the gather that is under way."""
+        self._decodes = False
+        """Whether what it brings must be decoded."""
         self.plan = plan
         rest, pinned = store.flat.device, store.flat.is_pinned()
         self.scatter = GradientScatter(plan, self.parameters, channel, device, rest, pin_memory=pinned)
@@ -130,17 +129,21 @@ class Bucket:
         """Encodes the shards, or takes the slice kept on the smaller mesh, and says what must travel."""
         if self.plan.aliased:
             return Gather([], [])
+        self._decodes = self._slice is None and self.plan.codec is not None
         if self._slice is not None:
             wire, self._layout = self._slice
         else:
-            wire, self._layout = self._codec.encode(self.store.flat, self._device), self.plan.gather
+            wire = carry(self.store.flat, self.plan.compute_dtype, self._device)
+            self._layout = self.plan.gather
         layout, gather = self._layout, Gather([], [])
         for i in layout.direct:
             length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
             place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
             gather.direct.append(Transfer(place, wire[offset : offset + length]))
         if layout.packed_numel:
-            gather.payloads.append(wire[: layout.packed_numel])
+            packed = wire[: layout.packed_numel]
+            codec = self.plan.codec if self._decodes else None
+            gather.payloads.append(packed if codec is None else codec.encode(packed.unsqueeze(0)).view(-1))
         return gather
 
     def finish_gather(self, gather: Gather) -> None:
@@ -150,7 +153,10 @@ class Bucket:
             return
         layout = self._layout
         whole = layout.num_shards == self._shard.size
-        rows = gather.rows[0].split(layout.packed_widths, dim=1)
+        received = gather.rows[0]
+        if self._decodes and self.plan.codec is not None:
+            received = self.plan.codec.decode(received, layout.packed_numel)
+        rows = received.split(layout.packed_widths, dim=1)
         places, sources = [], []
         for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
             shards = layout.shards[i]

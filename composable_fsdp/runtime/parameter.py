@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, cast
 from weakref import WeakSet, ref
 
@@ -12,6 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from composable_fsdp.codec.choice import CommunicationPolicy
+from composable_fsdp.codec.protocol import Codec
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.sharding import ParameterSharding
 
@@ -35,6 +38,7 @@ class ParameterSource:
     tensor: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
     sharding: ParameterSharding
+    communication: CommunicationPolicy = field(default_factory=CommunicationPolicy)
 
 
 class ShardedParameter:
@@ -52,6 +56,7 @@ class ShardedParameter:
         tensor = source.tensor
         self.name = source.name
         self.sharding = source.sharding
+        self.communication = source.communication
         self.shape = tuple(local_part(tensor).shape)
         self._attributes = dict(vars(tensor))
         self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else _SAME
@@ -75,6 +80,7 @@ class ShardedParameter:
         """The same for ``sharded``, a copy of this one's sharded parameter, registered on copies of the modules."""
         copy = object.__new__(ShardedParameter)
         copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
+        copy.communication = self.communication
         copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
         copy._places, copy._slots, copy._intercepting = [], [], []
         copy.sharded = copy.unsharded = sharded
@@ -104,6 +110,13 @@ class ShardedParameter:
     def dim(self) -> int:
         """Tensor dim on which the data-parallel axes cut."""
         return self.sharding.dim
+
+    @property
+    def gather_codec(self) -> Codec | None:
+        """How the shards travel, if there is anywhere to travel to and the parameter is not too small."""
+        chosen, numel = self.communication, prod(self.shape)
+        travels = self.sharding.axes.shard.size > 1 and self.dtype.is_floating_point
+        return chosen.all_gather if travels and numel >= chosen.min_numel else None
 
     def gradient_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         """dtype of the reduced gradient: the parameter's own, unless its ``grad_dtype`` was set to another, or none."""

@@ -184,6 +184,7 @@ class GroupTensors:
                     trainable=p.sharded.requires_grad,
                     axes=self._axes.index(p.sharding.axes),
                     extended=p in self._extensions,
+                    codec=None if p in self._extensions else p.gather_codec,
                 )
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))

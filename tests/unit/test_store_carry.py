@@ -1,4 +1,4 @@
-"""The codec of mixed precision: one cast, or none."""
+"""Shards on their way into the dtype and to the device of computation: one cast, or none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_fsdp.codec.cast import Cast
-from composable_fsdp.codec.protocol import Codec
+from composable_fsdp.memory.store import carry
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -31,7 +30,7 @@ class Operators(TorchDispatchMode):
 def test_where_dtype_and_device_match_the_payload_is_the_shard_itself(dtype: torch.dtype) -> None:
     shard = torch.arange(8).to(dtype)
     with Operators() as ran:
-        assert Cast(dtype).encode(shard, CPU) is shard
+        assert carry(shard, dtype, CPU) is shard
     assert ran.names == []
 
 
@@ -39,7 +38,7 @@ def test_another_dtype_takes_one_kernel_into_new_memory_and_leaves_the_shard() -
     shard = torch.tensor([0.1, -2.5, 3e38])
     before = shard.clone()
     with Operators() as ran:
-        payload = Cast(torch.bfloat16).encode(shard, CPU)
+        payload = carry(shard, torch.bfloat16, CPU)
     assert ran.names == ["_to_copy"]
     assert payload.dtype == torch.bfloat16
     assert torch.equal(payload, before.to(torch.bfloat16))
@@ -50,7 +49,7 @@ def test_another_dtype_takes_one_kernel_into_new_memory_and_leaves_the_shard() -
 def test_another_device_takes_one_copy() -> None:
     shard = torch.zeros(4)
     with Operators() as ran:
-        payload = Cast(torch.float32).encode(shard, META)
+        payload = carry(shard, torch.float32, META)
     assert ran.names == ["_to_copy"]
     assert payload.device == META
 
@@ -58,18 +57,6 @@ def test_another_device_takes_one_copy() -> None:
 def test_another_device_and_dtype_take_one_copy_and_then_one_cast() -> None:
     shard = torch.zeros(4)
     with Operators() as ran:
-        payload = Cast(torch.bfloat16).encode(shard, META)
+        payload = carry(shard, torch.bfloat16, META)
     assert ran.names == ["_to_copy", "_to_copy"]
     assert (payload.device, payload.dtype) == (META, torch.bfloat16)
-
-
-def test_the_payload_has_the_elements_of_the_shard_in_order() -> None:
-    codec: Codec = Cast(torch.float64)
-    assert codec.dtype == torch.float64
-    assert codec.encode(torch.arange(9.0), CPU).tolist() == list(range(9))
-
-
-def test_codecs_are_values() -> None:
-    assert Cast(torch.float16) == Cast(torch.float16)
-    assert Cast(torch.float16) != Cast(torch.bfloat16)
-    assert hash(Cast(torch.float16)) == hash(Cast(torch.float16))
