@@ -103,13 +103,15 @@ def fully_shard(
     for each in modules:
         if param_init_fn is not None:
             materialise(each, param_init_fn, left)
-        if sync_module_states:
-            synchronise(each, axes.mesh, left)
     lenders = [unit_of(owner) for owner in shared_from]
     collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders)
     if comm_policy is not None:
         collector.communication_of = _as_function(comm_policy)
     sources = collector.collect(modules)
+    if sync_module_states:
+        elsewhere = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
+        for each in modules:
+            synchronise(each, axes.mesh, left, elsewhere)
     if reshard.kind is ReshardKind.SMALLER:  # made now, where all ranks are at the same place, and not in a forward
         for each_axes in dict.fromkeys((axes, *(source.sharding.axes for source in sources))):
             each_axes.smaller_shard_axis(reshard.mesh_size)

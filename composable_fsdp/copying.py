@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.runtime.extension import has_hooks
 from composable_fsdp.runtime.group import ParameterGroup
+from composable_fsdp.runtime.parameter import local_part
 from composable_fsdp.runtime.unit import Unit, find_unit
 
 __all__ = ["copy_sharded"]
@@ -41,7 +43,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         unit.group.reshard()
         memo[id(unit)] = object.__new__(Unit)
         for parameter in unit.group.parameters:
-            memo[id(parameter.sharded)] = _copy_parameter(parameter.sharded)
+            memo[id(parameter.sharded)] = _copy_parameter(parameter.name, parameter.sharded)
     marks[_UNDER_WAY] = True
     try:
         result = _copy_module(module, memo)
@@ -72,8 +74,13 @@ def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
 
 
 @torch.no_grad()
-def _copy_parameter(sharded: nn.Parameter) -> nn.Parameter:
+def _copy_parameter(name: str, sharded: nn.Parameter) -> nn.Parameter:
     clone = nn.Parameter(_copy_distributed(sharded), requires_grad=sharded.requires_grad)
+    if has_hooks(local_part(sharded)) and not has_hooks(local_part(clone)):
+        raise ConfigurationError(
+            f"the local tensor of parameter {name!r} has all-gather hooks hung on it, which know this tensor and not a "
+            "copy. Use a tensor class with these methods, or hang hooks on a second model that you build and load."
+        )
     if sharded.grad_dtype != sharded.dtype:
         clone.grad_dtype = sharded.grad_dtype
     if sharded.grad is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -187,8 +187,10 @@ def _own_on_meta(owner: nn.Module, left: Left) -> Iterator[str]:
 # -- sync_module_states
 
 
-def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left) -> None:
+def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left, elsewhere: Mapping[int, DeviceMesh]) -> None:
     """Overwrites parameters and buffers with those of the first rank of the data-parallel ``mesh``, on all its ranks.
+
+    Those whose id is in ``elsewhere`` with that of the mesh given there, such as experts.
 
     Parameters that are in a group already, or ignored, are passed over. Every rank must have the same modules.
 
@@ -209,4 +211,6 @@ def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left) -> None:
             "after fully_shard (to_empty, then reset_parameters() or a state dict)."
         )
     with torch.inference_mode(False), torch.no_grad():
-        broadcast_([t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()], mesh)
+        for each in dict.fromkeys((mesh, *elsewhere.values())):
+            here = [t for t in tensors.values() if elsewhere.get(id(t), mesh) == each]
+            broadcast_([t.to_local() if isinstance(t, DTensor) else t for t in here], each)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.loopback import LoopbackCommunicator
@@ -55,10 +53,10 @@ class DataParallelAxes:
         names = self.mesh.mesh_dim_names
         if names is not None:
             return self.mesh[names[-1]]
-        if self.mesh not in _shard_meshes:
-            group = self.mesh.get_group(self.mesh.ndim - 1)
-            _shard_meshes[self.mesh] = DeviceMesh.from_group(group, self.mesh.device_type)
-        return _shard_meshes[self.mesh]
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        if group not in _shard_meshes:
+            _shard_meshes[group] = DeviceMesh.from_group(group, self.mesh.device_type)
+        return _shard_meshes[group]
 
     def smaller_shard_axis(self, size: int) -> Communicator:
         """The ``size`` neighbouring ranks of the shard axis that this rank is among, or all of it where it has no more.
@@ -75,17 +73,19 @@ class DataParallelAxes:
                 f"reshard_after_forward={size} does not divide the {self.shard.size} shard ranks of {self.mesh}, over "
                 "which some parameters of the group are sharded."
             )
-        known = _smaller_axes.setdefault(self.mesh, {})
+        whole = self.mesh.get_group(self.mesh.ndim - 1)
+        known = _smaller_axes.setdefault(whole, {})
         if size not in known:
-            ranks = dist.get_process_group_ranks(self.mesh.get_group(self.mesh.ndim - 1))
+            ranks = dist.get_process_group_ranks(whole)
             first = self.shard.rank - self.shard.rank % size
             group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
             known[size] = ProcessGroupCommunicator(group, self.mesh.device_type)
         return known[size]
 
 
-_shard_meshes: MutableMapping[DeviceMesh, DeviceMesh] = WeakIdKeyDictionary()
-_smaller_axes: MutableMapping[DeviceMesh, dict[int, Communicator]] = WeakIdKeyDictionary()
+# By process group: every slice of a mesh is another object.
+_shard_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+_smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator]] = WeakKeyDictionary()
 _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 

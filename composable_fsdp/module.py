@@ -13,7 +13,7 @@ from torch import nn
 
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.copying import copy_sharded
-from composable_fsdp.errors import ConfigurationError, LifecycleError, UnsupportedError
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.interop import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
@@ -161,7 +161,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in _units(self, recurse):
             for channel in unit.group.channels:
                 channel.unequal_use = reduce_scatter_unused_params
-            _rebuild(unit)
+            unit.group.rebuild()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many groups' gradients may be on the wire at once, 2 unless told. The largest of all modules counts.
@@ -186,7 +186,7 @@ class FSDPModule(TorchFSDPModule):
         """
         for channel in _unit(self).group.channels:
             channel.customize_gather(comm)
-        _rebuild(_unit(self))
+        _unit(self).group.rebuild()
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
         """Lets ``comm`` move the bytes of this module's reduce-scatters over its shard axis.
@@ -196,7 +196,7 @@ class FSDPModule(TorchFSDPModule):
         """
         for channel in _unit(self).group.channels:
             channel.customize_scatter(comm)
-        _rebuild(_unit(self))
+        _unit(self).group.rebuild()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Calls ``hook`` with this module's reduced gradients before they are set.
@@ -241,11 +241,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty`` … act on the sharded parameters; the groups take over what came of them."""
         for unit in _units(self, recurse=True):
-            if unit.group.holds_gradients:
-                raise LifecycleError(
-                    f"{unit.name!r} holds gradients that were accumulated and not delivered yet, which a conversion "
-                    "would lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
-                )
+            unit.group.check_nothing_held()
             unit.group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for unit in _units(self, recurse=True):
@@ -262,7 +258,10 @@ class FSDPModule(TorchFSDPModule):
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """An independent sharded module with the same values: parameters, gradients, buffers, choices."""
+        """An independent sharded module with the same values: parameters, gradients, buffers, choices.
+
+        Gradients that were accumulated and not delivered yet do not come along.
+        """
         assert isinstance(self, nn.Module)
         return copy_sharded(self, memo)
 
@@ -353,12 +352,6 @@ def _units(module: object, recurse: bool) -> Iterator[Unit]:
         yield unit_of(module)
         return
     yield from {unit: None for child in module.modules() if (unit := find_unit(child)) is not None}
-
-
-def _rebuild(unit: Unit) -> None:
-    """After a change of what the plan depends on."""
-    unit.group.reshard()
-    unit.group.tensors.build()
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

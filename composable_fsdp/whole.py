@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from composable_fsdp.errors import ParameterError
+
 __all__ = ["agree_on_gradients", "keep", "keep_gradient", "own_part", "whole_parameter"]
 
 
@@ -79,7 +81,7 @@ def _like(sharded: DTensor, local: torch.Tensor) -> DTensor:
 def keep(parameter: nn.Parameter, whole: torch.Tensor, requires_grad: bool) -> None:
     """Writes this rank's part of ``whole`` to the sharded parameter."""
     sharded = cast(DTensor, parameter)
-    sharded.to_local().copy_(own_part(whole.detach(), sharded))
+    sharded.to_local().copy_(_checked_part(whole.detach(), sharded))
     if parameter.requires_grad != requires_grad:
         parameter.requires_grad_(requires_grad)
 
@@ -92,10 +94,22 @@ def keep_gradient(parameter: nn.Parameter, whole: torch.Tensor | None) -> None:
     if whole is None:
         sharded.grad = None
     elif gradient is not None and gradient.placements == sharded.placements:
-        gradient.to_local().copy_(own_part(whole, sharded))
+        gradient.to_local().copy_(_checked_part(whole, sharded))
     else:
         local = torch.empty_like(sharded.to_local())
-        sharded.grad = _like(sharded, local.copy_(own_part(whole, sharded)))
+        sharded.grad = _like(sharded, local.copy_(_checked_part(whole, sharded)))
+
+
+def _checked_part(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:
+    """This rank's part, unless the placements do not say which that is: a strided shard cannot, for some sizes."""
+    part, local = own_part(whole, sharded), sharded.to_local()
+    if part.shape != local.shape:
+        raise ParameterError(
+            f"a parameter of shape {tuple(sharded.shape)} is placed {sharded.placements} with {tuple(local.shape)} on "
+            f"this rank, where these placements say {tuple(part.shape)}: its sizes do not divide evenly, so that "
+            "nothing can be written back. Use unsharded_params(writeback=False)."
+        )
+    return part
 
 
 def own_part(whole: torch.Tensor, sharded: DTensor) -> torch.Tensor:

@@ -124,7 +124,8 @@ def plan_reduce(
     output, packed, widths = _packed_first(lengths, direct, itemsize)
     gradients = packed[:-1] if num_flags else packed
     num_shards = chosen[0].num_shards if chosen else 1
-    payload = sum(chosen[k].numel for k in gradients) + num_shards * num_flags
+    flags_width = widths[-1] if num_flags else 0  # all of it is written, so none of it counts as padding
+    payload = sum(chosen[k].numel for k in gradients) + num_shards * flags_width
     padded = sum(widths) * num_shards != payload
     offsets = output.offsets[: len(chosen)]
     flags_offset = output.offsets[-1] if num_flags else 0

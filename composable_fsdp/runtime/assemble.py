@@ -34,9 +34,11 @@ def assemble(root: Unit) -> Iteration:
     """
     watch_optimizers()
     units = _units_by_name(root)
+    iteration = Iteration(root, units, Lanes(root.group.axes.device))
     for former in {iteration_of(unit) for unit in units.values() if unit.iteration is not None}:
         former.drain()
-    iteration = Iteration(root, units, Lanes(root.group.axes.device))
+        iteration.is_last_backward &= former.is_last_backward
+        iteration.post_optimizer_event = former.post_optimizer_event or iteration.post_optimizer_event
     for name, unit in units.items():
         unit.group.name = name
         unit.group.find_patches()

@@ -148,7 +148,6 @@ class Bucket:
 
     def finish_gather(self, gather: Gather) -> None:
         """Copies packed parameters to their places."""
-        self._slice = None
         if not gather.rows:
             return
         layout = self._layout

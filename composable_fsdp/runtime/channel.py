@@ -26,6 +26,10 @@ class Channel:
         self.axes = axes
         self.gather: Communicator = axes.shard
         self.scatter: Communicator = axes.shard
+        self._custom_gather: object = None
+        self._custom_scatter: object = None
+        self._separate: Communicator | None = None
+        self._pooled = False
         self.smaller: Communicator | None = None
         self.unequal_use = False
         """Whether a rank may take part in a reduction without any gradient."""
@@ -56,21 +60,20 @@ class Channel:
 
     def customize_gather(self, collective: object) -> None:
         """Lets ``collective`` move the bytes of all-gathers."""
-        self.gather = customize(self.gather, collective, "set_custom_all_gather")
+        customize(self.axes.shard, collective, "set_custom_all_gather")  # raises where it cannot
+        self._custom_gather = collective
+        self._combine()
 
     def customize_scatter(self, collective: object) -> None:
         """Lets ``collective`` move the bytes of reduce-scatters."""
-        self.scatter = customize(self.scatter, collective, "set_custom_reduce_scatter")
+        customize(self.axes.shard, collective, "set_custom_reduce_scatter")
+        self._custom_scatter = collective
+        self._combine()
 
     def pool(self, pooled: bool) -> None:
         """Whether messages lie in memory of the backend's allocator."""
-        shared = self.gather is self.scatter
-        if isinstance(self.gather, ProcessGroupCommunicator):
-            self.gather = self.gather.with_pool(pooled)
-        if shared:
-            self.scatter = self.gather
-        elif isinstance(self.scatter, ProcessGroupCommunicator):
-            self.scatter = self.scatter.with_pool(pooled)
+        self._pooled = pooled
+        self._combine()
 
     def separate_scatter(self, known: MutableMapping[object, ProcessGroupCommunicator] | None) -> None:
         """Gives reduce-scatters a process group of their own, or takes it back.
@@ -79,9 +82,31 @@ class Channel:
             known: what was made so far, by the process group that it is a double of; every channel over the same one
                 shares it. ``None`` takes back.
         """
+        shard = self.axes.shard
         if known is None:
-            self.scatter = self.gather
-        elif isinstance(self.scatter, ProcessGroupCommunicator) and self.scatter is self.gather:
-            if self.scatter.group not in known:
-                known[self.scatter.group] = self.scatter.duplicate()
-            self.scatter = known[self.scatter.group].with_pool(self.scatter.pooled)
+            self._separate = None
+        elif self._separate is None and isinstance(shard, ProcessGroupCommunicator):
+            if shard.group not in known:
+                known[shard.group] = shard.duplicate()
+            self._separate = known[shard.group]
+        self._combine()
+
+    def follow(self, other: Channel) -> None:
+        """Takes over what was chosen for ``other``."""
+        self._custom_gather, self._custom_scatter = other._custom_gather, other._custom_scatter
+        self._pooled, self._separate, self.unequal_use = other._pooled, other._separate, other.unequal_use
+        self._combine()
+
+    def _combine(self) -> None:
+        """Makes both communicators out of all that was chosen."""
+        gather, scatter = self._with_pool(self.axes.shard), self._with_pool(self._separate or self.axes.shard)
+        if self._custom_gather is not None:
+            gather = customize(gather, self._custom_gather, "set_custom_all_gather")
+        if self._custom_scatter is not None:
+            scatter = customize(scatter, self._custom_scatter, "set_custom_reduce_scatter")
+        self.gather, self.scatter = gather, scatter
+
+    def _with_pool(self, communicator: Communicator) -> Communicator:
+        if isinstance(communicator, ProcessGroupCommunicator) and self._pooled:
+            return communicator.with_pool(True)
+        return communicator

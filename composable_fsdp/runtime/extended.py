@@ -151,7 +151,6 @@ class ExtendedBucket:
                     self._refill(parameter, gathered, of_parameter)
                 else:
                     self._fill(parameter, gathered, of_parameter)
-                gathered.kept = None
 
     def _fill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """The first time: makes the full tensor."""

@@ -10,6 +10,7 @@ import torch
 
 from composable_fsdp import trace
 from composable_fsdp.comm.c10d import Together
+from composable_fsdp.errors import LifecycleError
 from composable_fsdp.layout.plan import GroupPlan
 from composable_fsdp.layout.reduction import ReduceOp, Reduction, plan_reduction
 from composable_fsdp.lifecycle import (
@@ -109,14 +110,27 @@ class ParameterGroup:
         self.divide_factor, self.sum_only = other.divide_factor, other.sum_only
         self.all_reduce_hook = other.all_reduce_hook
         for channel, original in zip(self.channels, other.channels, strict=True):
-            channel.gather, channel.scatter = original.gather, original.scatter
-            channel.unequal_use = original.unequal_use
+            channel.follow(original)
         self.tensors.build()
 
     def refresh(self) -> None:
         """Follows replaced local tensors and changes of ``requires_grad``, once the parameters are sharded."""
         if self.parameter_state is ParameterState.SHARDED:
-            self.tensors.refresh()
+            self.tensors.refresh(self.check_nothing_held)
+
+    def rebuild(self) -> None:
+        """Makes the tensors anew, after a change of what the plan depends on."""
+        self.check_nothing_held()
+        self.reshard()
+        self.tensors.build()
+
+    def check_nothing_held(self) -> None:
+        """New tensors know nothing of gradients that the old ones hold."""
+        if self.holds_gradients:
+            raise LifecycleError(
+                f"{self.name!r} holds gradients that were accumulated and not delivered yet, which this change would "
+                "lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
+            )
 
     def find_patches(self) -> None:
         """Follows hooks that somebody has hung on local tensors, once the parameters are sharded."""
@@ -132,15 +146,22 @@ class ParameterGroup:
         self.refresh()
         if not self.tensors.are_placed:
             raise self.tensors.misplaced(self.name)
-        self.parameter_state = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.UNSHARD, self.name)
-        if self.parameter_state is before:
+        after = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.UNSHARD, self.name)
+        if after is before:
             return
         begin = trace.now() if trace.listeners else None
-        for bucket in self.buckets:
-            bucket.allocate()
+        try:
+            for bucket in self.buckets:
+                bucket.allocate()
+            self._pending_gather = lanes.gather.run(self._launch_gather, self._finish_gather)
+        except BaseException:
+            self._gathers = []
+            for bucket in self.buckets:
+                bucket.free()
+            raise
+        self.parameter_state = after
         if trace.listeners:
             trace.emit(trace.Operation.ALLOCATE, self.name, self.plan.unsharded_bytes)
-        self._pending_gather = lanes.gather.run(self._launch_gather, self._finish_gather)
         if trace.listeners:
             trace.emit(trace.Operation.UNSHARD, self.name, self.plan.wire_bytes, lanes.gather.name, begin)
 
@@ -166,7 +187,6 @@ class ParameterGroup:
     def _finish_gather(self) -> None:
         for bucket, gather in zip(self.buckets, self._gathers, strict=True):
             bucket.finish_gather(gather)
-        self._gathers = []
 
     def wait(self) -> None:
         """Makes the unsharded parameters usable and registers them."""
@@ -185,6 +205,10 @@ class ParameterGroup:
         if self._pending_gather is not None:
             pending, self._pending_gather = self._pending_gather, None
             pending.wait()
+            # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
+            self._gathers = []
+            for bucket in self.buckets:
+                bucket.drop_slice()
         for channel in self.channels:
             channel.smaller = None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from composable_fsdp.errors import LifecycleError
+from composable_fsdp.lifecycle import ParameterState
 from composable_fsdp.runtime.schedule import ForwardRecord, Lockstep, Turn
 from composable_fsdp.runtime.unit import Unit, find_unit
 
@@ -37,6 +38,12 @@ class InStep:
 
     def __init__(self, actions: Actions, outermost: Unit) -> None:
         beneath = _units_beneath(outermost)
+        for unit in beneath:
+            if len(unit.modules) > 1:
+                raise LifecycleError(
+                    f"{unit.name!r} are several modules of one group, which do not have one turn among the others. "
+                    "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."
+                )
         self._actions = actions
         self._turns = Lockstep(
             [(name, len(_units_beneath(unit)) - 1) for name, unit in actions.units.items() if unit in beneath]
@@ -75,6 +82,14 @@ class InStep:
                 self._actions.end_skipped(unit)
 
     # -- backward
+
+    def check_recomputed(self, unit: Unit) -> None:
+        """``unit`` runs again within backward: its parameters must be there, since ranks that skip it gather later."""
+        if unit.group.parameter_state is ParameterState.SHARDED and unit.group.parameters:
+            raise LifecycleError(
+                f"{unit.name!r} is recomputed as part of a module around it. With set_reduce_scatter_unused_params, "
+                "checkpoint each sharded module by itself (and with use_reentrant=False)."
+            )
 
     def reach(self, record: ForwardRecord, position: int, backward: int, running: Unit | None) -> None:
         """Backward comes to ``position`` of ``record``, with ``running``: takes part in all that it left out before.

@@ -57,18 +57,20 @@ class Hook(Enum):
 class Call:
     """One forward call of a unit's module that autograd will come back to. Kept alive by the graph."""
 
-    __slots__ = ("entered", "round", "unit")
+    __slots__ = ("entered", "is_recomputed", "round", "unit")
 
-    def __init__(self, unit: Unit, of_round: Round) -> None:
+    def __init__(self, unit: Unit, of_round: Round, *, is_recomputed: bool) -> None:
         self.unit = unit
         self.round = of_round
+        self.is_recomputed = is_recomputed
+        """Whether it ran within a backward, which as a rule never comes to its inputs."""
         self.entered = -1
         """The backward in which a gradient last reached this call's outputs."""
 
     def await_inputs(self) -> None:
         """Backward will come to the gradients of this call's inputs, and tell."""
         self.round.awaited += 1
-        self.unit.open_calls += 1
+        self.unit.open_calls += not self.is_recomputed
 
 
 class Iteration:
@@ -93,6 +95,8 @@ class Iteration:
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = root.reductions_in_flight
         self._unseen: list[Call] = []
+        self._grad_mode = True
+        """Of the outermost module's forward."""
         self._in_step: InStep | None = None
         """Set while the order of groups must not depend on what this rank runs."""
         for unit in units.values():
@@ -115,12 +119,12 @@ class Iteration:
             self._in_step.end(unit)
         of_round = unit.round or Round(())  # recomputations are no rounds: each is its own
         call = None
+        if self._leads_to_backward and of_round.position < 0:
+            recorded = self._pass is Pass.FORWARD and unit.group.parameters
+            of_round.record = self._record if recorded else of_round.record
+            of_round.position = of_round.record.append(unit.name)
         if torch.is_grad_enabled():
-            if of_round.position < 0:
-                recorded = self._pass is Pass.FORWARD and unit.group.parameters
-                of_round.record = self._record if recorded else of_round.record
-                of_round.position = of_round.record.append(unit.name)
-            call = Call(unit, of_round)
+            call = Call(unit, of_round, is_recomputed=self._pass is Pass.BACKWARD)
         of_round.remaining.discard(id(module))
         if not of_round.remaining or unit is self._outermost:
             unit.round = None
@@ -145,7 +149,7 @@ class Iteration:
             return
         unit = call.unit
         call.entered = self._backwards
-        if self._in_step is not None:
+        if self._in_step is not None and unit.group.parameters:
             self._in_step.reach(call.round.record, call.round.position, self._backwards, unit)
         for reached in (unit, *unit.lenders):
             reached.entered_backward = self._backwards
@@ -159,7 +163,7 @@ class Iteration:
         unit = call.unit
         if not self._was_seen(unit):
             self._unseen.append(call)  # unless its output is its input: then the gradient is seen to enter in a moment
-        unit.open_calls -= 1
+        unit.open_calls -= not call.is_recomputed
         call.round.awaited -= 1
         if call.round.ends_unseen:
             return  # the last gradient or the end of backward comes later than this
@@ -195,6 +199,7 @@ class Iteration:
             self.lanes.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
         self._record = ForwardRecord()
+        self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
         self._scheduler.begin_forward()
         stepped, self._seen_steps = self._seen_steps != _optimizer_steps, _optimizer_steps
@@ -213,7 +218,7 @@ class Iteration:
 
     def end_skipped(self, unit: Unit) -> None:
         """In place of the hook after forward, for a unit that only other ranks may run."""
-        if torch.is_grad_enabled() and unit.group.parameters:
+        if self._leads_to_backward and unit.group.parameters:
             self._record.append(unit.name)
         self._reshard_after_forward(unit)
 
@@ -223,7 +228,15 @@ class Iteration:
         ahead = unit.forward_prefetch
         self._unshard(unit, [self.units[name] for name in names] if ahead is None else ahead)
 
+    @property
+    def _leads_to_backward(self) -> bool:
+        """Whether a backward may come to what runs now. In step, all ranks must find the same."""
+        in_step = self._in_step is not None and self._pass is Pass.FORWARD
+        return self._grad_mode if in_step else torch.is_grad_enabled()
+
     def _unshard_for_recomputation(self, unit: Unit) -> None:
+        if self._in_step is not None:
+            self._in_step.check_recomputed(unit)
         self._unshard(unit, ())
 
     def _unshard(self, unit: Unit, ahead: Iterable[Unit]) -> None:
@@ -249,11 +262,12 @@ class Iteration:
     def _reshard_as_chosen(self, unit: Unit) -> None:
         kind = unit.reshard.kind
         if kind is ReshardKind.AUTO:
-            keep = unit is self.root and torch.is_grad_enabled()
+            keep = unit is self.root and self._leads_to_backward
             kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
         if kind is ReshardKind.NEVER:
             unit.kept_version = unit.group.tensors.version
-        elif kind is ReshardKind.SMALLER and torch.is_grad_enabled():
+        elif kind is ReshardKind.SMALLER and self._leads_to_backward:
+            unit.kept_version = unit.group.tensors.version
             unit.group.shrink(unit.reshard.mesh_size)
         else:
             unit.group.reshard()
@@ -291,7 +305,7 @@ class Iteration:
             self.settle_gradients(unit, at_end=True)
             if unit.reshard_after_backward:
                 unit.group.reshard()
-            elif unit.group.parameter_state is ParameterState.UNSHARDED:
+            elif unit.group.parameter_state is not ParameterState.SHARDED:
                 unit.kept_version = unit.group.tensors.version
         if self.is_last_backward:
             self.drain()

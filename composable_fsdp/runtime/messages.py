@@ -45,5 +45,5 @@ def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device:
     remaining = iter(places)
     for gather in filled:
         gather.rows = [next(remaining) for _ in gather.payloads]
-        gather.messages = [received]
+        gather.messages = [received, sent]
     return [Transfer(received, sent)]

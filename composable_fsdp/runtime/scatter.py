@@ -123,11 +123,10 @@ class GradientScatter:
         if columns:
             torch._foreach_copy_(columns, sources)
         if layout.num_flags:
-            flags = blocks[-1][:, : layout.num_flags]
-            absent = [k for k, gradient in enumerate(gradients) if gradient is None]
-            flags.fill_(1)
-            if absent:
-                flags[:, absent] = 0
+            flags = blocks[-1].fill_(1)
+            for k, gradient in enumerate(gradients):
+                if gradient is None:
+                    flags[:, k].zero_()
 
     def add_partial(self, scatter: Scatter) -> None:
         """Adds what earlier reductions left unfinished to one that has come over the shard axis."""

@@ -189,8 +189,11 @@ class GroupTensors:
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))
 
-    def refresh(self) -> None:
+    def refresh(self, before_build: Callable[[], None]) -> None:
         """Follows what happened to the sharded parameters since the tensors were made. Cheap when nothing did.
+
+        Args:
+            before_build: called before tensors are made anew; may refuse.
 
         Raises:
             ParameterError: a parameter was replaced by something that is not sharded as it was. Named in the text.
@@ -207,6 +210,7 @@ class GroupTensors:
             self.are_placed = self._placed(locals_)
             if len({local.is_meta for local in locals_}) > 1:
                 return  # half-way through materialisation: the rest is still to come
+            before_build()
             for local, parameter in zip(locals_, self.parameters, strict=True):
                 parameter.local = local
             self.build()

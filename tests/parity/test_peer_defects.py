@@ -222,3 +222,27 @@ def copies_nothing_on_one_rank() -> None:
 @pytest.mark.behaviour("A-16")
 def test_one_rank_has_no_second_copy_of_its_parameters() -> None:
     run_ranks(copies_nothing_on_one_rank, 1)
+
+
+def forwards_once_more_before_the_step() -> None:
+    rank = dist.get_rank()
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    model, reference = seeded(build), seeded(build)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=2)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(batch_of(0, rank)).square().sum().backward()
+    model(batch_of(9, rank))  # leaves slices behind, of what the parameters were
+    optimizer.step()
+    mean_gradients(reference, lambda other: reference(batch_of(0, other)).square().sum())
+    torch.optim.SGD(reference.parameters(), lr=0.5).step()
+    torch.testing.assert_close(model(batch_of(1, rank)), reference(batch_of(1, rank)))
+
+
+@pytest.mark.behaviour("C-01")
+def test_slices_kept_on_a_smaller_mesh_are_not_stale_after_an_optimizer_step() -> None:
+    run_ranks(forwards_once_more_before_the_step, 4)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import LifecycleError, fully_shard
 from composable_fsdp.testing import run_ranks
@@ -131,3 +132,126 @@ def run_out_of_order() -> None:
 @pytest.mark.behaviour("C-17")
 def test_modules_that_run_in_another_order_than_they_are_registered_are_named() -> None:
     run_ranks(run_out_of_order, 2)
+
+
+class Encoded(nn.Module):
+    """A frozen encoder that only some ranks run, without gradients, and a container without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 5)
+        self.encoder = Residual(5)
+        self.inner = nn.Sequential(Residual(5), Residual(5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, encodes: bool, checkpoints: bool = False) -> torch.Tensor:
+        x = self.stem(x)
+        if encodes:
+            with torch.no_grad():
+                encoded = self.encoder(x)
+            x = x + encoded
+            x = checkpoint(self.inner, x, use_reentrant=False) if checkpoints else self.inner(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def encode_on_some_ranks(reshard: bool | int | None) -> None:
+    torch.manual_seed(3)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = Encoded()
+    reference.encoder.requires_grad_(False)
+    model: Any = copy.deepcopy(reference)
+    for module in (model.encoder, *model.inner, model.inner, model):
+        fully_shard(module, reshard_after_forward=reshard)
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(3):
+        model(batch_of(step, rank), (step + rank) % 2 == 0).square().mean().backward()
+        for other in range(world_size):
+            loss = reference(batch_of(step, other), (step + other) % 2 == 0).square().mean()
+            (loss / world_size).backward()
+    for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (expected.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_encoder_without_gradients_and_containers_without_parameters_may_be_skipped(world_size: int) -> None:
+    for reshard in (None, False, *([2] if world_size == 4 else [])):
+        run_ranks(encode_on_some_ranks, world_size, reshard)
+
+
+def recompute_a_container() -> None:
+    model: Any = Encoded()
+    model.inner.append(Residual(5))
+    for module in (*model.inner, model.inner, model):
+        fully_shard(module)
+    model.set_reduce_scatter_unused_params(True)
+    loss = model(batch_of(0, dist.get_rank()), True, True).sum()
+    with pytest.raises(
+        LifecycleError, match=r"'inner\.\d' is recomputed as part of a module around it.*each sharded mod"
+    ):
+        loss.backward()
+
+
+def list_in_step() -> None:
+    model: Any = Encoded()
+    fully_shard([model.encoder, model.inner])
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    with pytest.raises(
+        LifecycleError, match=r"'encoder, inner' are several modules of one group.*shard them one by one"
+    ):
+        model(batch_of(0, dist.get_rank()), True)
+
+
+@pytest.mark.behaviour("C-17")
+def test_what_cannot_be_kept_in_step_is_an_error() -> None:
+    run_ranks(recompute_a_container, 2)
+    run_ranks(list_in_step, 2)
+
+
+class Partly(nn.Module):
+    """Two branches of which a call may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        left: torch.Tensor = torch.tanh(self.left(x))
+        return left + self.right(x) if both else left
+
+
+class PartlyTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Partly(), Partly(), Partly()])
+
+    def forward(self, x: torch.Tensor, both: bool, checkpoints: bool) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, both, use_reentrant=False) if checkpoints else layer(x, both)
+        return x
+
+
+def use_parts_of_checkpointed_layers() -> None:
+    torch.manual_seed(3)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = PartlyTwice()
+    model: Any = copy.deepcopy(reference)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    x = batch_of(0, rank).requires_grad_()
+    model(x, rank == 0, True).square().mean().backward()
+    for other in range(world_size):
+        (reference(batch_of(0, other), other == 0, False).square().mean() / world_size).backward()
+    for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.behaviour("C-17", "C-13")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_may_use_different_parts_of_checkpointed_layers(world_size: int) -> None:
+    run_ranks(use_parts_of_checkpointed_layers, world_size)

@@ -447,3 +447,12 @@ def test_a_conversion_in_the_middle_of_an_accumulation_is_an_error(by_shards: bo
     model.zero_grad()
     model.double()
     assert model.weight.dtype == torch.float64
+
+
+@pytest.mark.behaviour("C-07", "C-09")
+def test_a_setter_that_makes_tensors_anew_does_not_lose_what_is_accumulated() -> None:
+    model: Any = fully_shard(nn.Linear(2, 2))
+    with no_sync(model):
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(LifecycleError, match=r"holds gradients that were accumulated.*this change would lose"):
+        model.set_reduce_scatter_unused_params(True)
