@@ -75,7 +75,7 @@ def fully_shard(
         dp_mesh_dims: ``mesh`` is one of all axes, these are the data-parallel ones, and every parameter is a DTensor on
             ``mesh``, replicated over them.
         shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. They stay
-            in their group, which is brought into memory along with this one.
+            in their group, which is brought into memory along with this one. Modules around ``module`` need not say so.
         comm_policy: codecs with which parameters travel, for all of the group, or as a function of each parameter.
         sync_module_states: first overwrite the parameters that this call takes, and all buffers, with those of the
             first rank of the mesh, so that ranks with different seeds start equal.

@@ -161,11 +161,11 @@ def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, n
 
 
 def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[Unit, ShardedParameter]]:
-    """What units beneath ``modules`` have registered, by id."""
+    """What units beneath ``modules`` have registered, by id, and what these borrow."""
     units = {unit: None for top in modules for m in top.modules() if (unit := find_unit(m)) is not None}
     return {
         id(form): (unit, parameter)
-        for unit in units
+        for unit in dict.fromkeys(each for nested in units for each in (nested, *nested.lenders))
         for parameter in unit.group.parameters
         for form in (parameter.sharded, parameter.unsharded)
     }

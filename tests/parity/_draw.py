@@ -100,14 +100,16 @@ def _precisions(draw: Draw) -> Precision:
 def _leaves(draw: Draw, shards: int) -> Leaf:
     ignored = _maybe(draw, st.just(True), False, 16)
     frozen = tuple(range(STEPS)) if ignored else _maybe(draw, SOME_STEPS, ())
+    borrows = _maybe(draw, st.just(True), False)
     return Leaf(
-        kind=draw(st.sampled_from(LEAVES)),
+        kind="linear" if borrows else draw(st.sampled_from(LEAVES)),
         size=draw(st.sampled_from([1, 2, 3, 5])),
         bias=draw(st.booleans()),
         dtype=_maybe(draw, st.sampled_from(DTYPES), "float64"),
         frozen=frozen,
         part=draw(st.sampled_from(["all", "first", "rest"])) if frozen and not ignored else "all",
         ignored=ignored,
+        borrows=borrows,
         absent=_maybe(draw, SOME_STEPS, (), 10),
         returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
         uses_all=draw(st.booleans()),
@@ -125,7 +127,8 @@ def _blocks(draw: Draw, depth: int, shards: int, *, is_root: bool = False) -> Bl
         absent=() if is_root else _maybe(draw, SOME_STEPS, (), 10),
         returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
         uses_all=draw(st.booleans()),
-        unit=draw(st.sampled_from([Unit(), Unit(), None]))
+        together=_units(draw, shards),
+        unit=draw(st.sampled_from([Unit(), None]))
         if is_root and draw(st.booleans())
         else _units(draw, shards, is_root=is_root),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tests.parity.programs import (
     BACKWARDS,
@@ -20,18 +20,15 @@ from tests.parity.programs import (
     Again,
     Block,
     Leaf,
-    Node,
     Program,
     Step,
     Unit,
+    borrowed,
+    groups,
     places,
 )
 
 __all__ = ["FEATURES", "features"]
-
-
-def _unit(node: Node) -> Unit | None:
-    return None if isinstance(node, Again) else node.unit
 
 
 def _any_node(test: Callable[[Leaf | Block], object]) -> Callable[[Program], bool]:
@@ -43,7 +40,7 @@ def _any_leaf(test: Callable[[Leaf], object]) -> Callable[[Program], bool]:
 
 
 def _any_unit(test: Callable[[Unit], object]) -> Callable[[Program], bool]:
-    return _any_node(lambda node: node.unit is not None and test(node.unit))
+    return lambda program: any(test(unit) for unit in groups(program.tree).values())
 
 
 def _any_step(test: Callable[[Step], object]) -> Callable[[Program], bool]:
@@ -62,8 +59,13 @@ def _mixes_dtypes(program: Program) -> bool:
     return any(len(dtypes) > 1 for dtypes in found.values())
 
 
-def _num_units(program: Program) -> int:
-    return sum(_unit(place.node) is not None for place in places(program.tree))
+def _lists(program: Program) -> Iterable[list[Leaf | Block]]:
+    """The modules of each list of several."""
+    found: dict[object, list[Leaf | Block]] = {}
+    for place in places(program.tree):
+        if place.is_listed and not isinstance(place.node, Again):
+            found.setdefault(place.unit, []).append(place.node)
+    return [nodes for nodes in found.values() if len(nodes) > 1]
 
 
 FEATURES: Mapping[str, Callable[[Program], bool]] = {
@@ -115,8 +117,13 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "forward prefetch list": _any_unit(lambda u: u.forward_prefetch is not None),
     "backward prefetch list": _any_unit(lambda u: u.backward_prefetch is not None),
     "registered method": _any_unit(lambda u: u.method),
-    "one unit": lambda p: _num_units(p) == 1,
-    "several units": lambda p: _num_units(p) > 1,
+    "list of modules": lambda p: any(_lists(p)),
+    "list of blocks": lambda p: any(any(isinstance(n, Block) for n in nodes) for nodes in _lists(p)),
+    "list that is a root": lambda p: any(place.is_listed and place.unit == place.root for place in places(p.tree)),
+    "took no part in its list": lambda p: any(any(0 < len(n.absent) < STEPS for n in nodes) for nodes in _lists(p)),
+    "parameter of another group": lambda p: bool(borrowed(p.tree)),
+    "one unit": lambda p: len(groups(p.tree)) == 1,
+    "several units": lambda p: len(groups(p.tree)) > 1,
     "units in units": lambda p: any(place.unit != place.root for place in places(p.tree)),
     "several roots": lambda p: len({place.root for place in places(p.tree)} - {None}) > 1,
 }

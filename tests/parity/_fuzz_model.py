@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.programs import Again, Block, Leaf, Program, Unit, places
+from tests.parity.programs import Block, Leaf, Program, Unit, borrowed, groups, places
 
 __all__ = ["BlockModule", "Clock", "LeafModule", "Pair", "Part", "build", "first_and_rest", "freeze", "parts", "units"]
 
@@ -45,13 +45,17 @@ class Group:
 
 
 class Part(nn.Module):
-    """What ``LeafModule`` and ``BlockModule`` share: the container of the outputs, and the call of another part."""
+    """What ``LeafModule`` and ``BlockModule`` share: the container of the outputs, and the call of another part.
+
+    ``unit`` is how it is sharded, by itself or in a list.
+    """
 
     node: Leaf | Block
 
     def __init__(self, node: Leaf | Block, group: Group, clock: Clock) -> None:
         super().__init__()
         self.node, self.group, self.clock = node, group, clock
+        self.unit: Unit | None = None
 
     def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
@@ -69,7 +73,7 @@ def run(part: Part, x: torch.Tensor) -> torch.Tensor:
     """Calls ``part`` as its node says, and takes of the outputs what that says."""
     if part.clock.step in part.node.absent:
         return x
-    unit = part.node.unit
+    unit = part.unit
     first, rest = first_and_rest(part.other(x) if unit is not None and unit.method else part(x=x))
     if part.node.returns == "view":
         return first.mul_(0.5)
@@ -128,6 +132,7 @@ class LeafModule(Part):
             "idle": {"weight": (node.size, width)},
         }
         self.bias: nn.Parameter | None = None
+        self.lender: tuple[int, ...] | None = None
         for name, shape in shapes[node.kind].items():
             if name != "bias" or node.bias:
                 values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -201,8 +206,7 @@ class BlockModule(Part):
 
 def build(program: Program, clock: Clock) -> Part:
     """The unsharded module."""
-    found = places(program.tree)
-    unit_at = {place.path: place.node.unit for place in found if not isinstance(place.node, Again)}
+    found, unit_at = places(program.tree), groups(program.tree)
     built: dict[tuple[int, ...], Part] = {}
     for number, place in reversed(list(enumerate(found))):  # children before their parents
         node, group = place.node, Group(place.unit, None if place.unit is None else unit_at[place.unit])
@@ -210,6 +214,8 @@ def build(program: Program, clock: Clock) -> Part:
             built[place.path] = LeafModule(node, group, clock, program.width, number)
         elif isinstance(node, Block):
             built[place.path] = BlockModule(node, group, clock)
+        if place.path in built and (place.is_listed or place.path == place.unit):
+            built[place.path].unit = group.unit
     for place in found:
         if place.path:
             above = built[place.path[:-1]]
@@ -217,6 +223,8 @@ def build(program: Program, clock: Clock) -> Part:
             source = place.path if place.target is None else place.target
             above.parts.append(built[source])
     _tie([part for place in found if isinstance(part := built.get(place.path), LeafModule)])
+    for borrower, owner in borrowed(program.tree).items():
+        _lend(built[owner], built[borrower])
     return built[()]
 
 
@@ -228,6 +236,14 @@ def _tie(leaves: list[LeafModule]) -> None:
             leaf.weight = first.setdefault((leaf.group.path, node.dtype), leaf.weight)
 
 
+def _lend(owner: Part, borrower: Part) -> None:
+    assert isinstance(owner, LeafModule)
+    assert isinstance(borrower, LeafModule)
+    borrower.weight, borrower.lender = owner.weight, owner.group.path
+    del borrower.bias  # it might compute in another dtype
+    borrower.bias = None
+
+
 def parts(model: nn.Module) -> Iterator[Part]:
     """All modules of a program, each once, a parent before its children."""
     return (module for module in model.modules() if isinstance(module, Part))
@@ -235,7 +251,7 @@ def parts(model: nn.Module) -> Iterator[Part]:
 
 def units(model: nn.Module) -> list[Part]:
     """Those that are given to ``fully_shard``."""
-    return [part for part in parts(model) if part.node.unit is not None]
+    return [part for part in parts(model) if part.unit is not None]
 
 
 def freeze(model: nn.Module, step: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.parity._fuzz_model import Clock, Group, LeafModule, Pair, Part, build, freeze, units
 from tests.parity._fuzz_run import OPTIMIZERS, Driver, Run, dtype_of, has_dim, play, train_sharded
-from tests.parity.programs import Block, Leaf, Precision, Program, Step, places
+from tests.parity.programs import Leaf, Precision, Program, Step, groups, places
 
 __all__ = ["differences"]
 
@@ -44,7 +44,10 @@ class Reference(Driver):
         for part in units(self.model):
             cast_around(part)
         found = places(program.tree)
-        self.holding = {"none": set(), "all": {p.unit for p in found}, "roots": {p.root for p in found}}
+        everything = {p.unit for p in found}
+        self.holding = {"none": set(), "roots": {p.root for p in found}}
+        self.holding |= dict.fromkeys(("all", "no_sync", "no_sync, sharded"), everything)
+        self.holding["no_sync of a part"] = {part.group.path for part in units(units(self.model)[-1])}
         self.rank = 0
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in range(program.world_size)]
         self.sent: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(program.world_size)]
@@ -85,7 +88,7 @@ def precision_of(group: Group) -> Precision:
 
 def cast_around(part: Part) -> None:
     """Casts inputs and outputs of every call as the policy of the part's unit asks for."""
-    unit, forward = part.node.unit, part.forward
+    unit, forward = part.unit, part.forward
     assert unit is not None
     into = dtype_of(unit.precision.param) if unit.precision.cast_inputs else None
     out_of = dtype_of(unit.precision.output)
@@ -144,13 +147,10 @@ def part_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> 
 
 
 def tolerance(program: Program) -> tuple[float, float]:
-    used = {"float64"}
-    for place in places(program.tree):
-        if isinstance(place.node, Leaf):
-            used.add(place.node.dtype)
-        if isinstance(place.node, (Leaf, Block)) and place.node.unit is not None:
-            precision = place.node.unit.precision
-            used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
+    used = {"float64"} | {place.node.dtype for place in places(program.tree) if isinstance(place.node, Leaf)}
+    for unit in groups(program.tree).values():
+        precision = unit.precision
+        used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
     return TOLERANCES[next(name for name in reversed(TOLERANCES) if name in used)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, register_fsdp_forward_method
 from composable_fsdp.trace import Recorder
-from tests.parity._fuzz_model import Clock, Part, build, first_and_rest, freeze, parts, units
+from tests.parity._fuzz_model import BlockModule, Clock, LeafModule, Part, build, first_and_rest, freeze, parts, units
 from tests.parity.programs import Leaf, Program, Step, Unit
 
 __all__ = ["OPTIMIZERS", "Driver", "Run", "dtype_of", "has_dim", "play", "train_sharded"]
@@ -135,6 +135,8 @@ class Sharded(Driver):
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.roots = roots
         self.recorder = recorder
+        self.contexts = ExitStack()
+        """Around the backward that is under way."""
         self.is_clean = False
         """Whether everything is sharded: a backward came last, and nothing is to be kept after that."""
 
@@ -149,17 +151,21 @@ class Sharded(Driver):
 
     def before_backward(self, step: Step, is_last: bool) -> None:
         for root in self.roots:
-            root.set_requires_gradient_sync(is_last or step.hold == "none", recurse=True)
+            root.set_requires_gradient_sync(is_last or step.hold not in ("all", "roots"))
             if step.hold == "roots":
                 root.set_requires_gradient_sync(True)
                 root.set_requires_gradient_sync(is_last, recurse=False)
             root.set_reshard_after_backward(step.keep == "never" or (step.keep == "until last" and is_last))
             root.set_is_last_backward(is_last or not step.is_last)
+        if step.hold.startswith("no_sync") and not is_last:
+            part = units(self.model)[-1] if step.hold == "no_sync of a part" else self.model
+            self.contexts.enter_context(no_sync(part, sharded=step.hold.endswith("sharded")))
         if step.by_hand == "reshard between":
             for module in self.modules:
                 module.reshard()
 
     def after_backward(self, step: Step, is_last: bool) -> None:
+        self.contexts.close()
         # Every backward begins at the whole, but may not reach a unit further down that is a root of its own.
         self.is_clean = step.keep != "always" and is_last and isinstance(self.model, FSDPModule)
 
@@ -177,25 +183,27 @@ def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
     ignored = {
         p for part in parts(model) if isinstance(part.node, Leaf) and part.node.ignored for p in part.parameters()
     }
-    for part in bottom_up(model):
-        unit = part.node.unit
+    for modules in bottom_up(model):
+        unit = modules[0].unit
         assert unit is not None
         fully_shard(
-            part,
+            modules if modules[0].node.unit is None else modules[0],
             mesh=mesh,
             reshard_after_forward=unit.reshard,
             shard_placement_fn=lambda p, unit=unit: Shard(unit.dim) if has_dim(p, unit) else None,  # type: ignore[misc]
             mp_policy=policy_of(unit),
             ignored_params=ignored,
+            shared_from=lenders(model, modules[0]),
         )
         if unit.method:
-            register_fsdp_forward_method(part, "other")
+            for part in modules:
+                register_fsdp_forward_method(part, "other")
     inner = {id(m) for part in sharded for m in part.modules() if m is not part}
     roots = [part for part in sharded if id(part) not in inner]
     for root in roots:
         below = units(root)
         for part in below:
-            unit = part.node.unit
+            unit = part.unit
             assert unit is not None
             assert isinstance(part, FSDPModule)
             if unit.forward_prefetch is not None:
@@ -205,18 +213,35 @@ def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
     return roots  # type: ignore[return-value]
 
 
-def bottom_up(model: nn.Module) -> list[Part]:
-    """The modules to shard, each after all that it contains; those that are repeated may be found late in another."""
-    found: dict[Part, None] = {}
+def bottom_up(model: nn.Module) -> list[list[Part]]:
+    """The modules to shard, by group, each after all that it contains; a list after all of the block that holds it."""
+    members: dict[object, list[Part]] = {}
+    for part in units(model):
+        members.setdefault(part.group.path, []).append(part)
+    found: dict[object, list[Part]] = {}
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
             visit(child)
+        for part in module.parts if isinstance(module, BlockModule) else ():
+            if isinstance(part, Part) and part.unit is not None:
+                found.setdefault(part.group.path, members[part.group.path])
         if isinstance(module, Part) and module.node.unit is not None:
-            found.setdefault(module)
+            found.setdefault(module.group.path, [module])
 
     visit(model)
-    return list(found)
+    return list(found.values())
+
+
+def lenders(model: nn.Module, borrower: Part) -> list[nn.Module]:
+    """A module of each group from which that of ``borrower`` borrows."""
+    sharded = {part.group.path: part for part in reversed(units(model))}
+    paths = (
+        part.lender
+        for part in parts(model)
+        if isinstance(part, LeafModule) and part.group.path == borrower.group.path and part.lender is not None
+    )
+    return [sharded[path] for path in dict.fromkeys(paths)]
 
 
 def has_dim(tensor: torch.Tensor, unit: Unit) -> bool:

@@ -34,17 +34,20 @@ __all__ = [
     "Program",
     "Step",
     "Unit",
+    "borrowed",
     "completed",
+    "groups",
     "places",
 ]
 
 STEPS = 3
+LIST = -1
 LEAVES = ("linear", "thin", "norm", "scale", "table", "conv", "empty", "idle")
 BLOCKS = ("chain", "residual", "fork", "dead", "repeat", "recursive", "checkpoint", "reentrant checkpoint")
 RETURNS = ("tensor", "tuple", "dict", "dataclass", "nested", "with input", "view")
 BACKWARDS = ("all", "twice", "first", "second", "first, then second")
 ORDERS = ("in turn", "late", "late, reversed", "joined")
-HOLDS = ("none", "all", "roots")
+HOLDS = ("none", "all", "roots", "no_sync", "no_sync, sharded", "no_sync of a part")
 KEEPS = ("never", "until last", "always")
 WHENS = ("before", "between", "after")
 MODES = ("no_grad", "inference_mode")
@@ -102,6 +105,7 @@ class Leaf(_Short):
         frozen: in these steps.
         part: which of its parameters are ``frozen``.
         ignored: given to every ``fully_shard`` in ``ignored_params``, and frozen in all steps.
+        borrows: its weight is that of a linear leaf of another group, and it has no bias; see :func:`borrowed`.
         absent: in these steps the caller leaves it out.
         returns: the container of its outputs.
         uses_all: whether the caller uses all outputs or only the first.
@@ -115,6 +119,7 @@ class Leaf(_Short):
     frozen: tuple[int, ...] = ()
     part: str = "all"
     ignored: bool = False
+    borrows: bool = False
     absent: tuple[int, ...] = ()
     returns: str = "tensor"
     uses_all: bool = False
@@ -123,7 +128,10 @@ class Leaf(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Block(_Short):
-    """A module that calls others: ``kind`` says how, ``times`` how often where that is a question."""
+    """A module that calls others: ``kind`` says how, ``times`` how often where that is a question.
+
+    The children that are no groups of their own are one, given as a list, where ``together`` says how it is sharded.
+    """
 
     kind: str = "chain"
     children: tuple[Node, ...] = ()
@@ -131,6 +139,7 @@ class Block(_Short):
     absent: tuple[int, ...] = ()
     returns: str = "tensor"
     uses_all: bool = False
+    together: Unit | None = None
     unit: Unit | None = None
 
 
@@ -151,7 +160,7 @@ class Step(_Short):
     Args:
         backwards: one per microbatch: what of its outputs goes backward, and how often.
         order: of forwards and backwards.
-        hold: which units do not synchronise gradients before the last backward.
+        hold: which units do not synchronise gradients before the last backward, and who says so.
         keep: when parameters stay unsharded after backward.
         is_last: call ``set_is_last_backward`` before each backward.
         evaluate: forwards without gradients, as pairs of when and mode.
@@ -191,13 +200,21 @@ class Program(_Short):
 @dataclass(frozen=True)
 class Place:
     """Where a node is: ``path`` are indices of children from the tree's top, ``unit`` and ``root`` paths of the unit
-    that takes its parameters and of the outermost one around it; ``target`` the path of what an ``Again`` repeats."""
+    that takes its parameters and of the outermost one around it; ``target`` the path of what an ``Again`` repeats.
+
+    The path of a list is that of a child ``LIST`` of the block that holds its modules.
+    """
 
     path: tuple[int, ...]
     node: Node
     unit: tuple[int, ...] | None
     root: tuple[int, ...] | None
     target: tuple[int, ...] | None = None
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether it is given to ``fully_shard`` in a list."""
+        return self.unit == (*self.path[:-1], LIST)
 
 
 def places(tree: Node) -> list[Place]:
@@ -211,7 +228,10 @@ def places(tree: Node) -> list[Place]:
             yield Place(path, node, unit, root, target)
             return
         if node.unit is not None:
-            unit, root = path, path if root is None else root
+            unit = path
+        elif outer is not None and isinstance(outer.node, Block) and outer.node.together is not None:
+            unit = (*outer.path, LIST)
+        root = unit if root is None else root
         place = Place(path, node, unit, root)
         yield place
         for i, child in enumerate(node.children if isinstance(node, Block) else ()):
@@ -219,6 +239,38 @@ def places(tree: Node) -> list[Place]:
         complete.append(path)
 
     return list(walk(tree, (), None))
+
+
+def groups(tree: Node) -> dict[tuple[int, ...], Unit]:
+    """How units are sharded, by their paths."""
+    found = {}
+    for place in places(tree):
+        if not isinstance(place.node, Again) and place.node.unit is not None:
+            found[place.path] = place.node.unit
+        if isinstance(place.node, Block) and place.node.together is not None:
+            found[(*place.path, LIST)] = place.node.together
+    return {path: found[path] for path in dict.fromkeys(p.unit for p in places(tree)) if path is not None}
+
+
+def borrowed(tree: Node) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Where leaves are whose weights are another's, and where that is: the first that fits, and comes before."""
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    unit_at, before = groups(tree), list[Place]()
+    for place in places(tree):
+        if not isinstance(place.node, Leaf) or place.node.kind != "linear" or place.node.ignored or place.unit is None:
+            continue
+        if place.node.borrows and not unit_at[place.unit].tied:
+            for owner in before:
+                assert isinstance(owner.node, Leaf)
+                assert owner.unit is not None
+                around = owner.unit[:-1] if owner.unit[-1:] == (LIST,) else owner.unit
+                is_complete = place.path[: len(around)] != around
+                if is_complete and owner.root == place.root and owner.node.dtype == place.node.dtype:
+                    found[place.path] = owner.path
+                    break
+        if place.path not in found:
+            before.append(place)
+    return found
 
 
 def completed(tree: Node) -> Node:
@@ -237,7 +289,13 @@ def completed(tree: Node) -> Node:
         lacking = [p.path for p in found if isinstance(p.node, Leaf) and p.unit is None]
         for place in found:
             target = by_path[place.target] if place.target is not None else None
-            if target is not None and target.unit not in (place.unit, target.path):
+            if target is None:
+                continue
+            if target.is_listed:  # who is repeated beside its list may be in a unit that must come before that
+                is_fine = place.path[:-1] == target.path[:-1] or place.path[: len(target.path) - 1] != target.path[:-1]
+            else:
+                is_fine = target.unit in (place.unit, target.path)
+            if not is_fine:
                 lacking.append(target.path)
         if not lacking:
             return tree

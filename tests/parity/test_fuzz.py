@@ -260,5 +260,5 @@ def differences_when_broken(name: str, some: Sequence[Program]) -> dict[int, str
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_a_broken_library_is_noticed(name: str) -> None:
     fit = [program for program in drawn(Round(IN_CI[2], 2)) if BREAKAGES[name][2] in features(program)]
-    found = run_ranks(differences_when_broken, 2, name, fit[:60])
-    assert sum(map(len, found)) > 0
+    some = (fit[start : start + 20] for start in range(0, len(fit), 20))
+    assert any(any(run_ranks(differences_when_broken, 2, name, each)) for each in some)

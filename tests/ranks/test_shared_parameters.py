@@ -81,11 +81,26 @@ def lend_to_a_list_around_the_owner(model: nn.Module, **options: Any) -> nn.Modu
     return fully_shard(model, **options)
 
 
+def nested() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)))
+    model.get_submodule("2.0").weight = model.get_submodule("0").weight
+    return model
+
+
+def lend_into_a_unit(model: nn.Module, **options: Any) -> nn.Module:
+    """What contains the borrower does not contain the owner, and need not know of it."""
+    owner = fully_shard(model.get_submodule("0"), **options)
+    fully_shard(model.get_submodule("2.0"), shared_from=[owner], **options)
+    fully_shard(model.get_submodule("2"), **options)
+    return fully_shard(model, **options)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[..., nn.Module]]] = {
     "embedding to head": (tied_transformer, "tied", lend_the_embedding),
     "head to embedding": (tied_transformer, "tied", lend_the_head),
     "to many": (seeded(Borrowers), "chain", lend_to_many),
     "to a list around it": (seeded(Borrowers), "chain", lend_to_a_list_around_the_owner),
+    "into a unit": (seeded(nested), "chain", lend_into_a_unit),
 }
 
 
