@@ -57,20 +57,38 @@ class Hook(Enum):
 class Call:
     """One forward call of a unit's module that autograd will come back to. Kept alive by the graph."""
 
-    __slots__ = ("entered", "is_recomputed", "round", "unit")
+    __slots__ = ("awaits", "entered", "is_open", "is_recomputed", "round", "unit")
 
     def __init__(self, unit: Unit, of_round: Round, *, is_recomputed: bool) -> None:
         self.unit = unit
         self.round = of_round
         self.is_recomputed = is_recomputed
-        """Whether it ran within a backward, which as a rule never comes to its inputs."""
+        """Whether it ran within a backward, which need not come to its inputs: some recomputations only fill in."""
+        self.awaits = False
+        """Whether backward tells when it has come to the inputs."""
+        self.is_open = False
+        """Whether the unit counts it among its open calls."""
         self.entered = -1
         """The backward in which a gradient last reached this call's outputs."""
 
     def await_inputs(self) -> None:
         """Backward will come to the gradients of this call's inputs, and tell."""
         self.round.awaited += 1
-        self.unit.open_calls += not self.is_recomputed
+        self.awaits = True
+        if not self.is_recomputed:
+            self.open()
+
+    def open(self) -> None:
+        """The unit's gradients are not complete before backward has come to this call's inputs."""
+        if self.awaits and not self.is_open:
+            self.is_open = True
+            self.unit.open_calls += 1
+
+    def close(self) -> None:
+        """Backward has come to its inputs."""
+        if self.is_open:
+            self.is_open = False
+            self.unit.open_calls -= 1
 
 
 class Iteration:
@@ -149,6 +167,7 @@ class Iteration:
             return
         unit = call.unit
         call.entered = self._backwards
+        call.open()
         if self._in_step is not None and unit.group.parameters:
             self._in_step.reach(call.round.record, call.round.position, self._backwards, unit)
         for reached in (unit, *unit.lenders):
@@ -163,7 +182,7 @@ class Iteration:
         unit = call.unit
         if not self._was_seen(unit):
             self._unseen.append(call)  # unless its output is its input: then the gradient is seen to enter in a moment
-        unit.open_calls -= not call.is_recomputed
+        call.close()
         call.round.awaited -= 1
         if call.round.ends_unseen:
             return  # the last gradient or the end of backward comes later than this
