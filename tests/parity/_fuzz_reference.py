@@ -24,8 +24,8 @@ __all__ = ["differences"]
 
 TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "bfloat16": (0.05, 0.1)}
 """Relative and absolute, by the coarsest dtype that a program uses. What is absolute grows with the largest value of a
-tensor: where large addends cancel, as in a layer that runs nine times, their rounding is what is left; and one bf16 weight that
-an optimizer rounded the other way is felt nine times. What is wrong shows in the programs of float64.
+tensor: where large addends cancel, as in a layer that runs nine times, their rounding is what is left; and one bf16
+weight that an optimizer rounded the other way is felt nine times. What is wrong shows in the programs of float64.
 """
 
 
