@@ -17,11 +17,10 @@ import torch.distributed as dist
 from composable_fsdp.comm.c10d import OPERATIONS, ProcessGroupCommunicator, Together
 from composable_fsdp.comm.protocol import Communicator, Transfer, Work
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["CustomCollective", "CustomCommunicator", "customize"]
-
-_NEVER = 1 << 62
 
 
 class CustomCollective(Protocol):
@@ -46,7 +45,7 @@ class CustomCommunicator:
 
     base: ProcessGroupCommunicator
     collective: CustomCollective
-    direct_bytes: int = _NEVER
+    direct_bytes: int = NEVER_DIRECT
     aliases: bool = False
 
     @property
@@ -91,7 +90,6 @@ def customize(base: Communicator, collective: object, setter: str) -> Communicat
             f"{setter} takes an object with allocate(size, *, dtype, device) that can be called with (output_tensor, "
             f"input_tensor, group, ..., async_op), not {type(collective).__name__}."
         )
-    original = base.base if isinstance(base, CustomCommunicator) else base
-    if not isinstance(original, ProcessGroupCommunicator):
+    if not isinstance(base, ProcessGroupCommunicator):
         return base
-    return CustomCommunicator(original, collective)  # type: ignore[arg-type]
+    return CustomCommunicator(base, collective)  # type: ignore[arg-type]

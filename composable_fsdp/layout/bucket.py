@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 from composable_fsdp.layout.shard import TensorShards
 
-__all__ = ["ALIGNMENT_BYTES", "FlatLayout", "GatherLayout", "ReduceLayout", "plan_gather", "plan_reduce"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "NEVER_DIRECT",
+    "FlatLayout",
+    "GatherLayout",
+    "ReduceLayout",
+    "plan_gather",
+    "plan_reduce",
+]
+
+NEVER_DIRECT = 1 << 62
+"""More bytes than any parameter has: for what must be cast or encoded, and so cannot travel from where it lies."""
 
 ALIGNMENT_BYTES = 16
 """Every tensor starts on this boundary: vectorised and fused kernels, and NCCL, fall back to slow paths otherwise."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from composable_fsdp.codec.protocol import Codec
-from composable_fsdp.layout.bucket import GatherLayout, ReduceLayout, plan_gather, plan_reduce
+from composable_fsdp.layout.bucket import NEVER_DIRECT, GatherLayout, ReduceLayout, plan_gather, plan_reduce
 from composable_fsdp.layout.shard import TensorShards
 
 __all__ = ["BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptions", "plan_group", "plan_smaller"]
@@ -67,14 +67,14 @@ class PlanOptions:
         reduce_direct_bytes: the same for a reduce-scatter.
         alias: a gather moves nothing, so full parameters may be views of their shards.
         flags_from: groups with at least this many trainable parameters say in their messages which of them had a
-            gradient on any rank.
+            gradient on any rank; ``None``, where there is one rank, says so of none.
     """
 
     num_shards: int
     direct_bytes: int
     reduce_direct_bytes: int
     alias: bool = False
-    flags_from: int = 2
+    flags_from: int | None = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +168,15 @@ def _plan_bucket(
     gather = plan_gather(
         shards,
         itemsize=first.compute_dtype.itemsize,
-        direct_bytes=axes.direct_bytes if first.codec is None else _NEVER,
+        direct_bytes=axes.direct_bytes if first.codec is None else NEVER_DIRECT,
     )
     same_dtype = first.reduce_dtype == first.compute_dtype
     reduce = plan_reduce(
         shards,
         trainable,
         itemsize=first.reduce_dtype.itemsize,
-        direct_bytes=axes.reduce_direct_bytes if same_dtype else _NEVER,
-        flags=group_trainable >= axes.flags_from,
+        direct_bytes=axes.reduce_direct_bytes if same_dtype else NEVER_DIRECT,
+        flags=axes.flags_from is not None and group_trainable >= axes.flags_from,
     )
     aliased = axes.alias and first.dtype == first.compute_dtype and not first.extended
     return BucketPlan(
@@ -202,7 +202,3 @@ def plan_smaller(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> Gath
     shards = [TensorShards(s.shape, s.dim, num_shards) for s in bucket.gather.shards]
     itemsize = bucket.compute_dtype.itemsize
     return plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes, places=bucket.gather.places)
-
-
-_NEVER = 1 << 62
-"""More bytes than any parameter has: what must be cast or encoded cannot travel straight from where it lies."""

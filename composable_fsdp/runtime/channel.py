@@ -13,9 +13,6 @@ from composable_fsdp.mesh import DataParallelAxes
 __all__ = ["Channel"]
 
 
-_NEVER = 1 << 62
-
-
 class Channel:
     """All-gathers go over ``gather``, reduce-scatters over ``scatter``: the same ranks, often the same communicator.
 
@@ -53,9 +50,9 @@ class Channel:
             flags_from=self._flags_from(),
         )
 
-    def _flags_from(self) -> int:
+    def _flags_from(self) -> int | None:
         if self.axes.num_ranks == 1:
-            return _NEVER
+            return None
         return 1 if self.unequal_use else 2  # a group of one is reduced where its gradient is, or not at all
 
     def customize_gather(self, collective: object) -> None:

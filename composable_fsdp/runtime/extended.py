@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
-from composable_fsdp.comm.custom import CustomCommunicator
 from composable_fsdp.comm.protocol import Communicator
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.plan import BucketPlan
@@ -213,9 +212,8 @@ def _storages(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]
 
 def _exchange(own: list[tuple[Spec, ...]], shard: Communicator) -> list[list[tuple[Spec, ...]]]:
     """``own`` of every rank of the shard axis."""
-    base = shard.base if isinstance(shard, CustomCommunicator) else shard
-    if not isinstance(base, ProcessGroupCommunicator):
+    if not isinstance(shard, ProcessGroupCommunicator):
         return [own] * shard.size
     everyone: list[list[tuple[Spec, ...]]] = [[] for _ in range(shard.size)]
-    dist.all_gather_object(everyone, own, group=base.group)
+    dist.all_gather_object(everyone, own, group=shard.group)
     return everyone

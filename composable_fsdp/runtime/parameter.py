@@ -60,6 +60,7 @@ class ShardedParameter:
         self.shape = tuple(local_part(tensor).shape)
         self._attributes = dict(vars(tensor))
         self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else _SAME
+        self.owners: tuple[tuple[nn.Module, str], ...] = ()
         self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self._slots: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self._intercepting: list[tuple[nn.Module, str]] = []
@@ -82,7 +83,7 @@ class ShardedParameter:
         copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
         copy.communication = self.communication
         copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
-        copy._places, copy._slots, copy._intercepting = [], [], []
+        copy.owners, copy._places, copy._slots, copy._intercepting = (), [], [], []
         copy.sharded = copy.unsharded = sharded
         copy.local = copy.full = cast(Any, sharded)._local_tensor
         copy._trainable, copy.accumulated = sharded.requires_grad, None
@@ -94,7 +95,7 @@ class ShardedParameter:
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         """From now on the parameter is registered as ``name`` of ``module`` too."""
-        self.owners = (*getattr(self, "owners", ()), (module, name))
+        self.owners = (*self.owners, (module, name))
         self._places.append((module._parameters, name))
         if _intercepts(module):
             self._intercepting.append((module, name))

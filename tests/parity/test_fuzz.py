@@ -1,6 +1,6 @@
 """Programs drawn at random train sharded as they do unsharded.
 
-CI draws the same programs every time. For more of them, others in every run:
+CI draws the same programs as long as sources stay as they are. For more of them, others in every run:
 
     FUZZ_PROGRAMS=10000 python -m pytest tests/parity/test_fuzz.py -k train --timeout=0
 

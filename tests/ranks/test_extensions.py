@@ -167,6 +167,43 @@ def test_all_that_is_packed_in_a_group_shares_one_message() -> None:
     run_ranks(gather_mixed, 2)
 
 
+class Padded(Pair):
+    """Wants its shard as long as that of the first rank."""
+
+    fsdp_pads_shards = True
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        calls.append(f"padded to {tuple(self.shape)}")
+        return (self.left,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        (gathered,) = outputs
+        calls.append(f"gathered {tuple(gathered.shape)}")
+        full = gathered[:7] * 2
+        if out is None:
+            return full, (full,)
+        out.copy_(full)
+        return None
+
+
+def pad() -> None:
+    calls.clear()
+    model: Any = nn.Linear(2, 7, bias=False)
+    exact = model.weight.detach().clone()
+    model.weight = nn.Parameter(Padded(exact / 2, exact / 2))
+    fully_shard(model)
+    model.unshard()
+    rows = -(-7 // dist.get_world_size())
+    assert calls == [f"padded to {(rows, 2)}", f"gathered {(rows * dist.get_world_size(), 2)}"]
+    assert torch.equal(model.weight.detach(), exact)
+
+
+@pytest.mark.behaviour("E-04")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_class_that_wants_padded_shards_gets_them(world_size: int) -> None:
+    run_ranks(pad, world_size)
+
+
 # -- what makes no sense
 
 
