@@ -20,9 +20,9 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
-from composable_fsdp.runtime.iteration import Call
 from composable_fsdp.runtime.unit import Unit
 
 __all__ = ["call_as_forward", "install_hooks", "is_being_called", "wrap_forward_method"]

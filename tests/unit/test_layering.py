@@ -50,7 +50,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.group",),
     ("runtime.schedule",),
     ("runtime.unit",),
-    ("runtime.instep",),
+    ("runtime.call", "runtime.instep"),
     ("runtime.iteration",),
     ("runtime.assemble",),
     ("runtime.hooks",),
