@@ -15,6 +15,7 @@ from composable_fsdp.clip import clip_grad_norm_, get_total_norm
 from composable_fsdp.codec.blockwise import Int4, Int8
 from composable_fsdp.codec.cast import Cast
 from composable_fsdp.codec.choice import CommunicationPolicy
+from composable_fsdp.codec.feedback import ErrorFeedback
 from composable_fsdp.codec.float8 import Float8
 from composable_fsdp.errors import (
     ConfigurationError,
@@ -37,6 +38,7 @@ __all__ = [
     "CommunicationPolicy",
     "ConfigurationError",
     "DataParallelMeshDims",
+    "ErrorFeedback",
     "FSDPError",
     "FSDPModule",
     "Float8",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.runtime.extension import has_hooks
+from composable_fsdp.runtime.extension import hooks_of
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.parameter import local_part
 from composable_fsdp.runtime.unit import Unit, find_unit
@@ -76,7 +76,7 @@ def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
 @torch.no_grad()
 def _copy_parameter(name: str, sharded: nn.Parameter) -> nn.Parameter:
     clone = nn.Parameter(_copy_distributed(sharded), requires_grad=sharded.requires_grad)
-    if has_hooks(local_part(sharded)) and not has_hooks(local_part(clone)):
+    if hooks_of(local_part(sharded)) and not hooks_of(local_part(clone)):
         raise ConfigurationError(
             f"the local tensor of parameter {name!r} has all-gather hooks hung on it, which know this tensor and not a "
             "copy. Use a tensor class with these methods, or hang hooks on a second model that you build and load."

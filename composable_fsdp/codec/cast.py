@@ -1,4 +1,4 @@
-"""Values in a narrower float dtype."""
+"""Values in another float dtype."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["Cast"]
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Travels as ``dtype``, a 16-bit float; what does not fit fp16 comes out as infinity.
+    """Travels as ``dtype``: a 16-bit float, or fp32, which is exact. What does not fit fp16 comes out as infinity.
 
-    Other than with ``MixedPrecisionPolicy(param_dtype=...)``, what arrives is computed with in its original dtype.
+    Other than with ``MixedPrecisionPolicy(param_dtype=...)``, what arrives is computed with in its original dtype. For
+    gradients, ``Cast(torch.float32)`` fixes the order of addition, that of ranks, whatever the backend does.
     """
 
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        if self.dtype not in (torch.bfloat16, torch.float16):
-            raise ConfigurationError(f"Cast takes torch.bfloat16 or torch.float16, not {self.dtype}.")
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ConfigurationError(f"Cast takes torch.bfloat16, torch.float16 or torch.float32, not {self.dtype}.")
 
     def payload_bytes(self, numel: int) -> int:
         """Bytes of a row of ``numel`` elements."""

@@ -4,31 +4,72 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from composable_fsdp.codec.cast import Cast
+from composable_fsdp.codec.encoder import GradientCodec
+from composable_fsdp.codec.feedback import ErrorFeedback
 from composable_fsdp.codec.protocol import Codec
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["CommunicationPolicy"]
+__all__ = ["PLAIN", "CommunicationPolicy", "GradientCodecs"]
+
+_METHODS = ("payload_bytes", "encode", "decode")
 
 
 @dataclass(frozen=True)
 class CommunicationPolicy:
-    """How the floating-point parameters of a group travel between ranks.
+    """How the floating-point parameters of a group, and their gradients, travel between ranks.
+
+    Where an axis has one rank, nothing travels over it and nothing is encoded.
 
     Args:
-        all_gather: the codec of the all-gather, such as ``Int8()``; ``None`` sends them in the dtype of computation.
-            Every rank computes with what came out of the codec, its own shard included. Where the shard axis has one
-            rank, nothing travels and nothing is encoded; nor is it on the way back from a smaller mesh
-            (``reshard_after_forward=n``).
+        all_gather: the codec of parameters, such as ``Int8()``; ``None`` sends them in the dtype of computation. Every
+            rank computes with what came out of the codec, its own shard included. On the way back from a smaller mesh
+            (``reshard_after_forward=n``) nothing is encoded again.
+        reduce_scatter: the codec of gradients over the shard axis, or ``ErrorFeedback`` of one. Each rank encodes what
+            it has for each other one, and adds up what it gets in fp32, in the order of ranks; the policy's
+            ``reduce_dtype`` does not matter then. ``None`` sends them in the reduce dtype.
+        all_reduce: the same over the replicate axis of a hybrid mesh, where the sums of the shard axis travel twice:
+            once to be added up, once as the total. Between hosts, and so often the coarser of both.
         min_numel: parameters with fewer elements, such as norms and biases, travel as they are.
     """
 
     all_gather: Codec | None = None
+    reduce_scatter: GradientCodec | None = None
+    all_reduce: GradientCodec | None = None
     min_numel: int = 4096
 
     def __post_init__(self) -> None:
-        methods = ("payload_bytes", "encode", "decode")
-        if self.all_gather is not None and not all(callable(getattr(self.all_gather, m, None)) for m in methods):
+        if isinstance(self.all_gather, ErrorFeedback):
             raise ConfigurationError(
-                f"CommunicationPolicy(all_gather=...) takes a codec, with methods {', '.join(methods)}, not "
-                f"{self.all_gather!r}."
+                "CommunicationPolicy(all_gather=ErrorFeedback(...)) makes no sense: parameters are sent anew each "
+                "time, so no error piles up. Give the codec alone."
             )
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            chosen = getattr(self, name)
+            codec = chosen.codec if isinstance(chosen, ErrorFeedback) else chosen
+            if codec is not None and not all(callable(getattr(codec, method, None)) for method in _METHODS):
+                raise ConfigurationError(
+                    f"CommunicationPolicy({name}=...) takes a codec, with methods {', '.join(_METHODS)}, not {codec!r}."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCodecs:
+    """How gradients travel over the shard axis and over the replicate axis; ``None`` is a plain reduction."""
+
+    shard: GradientCodec | None = None
+    replicate: GradientCodec | None = None
+
+    def alongside(self, other: GradientCodecs) -> GradientCodecs:
+        """The same, but exact values where ``other`` is encoded, so that both travel in one message."""
+        exact = Cast(torch.float32)
+        return GradientCodecs(
+            self.shard or (exact if other.shard is not None else None),
+            self.replicate or (exact if other.replicate is not None else None),
+        )
+
+
+PLAIN = GradientCodecs()
+"""Gradients that are reduced without codecs."""

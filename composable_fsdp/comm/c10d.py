@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.comm.protocol import Transfer, Work
+from composable_fsdp.comm.protocol import Communicator, Transfer, Work
 from composable_fsdp.layout.reduction import ReduceOp
 
-__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together"]
+__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together", "gather_objects"]
+
+T = TypeVar("T")
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -89,6 +91,9 @@ class ProcessGroupCommunicator:
         operation = {"op": OPERATIONS[op]}
         return self._launch([(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
 
+    def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
+        return self._launch([(dist.all_to_all_single, (t.output, t.input), {}) for t in transfers])
+
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         operation = {"op": OPERATIONS[op]}
         return self._launch([(dist.all_reduce, (tensor,), operation) for tensor in tensors])
@@ -113,3 +118,12 @@ class ProcessGroupCommunicator:
         with dist._coalescing_manager(group=self.group, device=self._device, async_ops=True) as manager:
             yield works
         works.append(cast(Work, manager))
+
+
+def gather_objects(own: T, communicator: Communicator) -> list[T]:
+    """``own`` of every rank of an axis, in their order; slow, for what is settled once. All must call together."""
+    if not isinstance(communicator, ProcessGroupCommunicator):
+        return [own] * communicator.size
+    everyones = [own] * communicator.size
+    dist.all_gather_object(everyones, own, group=communicator.group)
+    return everyones

@@ -69,6 +69,9 @@ class CustomCommunicator:
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
         return self._launch(transfers, {"op": OPERATIONS[op]})
 
+    def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
+        return self.base.all_to_all(transfers)
+
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         return self.base.all_reduce(tensors, op)
 

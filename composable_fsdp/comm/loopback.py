@@ -38,6 +38,9 @@ class LoopbackCommunicator:
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> _Done:
         return self._copy(transfers)
 
+    def all_to_all(self, transfers: Sequence[Transfer]) -> _Done:
+        return self._copy(transfers)
+
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> _Done:
         return _Done()
 

@@ -18,6 +18,7 @@ class Transfer(NamedTuple):
 
     All-gather: ``output`` has ``size`` times the elements of ``input``, in rank order.
     Reduce-scatter: ``input`` has ``size`` times the elements of ``output``; rank r gets the r-th part.
+    All-to-all: both have the same number of elements, in ``size`` parts.
     """
 
     output: torch.Tensor
@@ -67,6 +68,10 @@ class Communicator(Protocol):
 
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
         """This rank's part of the reduced ``input`` in ``output``."""
+        ...
+
+    def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
+        """The r-th part of every ``input`` goes to rank r; the r-th part of ``output`` is what came from there."""
         ...
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:

@@ -87,6 +87,11 @@ class ReduceLayout:
     flags_offset: int
 
     @property
+    def gradient_numel(self) -> int:
+        """Elements of packed gradients in each rank's row, flags left out."""
+        return self.flags_offset if self.num_flags else self.packed_numel
+
+    @property
     def wire_numel(self) -> int:
         """Elements that one reduction moves in total, over all ranks' shares."""
         if not self.shards:

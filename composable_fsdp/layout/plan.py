@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 import torch
 
+from composable_fsdp.codec.choice import PLAIN, GradientCodecs
+from composable_fsdp.codec.encoder import Encoder
 from composable_fsdp.codec.protocol import Codec
 from composable_fsdp.layout.bucket import NEVER_DIRECT, GatherLayout, ReduceLayout, plan_gather, plan_reduce
 from composable_fsdp.layout.shard import TensorShards
@@ -27,6 +29,8 @@ class ParameterSpec:
         axes: index of the data-parallel axes that cut it, among those of the group.
         extended: its local tensor decides by itself how it travels.
         codec: how its shards travel, if not in ``compute_dtype``.
+        gradient_codecs: how its gradient travels, if not in ``reduce_dtype``.
+        gradient_extended: its local tensor decides by itself how its gradient travels.
     """
 
     name: str
@@ -40,6 +44,8 @@ class ParameterSpec:
     axes: int = 0
     extended: bool = False
     codec: Codec | None = None
+    gradient_codecs: GradientCodecs = PLAIN
+    gradient_extended: bool = False
 
     @property
     def bucket_key(self) -> BucketKey:
@@ -47,6 +53,8 @@ class ParameterSpec:
             self.axes,
             self.extended,
             self.codec,
+            self.gradient_codecs,
+            self.gradient_extended,
             self.dtype,
             self.compute_dtype,
             self.reduce_dtype,
@@ -54,7 +62,9 @@ class ParameterSpec:
         )
 
 
-BucketKey: TypeAlias = tuple[int, bool, Codec | None, torch.dtype, torch.dtype, torch.dtype, torch.dtype]
+BucketKey: TypeAlias = tuple[
+    int, bool, Codec | None, GradientCodecs, bool, torch.dtype, torch.dtype, torch.dtype, torch.dtype
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,8 @@ class BucketPlan:
     axes: int
     extended: bool
     codec: Codec | None
+    gradient_codecs: GradientCodecs
+    gradient_extended: bool
     gather: GatherLayout
     reduce: ReduceLayout
     aliased: bool
@@ -113,8 +125,25 @@ class BucketPlan:
         return self.gather.store.numel * self.dtype.itemsize
 
     @property
+    def exchanges(self) -> bool:
+        """Whether gradients travel over the shard axis in an all-to-all, to be added up where they arrive."""
+        return self.gradient_codecs.shard is not None or self.gradient_extended
+
+    @property
+    def gradient_is_encoded(self) -> bool:
+        """Whether gradients travel encoded over any axis, and so are added up in fp32."""
+        return self.gradient_codecs != PLAIN or self.gradient_extended
+
+    @property
     def reduce_bytes(self) -> int:
-        return self.reduce.wire_numel * self.reduce_dtype.itemsize
+        """Bytes of one reduction over the shard axis, all ranks' shares together. Hooks decide by themselves: the
+        size of what they are given.
+        """
+        layout = self.reduce
+        if self.gradient_codecs.shard is None or not layout.indices:
+            return layout.wire_numel * self.reduce_dtype.itemsize
+        encoder = Encoder(self.gradient_codecs.shard, self.gather.num_shards, layout.gradient_numel)
+        return self.gather.num_shards * (encoder.row_bytes + layout.num_flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +199,13 @@ def _plan_bucket(
         itemsize=first.compute_dtype.itemsize,
         direct_bytes=axes.direct_bytes if first.codec is None else NEVER_DIRECT,
     )
-    same_dtype = first.reduce_dtype == first.compute_dtype
+    encoded = first.gradient_codecs != PLAIN or first.gradient_extended
+    as_it_is = first.reduce_dtype == first.compute_dtype and not encoded
     reduce = plan_reduce(
         shards,
         trainable,
         itemsize=first.reduce_dtype.itemsize,
-        direct_bytes=axes.reduce_direct_bytes if same_dtype else NEVER_DIRECT,
+        direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
         flags=axes.flags_from is not None and group_trainable >= axes.flags_from,
     )
     aliased = axes.alias and first.dtype == first.compute_dtype and not first.extended
@@ -188,6 +218,8 @@ def _plan_bucket(
         first.axes,
         first.extended,
         first.codec,
+        first.gradient_codecs,
+        first.gradient_extended,
         gather,
         reduce,
         aliased,

@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-import torch.distributed as dist
 
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
-from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.comm.c10d import gather_objects
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.plan import BucketPlan
 from composable_fsdp.memory.storage import allocate_storage, free_storage
 from composable_fsdp.runtime.bucket import Gather
 from composable_fsdp.runtime.channel import Channel
-from composable_fsdp.runtime.extension import Extension, Payload
+from composable_fsdp.runtime.extension import GatherExtension, Payload
+from composable_fsdp.runtime.gradient_extension import GradientExtension
 from composable_fsdp.runtime.parameter import ShardedParameter
 from composable_fsdp.runtime.scatter import GradientScatter
 
@@ -35,7 +34,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 class _Gathered:
     """What belongs to one parameter while it is gathered."""
 
-    extension: Extension
+    extension: GatherExtension
     specs: list[tuple[Spec, ...]] = field(default_factory=list)
     """Of the inputs, for each rank of the shard axis. Empty before the first gather."""
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -56,7 +55,8 @@ class ExtendedBucket:
         self,
         plan: BucketPlan,
         parameters: Sequence[ShardedParameter],
-        extensions: Sequence[Extension],
+        extensions: Sequence[GatherExtension],
+        gradient_extensions: Sequence[GradientExtension],
         channel: Channel,
         device: torch.device,
         on_gradient: Callable[[torch.Tensor], None],
@@ -68,7 +68,9 @@ class ExtendedBucket:
         self._on_gradient = on_gradient
         self._gathered = [_Gathered(extension) for extension in extensions]
         rest = self.parameters[0].local.device
-        self.scatter = GradientScatter(plan, self.parameters, channel, device, rest, pin_memory=False)
+        self.scatter = GradientScatter(
+            plan, self.parameters, channel, device, rest, pin_memory=False, extensions=gradient_extensions
+        )
 
     @property
     def version(self) -> int:
@@ -120,7 +122,7 @@ class ExtendedBucket:
         """Learns once what every rank sends, and has all ranks raise where it cannot be put together."""
         own = [tuple((tuple(t.shape), t.dtype) for t in payload.inputs) for payload in payloads]
         for gathered, specs in zip(
-            self._gathered, zip(*_exchange(own, self.channel.axes.shard), strict=True), strict=True
+            self._gathered, zip(*gather_objects(own, self.channel.axes.shard), strict=True), strict=True
         ):
             gathered.specs = list(specs)
             alike = {tuple((shape[1:], dtype) for shape, dtype in of_rank) for of_rank in specs}
@@ -208,12 +210,3 @@ def _storages(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]
     """Each storage once."""
     found = {t.untyped_storage()._cdata: (t, t.untyped_storage().nbytes()) for t in tensors}
     return list(found.values())
-
-
-def _exchange(own: list[tuple[Spec, ...]], shard: Communicator) -> list[list[tuple[Spec, ...]]]:
-    """``own`` of every rank of the shard axis."""
-    if not isinstance(shard, ProcessGroupCommunicator):
-        return [own] * shard.size
-    everyone: list[list[tuple[Spec, ...]]] = [[] for _ in range(shard.size)]
-    dist.all_gather_object(everyone, own, group=shard.group)
-    return everyone

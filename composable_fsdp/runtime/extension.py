@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.memory.storage import contiguous_strides
 from composable_fsdp.policy import MixedPrecisionPolicy
+from composable_fsdp.runtime.gradient_extension import GRADIENT_HOOKS
 
-__all__ = ["Extension", "Payload", "find_extension", "has_hooks"]
+__all__ = ["Extension", "GatherExtension", "Payload", "PlainExtension", "find_extension", "hooks_of"]
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 WANTS_PADDING = "fsdp_pads_shards"
@@ -34,6 +35,57 @@ class Payload:
 
     inputs: tuple[torch.Tensor, ...]
     metadata: Any
+
+
+class GatherExtension(Protocol):
+    """How one parameter becomes payloads, and what is gathered the full parameter."""
+
+    @property
+    def name(self) -> str: ...
+
+    def pre_all_gather(self) -> Payload:
+        """What this rank sends."""
+        ...
+
+    def post_all_gather(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The first time: the full tensor, and the tensors that it is made of."""
+        ...
+
+    def refill(self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor) -> None:
+        """Later: fills ``out``, which was made at first."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainExtension:
+    """A parameter whose tensor decides how its gradient travels, and is itself gathered like any other.
+
+    Args:
+        name: of the parameter, for messages.
+        local: this rank's shard.
+        dim: on which it is cut.
+        dtype: in which it travels and modules compute.
+    """
+
+    name: str
+    local: torch.Tensor
+    dim: int
+    dtype: torch.dtype
+
+    def pre_all_gather(self) -> Payload:
+        return Payload((self.local.detach().to(self.dtype).movedim(self.dim, 0).contiguous(),), None)
+
+    def post_all_gather(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        full = outputs[0].movedim(0, self.dim).contiguous()
+        return full, (full,)
+
+    def refill(self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor) -> None:
+        if out.data_ptr() != outputs[0].data_ptr():
+            out.copy_(outputs[0].movedim(0, self.dim))
 
 
 @dataclass(frozen=True)
@@ -105,9 +157,9 @@ def _are_tensors(inputs: object) -> bool:
     return isinstance(inputs, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in inputs)
 
 
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` brings at least one of the hooks."""
-    return hasattr(tensor, PRE) or hasattr(tensor, POST)
+def hooks_of(tensor: torch.Tensor) -> frozenset[str]:
+    """The hooks that ``tensor`` brings, for itself and for its gradient."""
+    return frozenset(hook for hook in (PRE, POST, *GRADIENT_HOOKS) if hasattr(tensor, hook))
 
 
 def find_extension(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 from weakref import ref
 
 import torch
@@ -12,7 +11,7 @@ from composable_fsdp import trace
 from composable_fsdp.comm.c10d import Together
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.layout.plan import GroupPlan
-from composable_fsdp.layout.reduction import ReduceOp, Reduction, plan_reduction
+from composable_fsdp.layout.reduction import Reduction, plan_reduction
 from composable_fsdp.lifecycle import (
     GRADIENT_TRANSITIONS,
     PARAMETER_TRANSITIONS,
@@ -29,7 +28,8 @@ from composable_fsdp.runtime.bucket import AnyBucket, Gather
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.messages import pack_messages
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
-from composable_fsdp.runtime.scatter import ReducedBucket, Scatter
+from composable_fsdp.runtime.reduction import Job, launch_reduction
+from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors, take_shards
 
 __all__ = ["ParameterGroup", "PendingReduction", "no_hook"]
@@ -295,59 +295,17 @@ class ParameterGroup:
         if self.gradient_state is before:
             return None
         begin = trace.now() if trace.listeners else None
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         for bucket in self.buckets:
             reduction = self._reduction(bucket)
             scatter = bucket.scatter.prepare(reduction)
             if scatter is not None:
-                jobs.append(_Job(bucket, reduction, scatter))
-        pending = self._launch_reduction(lanes, jobs, partial=partial)
+                jobs.append(Job(bucket, reduction, scatter))
+        pending = launch_reduction(lanes, jobs, self.axes.device, self.all_reduce_hook, partial=partial)
         self._pending_partial = pending if partial else None
         if trace.listeners:
             trace.emit(trace.Operation.REDUCE, self.name, self.plan.reduce_bytes, lanes.reduce.name, begin)
         return PendingReduction(self, pending, is_partial=partial)
-
-    def _launch_reduction(self, lanes: Lanes, jobs: list[_Job], *, partial: bool) -> Pending[list[ReducedBucket]]:
-        """Reduce-scatter over the shard axis, then all-reduce over the replicate axis where there is one."""
-
-        @torch.no_grad()
-        def scatter() -> Work:
-            return Together(
-                tuple(
-                    channel.scatter.reduce_scatter([t for job in of_channel for t in job.scatter.transfers], op)
-                    for channel, op, of_channel in _by_channel(jobs)
-                )
-            )
-
-        @torch.no_grad()
-        def keep() -> list[ReducedBucket]:
-            for job in jobs:
-                job.bucket.scatter.keep_partial(job.scatter)
-            return []
-
-        @torch.no_grad()
-        def all_reduce() -> Work:
-            for job in jobs:
-                job.bucket.scatter.add_partial(job.scatter)
-            return Together(
-                tuple(job.bucket.channel.replicate.all_reduce([job.scatter.output], job.reduction.op) for job in jobs)
-            )
-
-        @torch.no_grad()
-        def finish() -> list[ReducedBucket]:
-            reduced = []
-            for job in jobs:
-                job.bucket.scatter.add_partial(job.scatter)
-                self.all_reduce_hook(job.scatter.output)
-                reduced.append(job.bucket.scatter.finish(job.scatter, job.reduction))
-            return reduced
-
-        if partial:
-            return lanes.reduce.run(scatter, keep)
-        if all(job.bucket.channel.replicate.size == 1 for job in jobs):
-            return lanes.reduce.run(scatter, finish)
-        scattered = lanes.reduce.run(scatter, _nothing)
-        return lanes.replicate.run(all_reduce, finish, after=scattered)
 
     def _reduction(self, bucket: AnyBucket) -> Reduction:
         return plan_reduction(
@@ -355,7 +313,7 @@ class ParameterGroup:
             bucket.channel.axes.num_ranks,
             averages=bucket.channel.averages,
             divide_factor=self.divide_factor,
-            sum_only=self.sum_only,
+            sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
         )
 
     @torch.no_grad()
@@ -397,23 +355,6 @@ def _gradient_hook(group: ParameterGroup) -> Callable[[torch.Tensor], None]:
             alive.on_gradient()
 
     return hook
-
-
-class _Job(NamedTuple):
-    """One bucket's part of a reduction."""
-
-    bucket: AnyBucket
-    reduction: Reduction
-    scatter: Scatter
-
-
-def _by_channel(jobs: Sequence[_Job]) -> Iterator[tuple[Channel, ReduceOp, list[_Job]]]:
-    """The jobs that can be launched as one, in the same order on every rank."""
-    together: dict[tuple[Channel, ReduceOp], list[_Job]] = {}
-    for job in jobs:
-        together.setdefault((job.bucket.channel, job.reduction.op), []).append(job)
-    for (channel, op), of_channel in together.items():
-        yield channel, op, of_channel
 
 
 def no_hook(output: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from composable_fsdp.codec.choice import CommunicationPolicy
+from composable_fsdp.codec.choice import CommunicationPolicy, GradientCodecs
 from composable_fsdp.codec.protocol import Codec
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.sharding import ParameterSharding
@@ -115,9 +115,20 @@ class ShardedParameter:
     @property
     def gather_codec(self) -> Codec | None:
         """How the shards travel, if there is anywhere to travel to and the parameter is not too small."""
-        chosen, numel = self.communication, prod(self.shape)
-        travels = self.sharding.axes.shard.size > 1 and self.dtype.is_floating_point
-        return chosen.all_gather if travels and numel >= chosen.min_numel else None
+        return self.communication.all_gather if self._is_encoded and self.sharding.axes.shard.size > 1 else None
+
+    @property
+    def gradient_codecs(self) -> GradientCodecs:
+        """How the gradient travels, where there is anywhere to travel to and the parameter is not too small."""
+        chosen, axes = self.communication, self.sharding.axes
+        return GradientCodecs(
+            chosen.reduce_scatter if self._is_encoded and axes.shard.size > 1 else None,
+            chosen.all_reduce if self._is_encoded and axes.replicate.size > 1 else None,
+        )
+
+    @property
+    def _is_encoded(self) -> bool:
+        return self.dtype.is_floating_point and prod(self.shape) >= self.communication.min_numel
 
     def gradient_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         """dtype of the reduced gradient: the parameter's own, unless its ``grad_dtype`` was set to another, or none."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from composable_fsdp.codec.encoder import Encoder, GradientCodec
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.pack import pack_gradient
 from composable_fsdp.layout.plan import BucketPlan
 from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.memory.storage import contiguous_strides
 from composable_fsdp.runtime.channel import Channel
+from composable_fsdp.runtime.exchange import EncodedAllReduce, EncodedParcel, Parcel, aligned_piece
+from composable_fsdp.runtime.gradient_extension import GradientExtension, HookedParcel
 from composable_fsdp.runtime.parameter import ShardedParameter
 
 __all__ = ["GradientScatter", "ReducedBucket", "Scatter"]
@@ -20,11 +24,16 @@ __all__ = ["GradientScatter", "ReducedBucket", "Scatter"]
 
 @dataclass(slots=True)
 class Scatter:
-    """One bucket's part of a group's gradient reduction. ``present`` are the parameters that have a gradient here."""
+    """One bucket's part of a group's gradient reduction.
+
+    ``transfers`` are reduced on the way; what is added up where it arrives is the ``parcel``. Either way the sum over
+    the shard axis is in ``output`` then. ``present`` are the parameters that have a gradient here.
+    """
 
     transfers: list[Transfer]
     output: torch.Tensor
     present: set[int]
+    parcel: Parcel | None = None
     added: Scatter | None = None
     """An earlier one that is part of this, alive as long as this is in flight."""
 
@@ -47,6 +56,7 @@ class GradientScatter:
         device: where modules compute.
         rest: where reduced gradients must end: with the shards.
         pin_memory: whether they are page-locked there.
+        extensions: of the parameters, in their order, where they decide by themselves how their gradients travel.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class GradientScatter:
         rest: torch.device,
         *,
         pin_memory: bool,
+        extensions: Sequence[GradientExtension] = (),
     ) -> None:
         self.parameters = parameters
         self.channel = channel
@@ -65,14 +76,40 @@ class GradientScatter:
         self._device = device
         self._rest = rest
         self._pin_memory = pin_memory
+        self._extensions = extensions
         self._partial: Scatter | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
-        self.follow(plan)
+        self.encoders: dict[str, Encoder] = {}
+        """By the leg on which they work: ``"shard"``, and ``"pieces"`` and ``"sums"`` of the replicate axis."""
+        self.plan = plan
+        self._make_encoders()
+        self._make_views()
 
     def follow(self, plan: BucketPlan) -> None:
         """Takes over a plan that differs only in which parameters are trainable."""
+        moved = plan.reduce != self.plan.reduce
         self.plan = plan
-        layout, rank = plan.reduce, self._shard.rank
+        if moved:  # what was left over belongs to other places
+            self._make_encoders()
+        self._make_views()
+
+    def _make_encoders(self) -> None:
+        codecs, numel, num_replicas = self.plan.gradient_codecs, self.plan.reduce.gradient_numel, self.num_replicas
+        piece = aligned_piece(numel, num_replicas)
+        legs: dict[str, tuple[GradientCodec | None, int, int]] = {
+            "shard": (codecs.shard, self._shard.size, numel),
+            "pieces": (codecs.replicate, num_replicas, piece),
+            "sums": (codecs.replicate, 1, piece),
+        }
+        self.encoders = {leg: Encoder(c, rows, each) for leg, (c, rows, each) in legs.items() if c is not None}
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks of the replicate axis."""
+        return self.channel.replicate.size
+
+    def _make_views(self) -> None:
+        layout, rank = self.plan.reduce, self._shard.rank
         self._reduced_views = [
             _contiguous_view(shards.shard_shape(rank), offset)
             for shards, offset in zip(layout.shards, layout.output.offsets, strict=True)
@@ -91,6 +128,9 @@ class GradientScatter:
         present = {k for k, gradient in enumerate(gradients) if gradient is not None}
         output = torch.empty(layout.output.numel, dtype=plan.reduce_dtype, device=self._device)
         scatter = Scatter([], output, present)
+        if plan.exchanges:
+            scatter.parcel = self._parcel(gradients, output, present)
+            return scatter
         for k in layout.direct:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
             full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction)
@@ -100,18 +140,41 @@ class GradientScatter:
             message = self.channel.scatter.allocate(num_shards * layout.packed_numel, plan.reduce_dtype, self._device)
             if layout.has_padding:
                 message.zero_()
-            self._pack(gradients, message.view(num_shards, layout.packed_numel))
+            rows = message.view(num_shards, layout.packed_numel)
+            self._pack(gradients, rows)
+            self._flag(rows[:, layout.flags_offset :], present)
             if reduction.pre_divide != 1.0:
                 message.div_(reduction.pre_divide)
             scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
         return scatter
 
+    def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: set[int]) -> Parcel:
+        """What is added up where it arrives."""
+        layout = self.plan.reduce
+        flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
+        self._flag(flags.unsqueeze(0), present)
+        if not self.plan.gradient_extended:
+            take = partial(self._message, gradients)
+            return EncodedParcel(self.encoders["shard"], take, output[: layout.gradient_numel], flags)
+        rows = self._message(gradients).split(layout.packed_widths[: len(layout.packed)], dim=1)
+        places = output[: layout.gradient_numel].split(layout.packed_widths[: len(layout.packed)])
+        return HookedParcel([self._extensions[i] for i in layout.indices], rows, places, flags)
+
+    def _message(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
+        """``(num_shards, gradient_numel)``, each rank's part of ``gradients``, which are let go."""
+        layout = self.plan.reduce
+        make = torch.zeros if layout.has_padding else torch.empty
+        message = make(self._shard.size, layout.gradient_numel, dtype=self.plan.reduce_dtype, device=self._device)
+        self._pack(gradients, message)
+        gradients.clear()
+        return message
+
     def _pack(self, gradients: list[torch.Tensor | None], message: torch.Tensor) -> None:
         """Copies packed gradients into their columns of ``message``, one row per rank, casting on the way."""
         layout = self.plan.reduce
         columns, sources = [], []
-        blocks = message.split(layout.packed_widths, dim=1)
-        for k, column in zip(layout.packed, blocks, strict=False):  # the flags come last
+        blocks = message[:, : layout.gradient_numel].split(layout.packed_widths[: len(layout.packed)], dim=1)
+        for k, column in zip(layout.packed, blocks, strict=True):
             shards, gradient = layout.shards[k], gradients[k]
             if column.size(1) != shards.padded_numel:
                 column = column[:, : shards.padded_numel]
@@ -122,11 +185,22 @@ class GradientScatter:
                 pack_gradient(shards, gradient, column)
         if columns:
             torch._foreach_copy_(columns, sources)
-        if layout.num_flags:
-            flags = blocks[-1].fill_(1)
-            for k, gradient in enumerate(gradients):
-                if gradient is None:
-                    flags[:, k].zero_()
+
+    def _flag(self, flags: torch.Tensor, present: set[int]) -> None:
+        """Fills ``(any, at least num_flags)`` with ones, and zeros for the parameters without gradient."""
+        if self.plan.reduce.num_flags:
+            flags.fill_(1)
+            for k in set(range(self.plan.reduce.num_flags)) - present:
+                flags[:, k].zero_()
+
+    def encode_all_reduce(self, scatter: Scatter) -> EncodedAllReduce | None:
+        """The reduction over the replicate axis, where that is encoded."""
+        if self.plan.gradient_codecs.replicate is None:
+            return None
+        layout = self.plan.reduce
+        flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
+        values = scatter.output[: layout.gradient_numel]
+        return EncodedAllReduce(self.encoders["pieces"], self.encoders["sums"], values, flags)
 
     def add_partial(self, scatter: Scatter) -> None:
         """Adds what earlier reductions left unfinished to one that has come over the shard axis."""

@@ -7,20 +7,24 @@ Complete once made. Made again only when somebody replaced the local tensors (``
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
 
+from composable_fsdp.codec.choice import PLAIN, GradientCodecs
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.pack import take_shard
 from composable_fsdp.layout.plan import BucketPlan, GroupPlan, ParameterSpec, plan_group
 from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.memory.store import ShardStore
+from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.runtime.bucket import AnyBucket, Bucket
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.extended import ExtendedBucket
-from composable_fsdp.runtime.extension import Extension, find_extension, has_hooks
+from composable_fsdp.runtime.extension import GatherExtension, PlainExtension, find_extension, hooks_of
+from composable_fsdp.runtime.gradient_extension import GradientExtension, find_gradient_extension
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, local_part
 
 __all__ = ["GroupTensors", "rest_device", "take_shards"]
@@ -40,7 +44,7 @@ def take_shards(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> l
         axes, full = source.sharding.axes, local_part(source.tensor)
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
         device = torch.device("meta") if full.is_meta else rest_device(offload, axes.device)
-        if has_hooks(full):
+        if hooks_of(full):
             parameters.append(ShardedParameter(source, _cut(full, shards, axes.shard.rank).to(device)))
             continue
         padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
@@ -108,6 +112,8 @@ class GroupTensors:
     @torch.no_grad()
     def build(self) -> None:
         """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
+        self._hooks = {p: hooks for p in self.parameters if (hooks := hooks_of(p.local))}
+        self._gradient_extensions = self._find_gradient_extensions()
         self._extensions = self._find_extensions()
         self.plan = self._make_plan()
         self.are_placed = self._placed([p.local for p in self.parameters])
@@ -137,16 +143,33 @@ class GroupTensors:
 
     def _extended(self, plan: BucketPlan, channel: Channel) -> ExtendedBucket:
         """Parameters that decide by themselves how they travel keep their local tensors as they are."""
-        found = [self._extensions[self.parameters[i]] for i in plan.indices]
-        for i in plan.indices:
-            self.parameters[i].register_sharded()
-        return ExtendedBucket(plan, self.parameters, found, channel, self._device, self._on_gradient)
+        members = [self.parameters[i] for i in plan.indices]
+        found = [self._extensions[parameter] for parameter in members]
+        of_gradients = [self._gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
+        for parameter in members:
+            parameter.register_sharded()
+        return ExtendedBucket(plan, self.parameters, found, of_gradients, channel, self._device, self._on_gradient)
 
-    def _find_extensions(self) -> dict[ShardedParameter, Extension]:
+    def _find_gradient_extensions(self) -> dict[ShardedParameter, GradientExtension]:
         extensions = {}
-        for parameter in self.parameters:
-            if not has_hooks(parameter.local):
-                continue
+        for parameter in self._hooks:
+            axes = parameter.sharding.axes
+            extension = find_gradient_extension(
+                parameter.name,
+                parameter.local,
+                axes.shard_mesh,
+                axes.shard,
+                TensorShards(parameter.shape, parameter.dim, axes.shard.size).padded_shape,
+                parameter.owners[0][0],
+                self._precision,
+            )
+            if extension is not None:
+                extensions[parameter] = extension
+        return extensions
+
+    def _find_extensions(self) -> dict[ShardedParameter, GatherExtension]:
+        extensions: dict[ShardedParameter, GatherExtension] = {}
+        for parameter in self._hooks:
             axes = parameter.sharding.axes
             padded = TensorShards(parameter.shape, parameter.dim, axes.shard.size).padded_shape
             extension = find_extension(
@@ -158,20 +181,26 @@ class GroupTensors:
                 parameter.owners[0][0],
                 self._precision,
             )
-            if extension is not None:
-                extensions[parameter] = extension
+            dtype = self._precision.compute_dtype(parameter.dtype)
+            plain = PlainExtension(parameter.name, parameter.local, parameter.dim, dtype)
+            extensions[parameter] = plain if extension is None else extension
         return extensions
 
     def find_patches(self) -> None:
         """Follows hooks that somebody has hung on a local tensor since the tensors were made."""
-        if any(has_hooks(p.local) and p not in self._extensions for p in self.parameters):
+        if any(hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.parameters):
             self.build()
 
     def _make_plan(self) -> GroupPlan:
-        precision = self._precision
+        precision, encoded = self._precision, self._encoded_legs()
         specs = []
         for p in self.parameters:
-            reduce_dtype = precision.gradient_reduce_dtype(p.dtype)
+            extended = p in self._gradient_extensions
+            codecs = p.gradient_codecs.alongside(encoded[p.sharding.axes]) if p.dtype.itemsize <= 4 else PLAIN
+            if extended:  # hooks of the tensor come before a codec
+                codecs = replace(codecs, shard=None)
+            is_plain = codecs == PLAIN and not extended
+            reduce_dtype = precision.gradient_reduce_dtype(p.dtype) if is_plain else torch.float32
             specs.append(
                 ParameterSpec(
                     name=p.name,
@@ -185,9 +214,20 @@ class GroupTensors:
                     axes=self._axes.index(p.sharding.axes),
                     extended=p in self._extensions,
                     codec=None if p in self._extensions else p.gather_codec,
+                    gradient_codecs=codecs,
+                    gradient_extended=extended,
                 )
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))
+
+    def _encoded_legs(self) -> dict[DataParallelAxes, GradientCodecs]:
+        """For each pair of axes some codec on each leg on which any gradient travels encoded: others join it there."""
+        legs: dict[DataParallelAxes, GradientCodecs] = {}
+        for parameter in self.parameters:
+            axes, own = parameter.sharding.axes, parameter.gradient_codecs
+            known = legs.get(axes, PLAIN)
+            legs[axes] = GradientCodecs(known.shard or own.shard, known.replicate or own.replicate)
+        return legs
 
     def refresh(self, before_build: Callable[[], None]) -> None:
         """Follows what happened to the sharded parameters since the tensors were made. Cheap when nothing did.

@@ -19,7 +19,7 @@ from composable_fsdp.testing.text import format_ranks
 
 __all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE = "all_gather", "reduce_scatter", "all_to_all", "all_reduce"
 
 
 class DeadlockError(AssertionError):
@@ -108,10 +108,10 @@ class FakeWorld:
     Memory does not grow with the square of ``size``: beside the callers' tensors there is one full tensor at a time.
 
     Attributes:
-        launches: collectives by kind (``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``). A collective counts
-            once, when its first rank launches it; one without transfers does not count.
-        bytes: their sizes by kind: the output of an all-gather, the input of a reduce-scatter, the tensors of an
-            all-reduce, on one rank.
+        launches: collectives by kind (``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"all_reduce"``). A
+            collective counts once, when its first rank launches it; one without transfers does not count.
+        bytes: their sizes by kind: the output of an all-gather, the input of a reduce-scatter or an all-to-all, the
+            tensors of an all-reduce, on one rank.
     """
 
     def __init__(self, size: int, *, averages: bool = True, direct_bytes: int = 0) -> None:
@@ -202,6 +202,9 @@ class FakeCommunicator:
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> FakeWork:
         return self._launch(REDUCE_SCATTER, op, transfers, input_size=self.size, output_size=1)
 
+    def all_to_all(self, transfers: Sequence[Transfer]) -> FakeWork:
+        return self._launch(ALL_TO_ALL, None, transfers, input_size=self.size, output_size=self.size)
+
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> FakeWork:
         return self._launch(ALL_REDUCE, op, [Transfer(t, t) for t in tensors], input_size=1, output_size=1)
 
@@ -243,6 +246,8 @@ def _problem(transfer: Transfer, input_size: int, output_size: int) -> str:
             f"output has {output.numel()} elements and input {input.numel()}, but they must be as {output_size} to "
             f"{input_size}."
         )
+    if output.numel() % output_size:
+        return f"{output.numel()} elements cannot be cut in {output_size} equal parts."
     return ""
 
 
@@ -267,6 +272,13 @@ def _reduce_scatter(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
         transfer.output.data.copy_(part)
 
 
+def _all_to_all(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
+    sent = [transfer.input.data.clone().chunk(len(ranks)) for transfer in ranks]
+    for rank, transfer in enumerate(ranks):
+        if transfer.output.numel():
+            transfer.output.data.copy_(torch.cat([parts[rank] for parts in sent]))
+
+
 def _all_reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
     total = _reduce(ranks, op)
     for transfer in ranks:
@@ -276,5 +288,6 @@ def _all_reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
 _MOVES: dict[str, Callable[[Sequence[Transfer], ReduceOp | None], None]] = {
     ALL_GATHER: _gather,
     REDUCE_SCATTER: _reduce_scatter,
+    ALL_TO_ALL: _all_to_all,
     ALL_REDUCE: _all_reduce,
 }

@@ -143,6 +143,32 @@ def one_reduce_scatter_takes_tensors_of_several_sizes_and_dtypes(comm: Communica
 
 
 @case
+def all_to_all_sends_each_rank_its_part(comm: Communicator) -> Iterator[None]:
+    for dtype in FLOATS + INTEGERS:
+        input, output = own(comm.rank, 3 * comm.size, dtype), torch.full((3 * comm.size,), 99).to(dtype)
+        work = comm.all_to_all([Transfer(output, input)])
+        yield
+        work.wait()
+        exactly(output, torch.cat([part(own(rank, 3 * comm.size, dtype), comm) for rank in range(comm.size)]))
+        exactly(input, own(comm.rank, 3 * comm.size, dtype))
+
+
+@case
+def one_all_to_all_takes_tensors_of_several_sizes_and_dtypes(comm: Communicator) -> Iterator[None]:
+    sizes = list(zip((3, 0, 1, 1000, 8, 2, 0), FLOATS + INTEGERS, strict=True))
+    transfers = [
+        Transfer(torch.empty(numel * comm.size, dtype=dtype), own(comm.rank, numel * comm.size, dtype))
+        for numel, dtype in sizes
+    ]
+    work = comm.all_to_all(transfers)
+    yield
+    work.wait()
+    for transfer, (numel, dtype) in zip(transfers, sizes, strict=True):
+        parts = [part(own(rank, numel * comm.size, dtype), comm) for rank in range(comm.size)]
+        exactly(transfer.output, torch.cat(parts))
+
+
+@case
 def all_reduce_sums_in_place(comm: Communicator) -> Iterator[None]:
     tensors = [own(comm.rank, 11, dtype) for dtype in FLOATS + INTEGERS]
     work = comm.all_reduce(tensors, ReduceOp.SUM)

@@ -47,7 +47,11 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
     assert plan.specs == specs
     assert sorted(i for bucket in plan.buckets for i in bucket.indices) == list(range(len(specs)))
     keys = [
-        (b.axes, b.extended, b.codec, b.dtype, b.compute_dtype, b.reduce_dtype, b.gradient_dtype) for b in plan.buckets
+        (
+            *(b.axes, b.extended, b.codec, b.gradient_codecs, b.gradient_extended),
+            *(b.dtype, b.compute_dtype, b.reduce_dtype, b.gradient_dtype),
+        )
+        for b in plan.buckets
     ]
     assert len(set(keys)) == len(keys)
     for bucket, key in zip(plan.buckets, keys, strict=True):

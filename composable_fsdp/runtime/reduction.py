@@ -1,0 +1,155 @@
+"""One group's gradients on their way: over the shard axis, over the replicate axis, onto the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from composable_fsdp.comm.c10d import Together
+from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.layout.reduction import Reduction
+from composable_fsdp.memory.lanes import Lanes, Pending, Work
+from composable_fsdp.runtime.bucket import AnyBucket
+from composable_fsdp.runtime.exchange import EncodedAllReduce, Exchange, Parcel
+from composable_fsdp.runtime.scatter import ReducedBucket, Scatter
+
+__all__ = ["Job", "launch_reduction"]
+
+Key = TypeVar("Key")
+Member = TypeVar("Member")
+
+
+class Job(NamedTuple):
+    """One bucket's part of a reduction."""
+
+    bucket: AnyBucket
+    reduction: Reduction
+    scatter: Scatter
+
+
+def launch_reduction(
+    lanes: Lanes,
+    jobs: Sequence[Job],
+    device: torch.device,
+    hook: Callable[[torch.Tensor], None],
+    *,
+    partial: bool,
+) -> Pending[list[ReducedBucket]]:
+    """Reduces over the shard axis, then over the replicate axis where there is one, and gives the shards.
+
+    Args:
+        lanes: where each leg runs.
+        jobs: of the group's buckets, in the same order on every rank.
+        device: where modules compute.
+        hook: called with each bucket's sum before it is divided.
+        partial: only over the shard axis; the buckets keep what came for a later reduction, and nothing is given.
+    """
+    legs = _Legs(jobs, device, hook)
+    if partial:
+        return lanes.reduce.run(legs.scatter, legs.keep)
+    if all(job.bucket.channel.replicate.size == 1 for job in jobs):
+        return lanes.reduce.run(legs.scatter, legs.deliver)
+    scattered = lanes.reduce.run(legs.scatter, legs.arrive)
+    if not any(job.bucket.plan.gradient_codecs.replicate for job in jobs):
+        return lanes.replicate.run(legs.all_reduce, legs.deliver_reduced, after=scattered)
+    summed = lanes.replicate.run(legs.all_reduce, legs.arrive, after=scattered)
+    return lanes.replicate.run(legs.gather_sums, legs.deliver_gathered, after=summed)
+
+
+class _Legs:
+    """What runs on the lanes, in this order: ``scatter``, then perhaps ``all_reduce``, then perhaps ``gather_sums``;
+    after each leg one of the methods that take what came.
+    """
+
+    def __init__(self, jobs: Sequence[Job], device: torch.device, hook: Callable[[torch.Tensor], None]) -> None:
+        self._jobs = jobs
+        self._device = device
+        self._hook = hook
+        self._exchanges: list[Exchange] = []
+        self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []
+
+    @torch.no_grad()
+    def scatter(self) -> Work:
+        plain = [(job.bucket.channel, job.reduction.op) for job in self._jobs]
+        works: list[Work] = [
+            channel.scatter.reduce_scatter([t for job in of_channel for t in job.scatter.transfers], op)
+            for (channel, op), of_channel in _together(plain, self._jobs)
+            if any(job.scatter.transfers for job in of_channel)
+        ]
+        parcels = [(j.bucket.channel.scatter, j.scatter.parcel) for j in self._jobs if j.scatter.parcel is not None]
+        return Together((*works, *self._exchange(parcels)))
+
+    def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Work]:
+        self._exchanges = [
+            Exchange(of_communicator, communicator, self._device)
+            for communicator, of_communicator in _together([c for c, _ in parcels], [p for _, p in parcels])
+        ]
+        return [exchange.launch() for exchange in self._exchanges]
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """After a leg with parcels: adds up what came."""
+        for exchange in self._exchanges:
+            exchange.finish()
+        self._exchanges = []
+
+    @torch.no_grad()
+    def keep(self) -> list[ReducedBucket]:
+        self.arrive()
+        for job in self._jobs:
+            job.bucket.scatter.keep_partial(job.scatter)
+        return []
+
+    @torch.no_grad()
+    def all_reduce(self) -> Work:
+        works: list[Work] = []
+        for bucket, reduction, scatter in self._jobs:
+            bucket.scatter.add_partial(scatter)
+            encoded = bucket.scatter.encode_all_reduce(scatter)
+            if encoded is None:
+                works.append(bucket.channel.replicate.all_reduce([scatter.output], reduction.op))
+            else:
+                self._all_reduces.append((bucket.channel.replicate, encoded))
+        parcels = [(communicator, encoded.parcel) for communicator, encoded in self._all_reduces]
+        return Together((*works, *self._exchange(parcels)))
+
+    @torch.no_grad()
+    def gather_sums(self) -> Work:
+        by_communicator = _together([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
+        return Together(
+            tuple(
+                communicator.all_gather([encoded.gather(communicator) for encoded in of_communicator])
+                for communicator, of_communicator in by_communicator
+            )
+        )
+
+    @torch.no_grad()
+    def deliver_gathered(self) -> list[ReducedBucket]:
+        for _, encoded in self._all_reduces:
+            encoded.finish()
+        return self.deliver_reduced()
+
+    @torch.no_grad()
+    def deliver(self) -> list[ReducedBucket]:
+        self.arrive()
+        for job in self._jobs:
+            job.bucket.scatter.add_partial(job.scatter)
+        return self.deliver_reduced()
+
+    @torch.no_grad()
+    def deliver_reduced(self) -> list[ReducedBucket]:
+        reduced = []
+        for bucket, reduction, scatter in self._jobs:
+            self._hook(scatter.output)
+            reduced.append(bucket.scatter.finish(scatter, reduction))
+        return reduced
+
+
+def _together(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
+    """Members with equal keys, in the order of the first of each: the same on every rank."""
+    together: dict[Key, list[Member]] = {}
+    for key, member in zip(keys, members, strict=True):
+        together.setdefault(key, []).append(member)
+    return list(together.items())
