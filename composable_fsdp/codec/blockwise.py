@@ -1,8 +1,8 @@
 """Integers of few bits with one scale per block: 8-bit and 4-bit.
 
 A message is encoded row by row, each row what one rank sends or gets, so that no block straddles ranks and a scale
-needs no collective. Scales lie behind the integers of the same row. Blocks of ZeRO++ (Wang et al. 2023,
-arXiv:2306.10209, section 3.1), symmetric.
+needs no collective. Blocks of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.1), symmetric; their rotation as in
+SDP4Bit (Jia et al. 2024, arXiv:2410.15526), which rotates gradients.
 """
 
 from __future__ import annotations
@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from composable_fsdp.codec.scales import SCALE_BYTES, aligned, bytes_of, check_block, floats_of, scales_of
+from composable_fsdp.codec.hadamard import check_rotatable, hadamard_
+from composable_fsdp.codec.scales import (
+    check_block,
+    empty_payload,
+    num_blocks,
+    payload_size,
+    scale_up_,
+    scaled_down,
+    scales_in,
+    scales_of,
+)
 
 __all__ = ["Int4", "Int8"]
 
@@ -22,99 +32,120 @@ class Int8:
 
     The error of a value is at most half of the largest magnitude in its block divided by 127. A block that has a nan or
     an infinity comes out as nan, all of it, so that who looks for such values finds them.
+
+    Args:
+        block: elements per scale.
+        rotate: multiply each block by the normalised Walsh-Hadamard matrix first, and again once it has arrived: what
+            is large is spread over the whole block. The root of the mean squared error of a block, rather than the
+            error of each value, is then at most half of the largest magnitude in the *rotated* block divided by 127;
+            what this error would make too large for fp32 comes out as its largest. ``block`` must be a power of two;
+            whole blocks travel, the last one padded with zeros.
     """
 
     block: int = 256
+    rotate: bool = False
 
     def __post_init__(self) -> None:
-        check_block(self.block)
+        _check(self.block, self.rotate)
 
     def payload_bytes(self, numel: int) -> int:
         """Bytes of a row of ``numel`` elements."""
-        return aligned(numel) + SCALE_BYTES * _blocks(numel, self.block)
+        return payload_size(_sent(numel, self), num_blocks(numel, self.block))
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8."""
-        integers, scales = _quantize(rows, self.block, 127)
-        return _join(integers.view(torch.uint8), scales, rows.size(1))
+        integers, scales = _quantize(rows, self, 127)
+        sent = integers.size(1)
+        payload = empty_payload(sent, scales)
+        payload[:, :sent].view(torch.int8).copy_(integers)
+        return payload
 
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         """``(num_rows, numel)`` fp32 of what :meth:`encode` made, which may be strided along dim 0."""
-        integers = payload[:, :numel].contiguous().view(torch.int8)
-        return _dequantize(integers, _scales(payload, numel, numel, self.block), self.block)
+        sent = _sent(numel, self)
+        integers = payload[:, :sent].view(torch.int8).float()
+        return _dequantize(integers, scales_in(payload, sent, num_blocks(numel, self.block)), self, numel)
 
 
 @dataclass(frozen=True, slots=True)
 class Int4:
     """Values as signed 4-bit integers, two in a byte, with one fp32 scale per ``block`` of them.
 
-    The error of a value is at most half of the largest magnitude in its block divided by 7. Nan and infinity as in
-    :class:`Int8`.
+    The error of a value is at most half of the largest magnitude in its block divided by 7. Nan, infinity and
+    ``rotate`` as in :class:`Int8`, with 7 for 127.
     """
 
     block: int = 128
+    rotate: bool = False
 
     def __post_init__(self) -> None:
-        check_block(self.block)
+        _check(self.block, self.rotate)
 
     def payload_bytes(self, numel: int) -> int:
         """Bytes of a row of ``numel`` elements."""
-        return aligned(-(-numel // 2)) + SCALE_BYTES * _blocks(numel, self.block)
+        return payload_size(_half(_sent(numel, self)), num_blocks(numel, self.block))
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8."""
-        integers, scales = _quantize(rows, self.block, 7)
-        if rows.size(1) % 2:
-            integers = torch.nn.functional.pad(integers, (0, 1))
-        nibbles = (integers + 8).view(torch.uint8)
-        return _join(nibbles[:, ::2] | (nibbles[:, 1::2] << 4), scales, -(-rows.size(1) // 2))
+        integers, scales = _quantize(rows, self, 7)
+        # The first half of a row in the low four bits, the second in the high ones: whole runs of elements, where
+        # neighbours in a byte would be every other one.
+        half = _half(integers.size(1))
+        low, high = integers[:, :half].to(torch.int8), integers[:, half:].to(torch.int8)
+        payload = empty_payload(half, scales)
+        packed = payload[:, :half]
+        packed.copy_(low.add_(8).view(torch.uint8))
+        packed[:, : high.size(1)].bitwise_or_(high.add_(8).view(torch.uint8).bitwise_left_shift_(4))
+        return payload
 
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         """``(num_rows, numel)`` fp32 of what :meth:`encode` made, which may be strided along dim 0."""
-        packed_bytes = -(-numel // 2)
-        packed = payload[:, :packed_bytes]
-        nibbles = torch.stack([packed & 15, packed >> 4], dim=2).reshape(payload.size(0), 2 * packed_bytes)
-        integers = nibbles[:, :numel].to(torch.int8) - 8
-        return _dequantize(integers, _scales(payload, packed_bytes, numel, self.block), self.block)
+        sent = _sent(numel, self)
+        half = _half(sent)
+        packed = payload[:, :half]
+        nibbles = torch.cat([packed & 15, packed[:, : sent - half] >> 4], dim=1)
+        integers = nibbles.view(torch.int8).sub_(8).float()
+        return _dequantize(integers, scales_in(payload, half, num_blocks(numel, self.block)), self, numel)
 
 
-def _blocks(numel: int, block: int) -> int:
-    return -(-numel // block)
+def _check(block: int, rotate: bool) -> None:
+    check_block(block)
+    if rotate:
+        check_rotatable(block)
 
 
-def _quantize(rows: torch.Tensor, block: int, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers ``(num_rows, numel)`` in [-limit, limit], and scales ``(num_rows, num_blocks)``."""
-    num_rows, numel = rows.shape
-    num_blocks = _blocks(numel, block)
-    padded = torch.nn.functional.pad(rows.float(), (0, num_blocks * block - numel))
-    blocks = padded.view(num_rows, num_blocks, block)
-    scales = scales_of(blocks, limit)
-    scaled = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)
-    kept = torch.where((scales > 0).unsqueeze(2), scaled, 0.0)
-    integers = kept.round().clamp_(-limit, limit).to(torch.int8)
-    return integers.view(num_rows, num_blocks * block)[:, :numel], scales
+def _sent(numel: int, codec: Int8 | Int4) -> int:
+    """Integers that travel for a row of ``numel`` elements."""
+    return num_blocks(numel, codec.block) * codec.block if codec.rotate else numel
 
 
-def _dequantize(integers: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
-    num_rows, numel = integers.shape
-    whole = numel // block * block
-    out = torch.empty(num_rows, numel, dtype=torch.float32, device=integers.device)
-    head = integers[:, :whole].reshape(num_rows, whole // block, block)
-    torch.mul(head, scales[:, : whole // block].unsqueeze(2), out=out[:, :whole].unflatten(1, (whole // block, block)))
-    if whole < numel:
-        torch.mul(integers[:, whole:], scales[:, -1:], out=out[:, whole:])
-    return out
+def _half(numel: int) -> int:
+    return -(-numel // 2)
 
 
-def _join(values: torch.Tensor, scales: torch.Tensor, used: int) -> torch.Tensor:
-    """Values, then scales on their boundary, in each row."""
-    num_rows = values.size(0)
-    payload = values.new_zeros(num_rows, aligned(used) + SCALE_BYTES * scales.size(1), dtype=torch.uint8)
-    payload[:, :used] = values
-    payload[:, aligned(used) :] = bytes_of(scales)
-    return payload
+def _quantize(rows: torch.Tensor, codec: Int8 | Int4, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers in [-limit, limit], ``(num_rows, sent)`` of fp32, and scales ``(num_rows, num_blocks)``."""
+    block = codec.block
+    if not codec.rotate:
+        return _rounded(rows, block, limit)
+    missing = _sent(rows.size(1), codec) - rows.size(1)
+    padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+    # Divided by the largest of its block before any are added, so that no sum of huge values overflows.
+    largest = scales_of(padded, block, 1)
+    integers, steps = _rounded(hadamard_(scaled_down(padded, largest, block), block), block, limit)
+    # Two transforms by ones and minus ones, without the roots that would normalise them.
+    return integers, largest * (steps / block)
 
 
-def _scales(payload: torch.Tensor, used: int, numel: int, block: int) -> torch.Tensor:
-    start = aligned(used)
-    return floats_of(payload[:, start : start + SCALE_BYTES * _blocks(numel, block)])
+def _rounded(rows: torch.Tensor, block: int, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = scales_of(rows, block, limit)
+    return scaled_down(rows, scales, block).round_(), scales
+
+
+def _dequantize(integers: torch.Tensor, scales: torch.Tensor, codec: Int8 | Int4, numel: int) -> torch.Tensor:
+    """The ``(num_rows, numel)`` that ``integers``, ``(num_rows, sent)`` of fp32, stand for; takes their memory."""
+    if not codec.rotate:
+        return scale_up_(integers, scales, codec.block)
+    largest = torch.finfo(torch.float32).max
+    values = scale_up_(hadamard_(integers, codec.block), scales, codec.block)
+    return values.clamp_(-largest, largest)[:, :numel].contiguous()

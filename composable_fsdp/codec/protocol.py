@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "CodecPerParameter", "resolve_codec"]
 
 
 class Codec(Protocol):
@@ -26,5 +27,22 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """``(num_rows, numel)`` of what :meth:`encode` made, in fp32. ``payload`` may be strided along dim 0."""
+        """``(num_rows, numel)`` of what :meth:`encode` made, in fp32.
+
+        ``payload`` may be strided along dim 0; each of its rows begins on a boundary of 4 bytes.
+        """
         ...
+
+
+@runtime_checkable
+class CodecPerParameter(Protocol):
+    """A codec that depends on the parameter: a rank encodes the shards of many as one message and sees no shapes."""
+
+    def for_parameter(self, shape: Sequence[int]) -> Codec:
+        """The codec of a parameter of this shape."""
+        ...
+
+
+def resolve_codec(codec: Codec, shape: Sequence[int]) -> Codec:
+    """The codec with which a parameter travels whose piece on a rank has this shape."""
+    return codec.for_parameter(shape) if isinstance(codec, CodecPerParameter) else codec
