@@ -113,6 +113,16 @@ class ShardedParameter:
         return self.sharding.dim
 
     @property
+    def cut_by(self) -> frozenset[str | int]:
+        """Model-parallel mesh axes that cut it too. Along all others ranks hold copies of what the shard axis cuts."""
+        inner = self.sharding.inner
+        if inner is None:
+            return frozenset()
+        names: Sequence[str | int] = inner.mesh.mesh_dim_names or range(inner.mesh.ndim)
+        axes = zip(names, inner.mesh.shape, inner.placements, strict=True)
+        return frozenset(name for name, size, placement in axes if size > 1 and not placement.is_replicate())
+
+    @property
     def gather_codec(self) -> Codec | None:
         """How the shards travel, if there is anywhere to travel to and the parameter is not too small."""
         chosen, numel = self.communication, prod(self.shape)

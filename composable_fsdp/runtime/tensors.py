@@ -169,6 +169,9 @@ class GroupTensors:
 
     def _make_plan(self) -> GroupPlan:
         precision = self._precision
+        # Codecs round what lies beside each other together. Ranks with copies of one parameter but different parts of
+        # its neighbours would come to differ, and their copies to drift apart in training.
+        cut_by = frozenset[str | int]().union(*(p.cut_by for p in self.parameters))
         specs = []
         for p in self.parameters:
             reduce_dtype = precision.gradient_reduce_dtype(p.dtype)
@@ -184,7 +187,7 @@ class GroupTensors:
                     trainable=p.sharded.requires_grad,
                     axes=self._axes.index(p.sharding.axes),
                     extended=p in self._extensions,
-                    codec=None if p in self._extensions else p.gather_codec,
+                    codec=None if p in self._extensions or p.cut_by != cut_by else p.gather_codec,
                 )
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))
