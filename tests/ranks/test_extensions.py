@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 
 from composable_fsdp import CommunicationPolicy, Int8, MixedPrecisionPolicy, ParameterError, fully_shard
@@ -209,8 +209,6 @@ def patch_after_to_empty(width: int, mixed: bool) -> None:
 
 
 def _like(sharded_parameter: Any, full: torch.Tensor) -> Any:
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(full.detach(), sharded_parameter.device_mesh, sharded_parameter.placements)
 
 
@@ -356,6 +354,37 @@ def patches_beside_tensor_parallelism() -> None:
 @pytest.mark.behaviour("A-06", "E-03", "E-06", "E-07")
 def test_hooks_hung_on_local_tensors_beside_tensor_parallelism() -> None:
     run_ranks(patches_beside_tensor_parallelism, 4)
+
+
+class OwnProduct(nn.Module):
+    """Multiplies with its rank's rows by itself, so that autograd saves the local tensor."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.arange(15.0).view(5, 3).sin(), mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ cast(DTensor, self.weight).to_local().T
+
+
+def save_local_tensors() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+    model = OwnProduct(mesh["tp"])
+    exact = cast(DTensor, model.weight).to_local().detach().clone()
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+    Scaled(cast(Any, model.weight)._local_tensor).hang_on()
+    for _ in range(2):
+        fsdp(model).reshard()  # so that backward fills what autograd saved
+        x = torch.ones(2, 3, requires_grad=True)
+        out = model(x)
+        fsdp(model).reshard()
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, rounded_by_row(exact).sum(0).expand(2, 3))
+
+
+@pytest.mark.behaviour("A-06", "E-03", "E-06")
+def test_local_tensors_that_autograd_saved_are_filled_again_beside_tensor_parallelism() -> None:
+    run_ranks(save_local_tensors, 4)
 
 
 def codecs_beside_tensor_parallelism() -> None:
