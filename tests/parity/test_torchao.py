@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.behaviour("E-11"),
     pytest.mark.skipif(
         find_spec("torchao") is None,
-        reason="needs torchao: pip install -c constraints.txt 'composable-fsdp[clients]', or make install",
+        reason="needs torchao: pip install -c constraints.txt '.[clients]', or make install",
     ),
 ]
 
