@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); the first time this takes some minutes"
 	$(PY) -m venv $(VENV)
 	$(PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt -e '.[dev,clients]'
 	@touch $@
 
 install: $(READY) ## make .venv with torch, the package and its tools

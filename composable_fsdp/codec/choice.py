@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from composable_fsdp.codec.cast import Cast
 from composable_fsdp.codec.encoder import GradientCodec
 from composable_fsdp.codec.feedback import ErrorFeedback
-from composable_fsdp.codec.protocol import Codec
+from composable_fsdp.codec.protocol import Codec, resolve_codec
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["PLAIN", "CommunicationPolicy", "GradientCodecs"]
@@ -62,6 +63,10 @@ class GradientCodecs:
     shard: GradientCodec | None = None
     replicate: GradientCodec | None = None
 
+    def for_parameter(self, shape: Sequence[int]) -> GradientCodecs:
+        """The same for a parameter whose piece on a rank has this shape."""
+        return GradientCodecs(_resolved(self.shard, shape), _resolved(self.replicate, shape))
+
     def alongside(self, other: GradientCodecs) -> GradientCodecs:
         """The same, but exact values where ``other`` is encoded, so that both travel in one message."""
         exact = Cast(torch.float32)
@@ -69,6 +74,12 @@ class GradientCodecs:
             self.shard or (exact if other.shard is not None else None),
             self.replicate or (exact if other.replicate is not None else None),
         )
+
+
+def _resolved(codec: GradientCodec | None, shape: Sequence[int]) -> GradientCodec | None:
+    if codec is None:
+        return None
+    return codec.for_parameter(shape) if isinstance(codec, ErrorFeedback) else resolve_codec(codec, shape)
 
 
 PLAIN = GradientCodecs()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from composable_fsdp.codec.blockwise import Int8
-from composable_fsdp.codec.protocol import Codec
+from composable_fsdp.codec.protocol import Codec, resolve_codec
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["ErrorFeedback"]
@@ -42,3 +43,7 @@ class ErrorFeedback:
             raise ConfigurationError(f"ErrorFeedback(decay=...) must be above 0 and at most 1, not {self.decay!r}.")
         if self.reset_every is not None and self.reset_every < 1:
             raise ConfigurationError(f"ErrorFeedback(reset_every=...) is at least 1, or None, not {self.reset_every}.")
+
+    def for_parameter(self, shape: Sequence[int]) -> ErrorFeedback:
+        """The same for a parameter whose piece on a rank has this shape."""
+        return replace(self, codec=resolve_codec(self.codec, shape))

@@ -21,7 +21,7 @@ from composable_fsdp.runtime.bucket import Gather
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.extension import GatherExtension, Payload
 from composable_fsdp.runtime.gradient_extension import GradientExtension
-from composable_fsdp.runtime.parameter import ShardedParameter
+from composable_fsdp.runtime.parameter import ShardedParameter, local_part
 from composable_fsdp.runtime.scatter import GradientScatter
 
 __all__ = ["ExtendedBucket"]
@@ -163,11 +163,12 @@ class ExtendedBucket:
 
     def _refill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Later: the same full tensor, without telling autograd, which has saved it."""
-        written = (*gathered.outputs, *gathered.inner, parameter.unsharded)
+        out = local_part(parameter.unsharded)
+        written = (*gathered.outputs, *gathered.inner, parameter.unsharded, out)
         with torch.autograd._unsafe_preserve_version_counter(written):
             self._collect(gathered, rows)
             dtype = self.plan.compute_dtype
-            gathered.extension.refill(gathered.outputs, gathered.metadata, dtype, parameter.unsharded)
+            gathered.extension.refill(gathered.outputs, gathered.metadata, dtype, out)
 
     def _collect(self, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Each input of all ranks, one after the other on dim 0, without what was added to make them equally long."""

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.codec.choice import CommunicationPolicy, GradientCodecs
-from composable_fsdp.codec.protocol import Codec
+from composable_fsdp.codec.protocol import Codec, resolve_codec
 from composable_fsdp.errors import ParameterError
+from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.sharding import ParameterSharding
 
 __all__ = [
@@ -113,9 +114,22 @@ class ShardedParameter:
         return self.sharding.dim
 
     @property
+    def cut_by(self) -> frozenset[str | int]:
+        """Model-parallel mesh axes that cut it too. Along all others ranks hold copies of what the shard axis cuts."""
+        inner = self.sharding.inner
+        if inner is None:
+            return frozenset()
+        names: Sequence[str | int] = inner.mesh.mesh_dim_names or range(inner.mesh.ndim)
+        axes = zip(names, inner.mesh.shape, inner.placements, strict=True)
+        return frozenset(name for name, size, placement in axes if size > 1 and not placement.is_replicate())
+
+    @property
     def gather_codec(self) -> Codec | None:
         """How the shards travel, if there is anywhere to travel to and the parameter is not too small."""
-        return self.communication.all_gather if self._is_encoded and self.sharding.axes.shard.size > 1 else None
+        codec = self.communication.all_gather
+        if codec is None or not self._is_encoded or self.sharding.axes.shard.size == 1:
+            return None
+        return resolve_codec(codec, self._largest_shard)
 
     @property
     def gradient_codecs(self) -> GradientCodecs:
@@ -124,7 +138,11 @@ class ShardedParameter:
         return GradientCodecs(
             chosen.reduce_scatter if self._is_encoded and axes.shard.size > 1 else None,
             chosen.all_reduce if self._is_encoded and axes.replicate.size > 1 else None,
-        )
+        ).for_parameter(self._largest_shard)
+
+    @property
+    def _largest_shard(self) -> tuple[int, ...]:
+        return TensorShards(self.shape, self.dim, self.sharding.axes.shard.size).padded_shape
 
     @property
     def _is_encoded(self) -> bool:

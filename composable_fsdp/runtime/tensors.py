@@ -6,7 +6,7 @@ Complete once made. Made again only when somebody replaced the local tensors (``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -192,11 +192,14 @@ class GroupTensors:
             self.build()
 
     def _make_plan(self) -> GroupPlan:
-        precision, encoded = self._precision, self._encoded_legs()
+        precision, encodable = self._precision, self._encodable()
+        legs = self._encoded_legs(encodable)
         specs = []
         for p in self.parameters:
             extended = p in self._gradient_extensions
-            codecs = p.gradient_codecs.alongside(encoded[p.sharding.axes]) if p.dtype.itemsize <= 4 else PLAIN
+            codecs = p.gradient_codecs if p in encodable else PLAIN
+            if p.dtype.itemsize <= torch.float32.itemsize:
+                codecs = codecs.alongside(legs[p.sharding.axes])
             if extended:  # hooks of the tensor come before a codec
                 codecs = replace(codecs, shard=None)
             is_plain = codecs == PLAIN and not extended
@@ -213,18 +216,27 @@ class GroupTensors:
                     trainable=p.sharded.requires_grad,
                     axes=self._axes.index(p.sharding.axes),
                     extended=p in self._extensions,
-                    codec=None if p in self._extensions else p.gather_codec,
+                    codec=p.gather_codec if p in encodable and p not in self._extensions else None,
                     gradient_codecs=codecs,
                     gradient_extended=extended,
                 )
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))
 
-    def _encoded_legs(self) -> dict[DataParallelAxes, GradientCodecs]:
+    def _encodable(self) -> set[ShardedParameter]:
+        """The parameters that are cut by all other axes by which any of the group is.
+
+        Codecs round what lies beside each other together. Ranks with copies of one parameter but different parts of its
+        neighbours would come to differ, and their copies to drift apart in training.
+        """
+        cut_by = frozenset[str | int]().union(*(p.cut_by for p in self.parameters))
+        return {p for p in self.parameters if p.cut_by == cut_by}
+
+    def _encoded_legs(self, encodable: Collection[ShardedParameter]) -> dict[DataParallelAxes, GradientCodecs]:
         """For each pair of axes some codec on each leg on which any gradient travels encoded: others join it there."""
         legs: dict[DataParallelAxes, GradientCodecs] = {}
         for parameter in self.parameters:
-            axes, own = parameter.sharding.axes, parameter.gradient_codecs
+            axes, own = parameter.sharding.axes, parameter.gradient_codecs if parameter in encodable else PLAIN
             known = legs.get(axes, PLAIN)
             legs[axes] = GradientCodecs(known.shard or own.shard, known.replicate or own.replicate)
         return legs

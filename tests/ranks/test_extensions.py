@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.func import functional_call
 
-from composable_fsdp import MixedPrecisionPolicy, ParameterError, fully_shard
+from composable_fsdp import CommunicationPolicy, Int8, MixedPrecisionPolicy, ParameterError, fully_shard
 from composable_fsdp.runtime.extended import ExtendedBucket
 from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from tests.ranks._extensions import Pair, Scaled, calls, with_weights
+from tests.ranks._model_parallel import PAIRS, Pairs, named_mesh, parallelize_pairs
+from tests.ranks._models import seeded, shard_layers
+from tests.ranks._sharding import expected_shard
+from tests.ranks._sharding import sharded as fsdp
 
 STEPS = 5
 
@@ -85,6 +91,77 @@ def test_a_tensor_made_of_two_trains_in_hybrid_sharding_and_from_a_smaller_mesh(
     run_ranks(train_pairs, 4, 7, 2)
 
 
+def train_pairs_from_meta(width: int, reshard: bool) -> None:
+    """Shards of 32 bits, computation in 16, against a reference that rounds its weights itself."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    reference = build(width)
+    with torch.device("meta"):
+        model: Any = with_weights(build(width), Pair)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharded(model, mp_policy=policy, reshard_after_forward=reshard)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            local, value = p._local_tensor, expected_shard(q.detach(), rank, world_size)
+            assert isinstance(local, Pair) == (q.ndim == 2)
+            local.copy_(Pair(value / 2, value / 2) if isinstance(local, Pair) else value)
+    halves = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.SGD([{"params": halves, "lr": 0.05}, {"params": others, "lr": 0.1}], foreach=False)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(STEPS):
+        loss = model(batch_of(step, rank)).float().square().mean()
+        loss.backward()
+        for other in range(world_size):
+            rounded = {name: q.bfloat16() for name, q in reference.named_parameters()}
+            out = functional_call(reference, rounded, batch_of(step, other).bfloat16())
+            assert out.dtype == torch.bfloat16
+            expected = out.float().square().mean()
+            if other == rank:
+                torch.testing.assert_close(loss, expected)
+            (expected / world_size).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert p.grad.dtype == torch.float32
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-2, atol=1e-5)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close({name: whole(p)}, {name: q.detach()}, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.behaviour("D-01", "E-01", "E-05")
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_tensor_made_of_two_trains_from_the_meta_device_in_mixed_precision(world_size: int, reshard: bool) -> None:
+    for width in (8, 7, 3):
+        run_ranks(train_pairs_from_meta, world_size, width, reshard)
+
+
+def evaluate_then_step() -> None:
+    """With these options the full tensors stay from an evaluation until the optimizer has stepped."""
+    rank = dist.get_rank()
+    for foreach in (False, None):
+        model: Any = fully_shard(with_weights(build(7), Pair), reshard_after_forward=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+        model(batch_of(0, rank)).square().mean().backward()
+        with torch.no_grad():
+            before = model(batch_of(1, rank))
+        assert not isinstance(model[0].weight, DTensor)
+        optimizer.step()
+        after = model(batch_of(1, rank))
+        model.reshard()
+        values = {name: whole(p) for name, p in model.named_parameters()}
+        torch.testing.assert_close(after, functional_call(build(7), values, batch_of(1, rank)))
+        assert not torch.allclose(after, before)
+
+
+@pytest.mark.behaviour("E-01", "E-03")
+def test_what_stays_gathered_is_gathered_again_after_a_step() -> None:
+    run_ranks(evaluate_then_step, 2)
+
+
 def watch_hooks() -> None:
     calls.clear()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -132,8 +209,6 @@ def patch_after_to_empty(width: int, mixed: bool) -> None:
 
 
 def _like(sharded_parameter: Any, full: torch.Tensor) -> Any:
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(full.detach(), sharded_parameter.device_mesh, sharded_parameter.placements)
 
 
@@ -165,6 +240,193 @@ def gather_mixed() -> None:
 @pytest.mark.behaviour("E-07")
 def test_all_that_is_packed_in_a_group_shares_one_message() -> None:
     run_ranks(gather_mixed, 2)
+
+
+# -- beside tensor parallelism
+
+
+asked: list[tuple[DeviceMesh, tuple[int, ...], tuple[int, ...]]] = []
+"""Mesh, outer size and strides that hooks were given."""
+
+
+class Watched(Pair):
+    """Keeps what its first hook is told."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> Any:
+        asked.append((mesh, tuple(outer_size), tuple(outer_stride)))
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+
+def parallel_weights(model: nn.Module) -> dict[str, DTensor]:
+    found = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor) and p.ndim == 2}
+    return {name: p for name, p in found.items() if "layers" in name}
+
+
+def make_pairs(model: nn.Module) -> None:
+    """The local tensors of tensor-parallel matrices become sums of two halves."""
+    for name, weight in parallel_weights(model).items():
+        half = weight.to_local().detach() / 2
+        local: Any = Watched(half, half.clone())
+        placed = DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(placed))
+
+
+def assert_gradients(model: nn.Module, reference: nn.Module, what: str) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        gradient: Any = p.grad
+        torch.testing.assert_close({f"{name}, {what}": gradient.full_tensor()}, {f"{name}, {what}": q.grad})
+
+
+def compare_gradients(model: nn.Module, reference: nn.Module, rank: int, step: int, what: str) -> None:
+    """One forward and backward of data-parallel rank ``rank`` of two."""
+    loss = PAIRS.loss(model, PAIRS.batch_of(step, rank))
+    losses = [PAIRS.loss(reference, PAIRS.batch_of(step, other)) for other in range(2)]
+    torch.testing.assert_close(loss, losses[rank], msg=lambda text: f"{what}: {text}")
+    loss.backward()
+    torch.stack(losses).mean().backward()
+    assert_gradients(model, reference, what)
+
+
+def pairs_beside_tensor_parallelism() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+    rank, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    for reshard in (True, False, None):
+        asked.clear()
+        model, reference = PAIRS.build(), PAIRS.build()
+        parallelize_pairs(model, mesh["tp"])
+        make_pairs(model)
+        shard_layers(model, fully_shard, mesh=mesh["dp"], reshard_after_forward=reshard)
+        halves = [p for p in model.parameters() if isinstance(getattr(p, "_local_tensor", None), Pair)]
+        assert len(halves) == 4
+        others = [p for p in model.parameters() if all(p is not half for half in halves)]
+        optimizer = torch.optim.SGD([{"params": halves, "lr": 0.05}, {"params": others, "lr": 0.1}], foreach=False)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step in range(STEPS):
+            compare_gradients(model, reference, rank, step, f"{reshard}, step {step}")
+            for each in (optimizer, plain):
+                each.step()
+                each.zero_grad()
+        assert all(each is mesh["dp"] or each == mesh["dp"] for each, _, _ in asked)
+        assert {each.ndim for each, _, _ in asked} == {1}
+        up, down = (7, 5), (5, 7)  # of the first layer; the second is (1, 5) and (5, 1)
+        parts = [expected_shard(torch.empty(up), tp_rank, 2, 0), expected_shard(torch.empty(down), tp_rank, 2, 1)]
+        parts += [torch.empty(1 - tp_rank, 5), torch.empty(5, 1 - tp_rank)]
+        assert {size for _, size, _ in asked} == {tuple(part.shape) for part in parts}
+        assert {stride for _, size, stride in asked if size == parts[0].shape} == {(5, 1)}
+
+
+@pytest.mark.behaviour("A-06", "E-01", "E-02", "E-03", "E-05", "E-07")
+def test_hooks_beside_tensor_parallelism_see_the_shard_axis_and_their_ranks_part() -> None:
+    run_ranks(pairs_beside_tensor_parallelism, 4)
+
+
+def rounded_by_row(part: torch.Tensor) -> torch.Tensor:
+    scale = part.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+    return (part / scale).round() * scale
+
+
+def patches_beside_tensor_parallelism() -> None:
+    """Each rank has scales for the rows of its part: of whole rows, or where columns are cut, of the columns it has."""
+    mesh = named_mesh(dp=2, tp=2)
+    for reshard in (True, False):
+        model, reference = seeded(Pairs, hidden=(7, 3))(), seeded(Pairs, hidden=(7, 3))()
+        parallelize_pairs(model, mesh["tp"])
+        shard_layers(model, fully_shard, mesh=mesh["dp"], reshard_after_forward=reshard)
+        names = parallel_weights(model)
+        for weight in names.values():
+            Scaled(cast(Any, weight)._local_tensor).hang_on()
+        assert len(names) == 4
+        for name in names:
+            dim = 1 if "down" in name else 0
+            value = reference.get_parameter(name).data
+            value.copy_(torch.cat([rounded_by_row(part) for part in value.chunk(2, dim)], dim))
+        for step in range(2):  # the second time the full tensors are filled again
+            model.zero_grad()
+            reference.zero_grad()
+            compare_gradients(model, reference, mesh.get_local_rank("dp"), step, f"{reshard}, step {step}")
+
+
+@pytest.mark.behaviour("A-06", "E-03", "E-06", "E-07")
+def test_hooks_hung_on_local_tensors_beside_tensor_parallelism() -> None:
+    run_ranks(patches_beside_tensor_parallelism, 4)
+
+
+class OwnProduct(nn.Module):
+    """Multiplies with its rank's rows by itself, so that autograd saves the local tensor."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.arange(15.0).view(5, 3).sin(), mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ cast(DTensor, self.weight).to_local().T
+
+
+def save_local_tensors() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+    model = OwnProduct(mesh["tp"])
+    exact = cast(DTensor, model.weight).to_local().detach().clone()
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+    Scaled(cast(Any, model.weight)._local_tensor).hang_on()
+    for _ in range(2):
+        fsdp(model).reshard()  # so that backward fills what autograd saved
+        x = torch.ones(2, 3, requires_grad=True)
+        out = model(x)
+        fsdp(model).reshard()
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, rounded_by_row(exact).sum(0).expand(2, 3))
+
+
+@pytest.mark.behaviour("A-06", "E-03", "E-06")
+def test_local_tensors_that_autograd_saved_are_filled_again_beside_tensor_parallelism() -> None:
+    run_ranks(save_local_tensors, 4)
+
+
+def codecs_beside_tensor_parallelism() -> None:
+    """What tensor parallelism cuts is encoded by each rank. Copies must stay alike, so blocks must not mix the two."""
+    mesh = named_mesh(dp=2, tp=2)
+    for reshard in (True, False):
+        model, reference = PAIRS.build(), PAIRS.build()
+        parallelize_pairs(model, mesh["tp"])
+        policy = CommunicationPolicy(all_gather=Int8(), min_numel=1)
+        shard_layers(model, fully_shard, mesh=mesh["dp"], reshard_after_forward=reshard, comm_policy=policy)
+        exact = {name: p.detach().clone() for name, p in reference.named_parameters()}
+        modules = [*model.get_submodule("layers").children(), model]
+        for module in modules:
+            fsdp(module).unshard()
+        for name, p in model.named_parameters():
+            is_cut = "up" in name or "down.weight" in name
+            assert_alike(getattr(p, "_local_tensor", p), mesh if not is_cut else mesh["dp"], name)
+            decoded = p.full_tensor() if isinstance(p, DTensor) else p
+            largest = max(value.abs().max() for value in exact.values())
+            assert (decoded - exact[name]).abs().max() <= largest / 254 * 1.01, name
+            if name in ("layers.0.up.weight", "layers.0.down.weight", "head.weight"):
+                assert not torch.equal(decoded, exact[name]), name
+            reference.get_parameter(name).data.copy_(decoded.detach())
+        for module in modules:
+            fsdp(module).reshard()
+        for step in range(2):
+            model.zero_grad()
+            reference.zero_grad()
+            compare_gradients(model, reference, mesh.get_local_rank("dp"), step, f"{reshard}, step {step}")
+
+
+def assert_alike(local: Any, mesh: DeviceMesh, name: str) -> None:
+    """Every rank of ``mesh`` has the same values."""
+    for axis in mesh.mesh_dim_names or ():
+        copies = [torch.empty_like(local) for _ in range(mesh[axis].size())]
+        dist.all_gather(copies, local.detach().contiguous(), group=mesh.get_group(axis))
+        assert torch.equal(copies[0], copies[1]), f"{name} differs along {axis}"
+
+
+@pytest.mark.behaviour("A-06", "E-08")
+def test_codecs_beside_tensor_parallelism() -> None:
+    run_ranks(codecs_beside_tensor_parallelism, 4)
 
 
 class Padded(Pair):
