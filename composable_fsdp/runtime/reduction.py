@@ -78,7 +78,7 @@ class _Legs:
             for (channel, op), of_channel in _together(plain, self._jobs)
             if any(job.scatter.transfers for job in of_channel)
         ]
-        parcels = [(j.bucket.channel.scatter, j.scatter.parcel) for j in self._jobs if j.scatter.parcel is not None]
+        parcels = [(j.bucket.channel.exchange, j.scatter.parcel) for j in self._jobs if j.scatter.parcel is not None]
         return Together((*works, *self._exchange(parcels)))
 
     def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Work]:
