@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-__all__ = ["Lane", "Lanes", "Pending", "Work"]
+__all__ = ["Lane", "Lanes", "Pending", "Work", "is_host_ordered"]
 
 T = TypeVar("T")
 
@@ -122,6 +122,11 @@ class Lane:
         elif after is None:
             pending.start()
         return pending
+
+
+def is_host_ordered(device: torch.device) -> bool:
+    """Whether the device's streams are null: what was called is done, and its buffers may be dropped, at any time."""
+    return torch.get_device_module(device).current_stream().record_event() is None
 
 
 class Lanes:

@@ -13,6 +13,7 @@ from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.pack import pack_gradient
 from composable_fsdp.layout.plan import BucketPlan
 from composable_fsdp.layout.reduction import Reduction
+from composable_fsdp.memory.lanes import is_host_ordered
 from composable_fsdp.memory.storage import contiguous_strides
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.exchange import EncodedAllReduce, EncodedParcel, Parcel, aligned_piece
@@ -77,6 +78,7 @@ class GradientScatter:
         self._rest = rest
         self._pin_memory = pin_memory
         self._extensions = extensions
+        self._lets_go_early = is_host_ordered(device)
         self._partial: Scatter | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
         self.encoders: dict[str, Encoder] = {}
@@ -152,7 +154,8 @@ class GradientScatter:
         """What is added up where it arrives."""
         layout = self.plan.reduce
         flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        self._flag(flags.unsqueeze(0), present)
+        # What fills their width up too: hooks of users get to see it.
+        self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
         if not self.plan.gradient_extended:
             take = partial(self._message, gradients)
             return EncodedParcel(self.encoders["shard"], take, output[: layout.gradient_numel], flags)
@@ -161,12 +164,17 @@ class GradientScatter:
         return HookedParcel([self._extensions[i] for i in layout.indices], rows, places, flags)
 
     def _message(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
-        """``(num_shards, gradient_numel)``, each rank's part of ``gradients``, which are let go."""
+        """``(num_shards, gradient_numel)``, each rank's part of ``gradients``.
+
+        They are let go where that is safe. This may run on a lane, and they are memory of the stream of backward, which
+        would write to it again while the lane still reads: there they live until the reduction has been waited for.
+        """
         layout = self.plan.reduce
         make = torch.zeros if layout.has_padding else torch.empty
         message = make(self._shard.size, layout.gradient_numel, dtype=self.plan.sum_dtype, device=self.device)
         self._pack(gradients, message)
-        gradients.clear()
+        if self._lets_go_early:
+            gradients.clear()
         return message
 
     def _pack(self, gradients: list[torch.Tensor | None], message: torch.Tensor) -> None:
