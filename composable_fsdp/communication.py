@@ -10,7 +10,7 @@ from torch import nn
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policy import ReshardKind
-from composable_fsdp.runtime.assemble import ROOT_NAME, iteration_of
+from composable_fsdp.runtime.assemble import iteration_of, name_units
 from composable_fsdp.runtime.bucket import AnyBucket
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.traffic import (
@@ -109,7 +109,7 @@ def units_of(model: nn.Module) -> list[tuple[str, Unit]]:
         raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
     for unit in places:  # from the outside in, so that the outermost is the root of those within it
         iteration_of(unit)
-    return [(", ".join(filter(None, names)) or ROOT_NAME, unit) for unit, names in places.items()]
+    return list(name_units(places).items())
 
 
 def _rows(name: str, unit: Unit) -> Iterator[CommunicationRow]:

@@ -32,6 +32,8 @@ class CommunicationPolicy:
         all_reduce: the same over the replicate axis of a hybrid mesh, where the sums of the shard axis travel twice:
             once to be added up, once as the total. Between hosts, and so often the coarser of both.
         min_numel: parameters with fewer elements, such as norms and biases, travel as they are.
+
+    Codecs give fp32: float64 parameters keep no more than that on the way, and their gradients are added up in it.
     """
 
     all_gather: Codec | None = None
@@ -40,6 +42,10 @@ class CommunicationPolicy:
     min_numel: int = 4096
 
     def __post_init__(self) -> None:
+        if type(self.min_numel) is not int or self.min_numel < 0:
+            raise ConfigurationError(
+                f"CommunicationPolicy(min_numel=...) is a number of elements, not {self.min_numel!r}."
+            )
         if isinstance(self.all_gather, ErrorFeedback):
             raise ConfigurationError(
                 "CommunicationPolicy(all_gather=ErrorFeedback(...)) makes no sense: parameters are sent anew each "

@@ -9,13 +9,35 @@ import torch
 
 from composable_fsdp.codec.feedback import ErrorFeedback
 from composable_fsdp.codec.protocol import Codec
+from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["Encoder", "GradientCodec"]
+__all__ = ["Encoder", "GradientCodec", "encode_rows", "row_runs"]
 
 GradientCodec = Codec | ErrorFeedback
 
 _ELEMENTS_AT_ONCE = 1 << 20
 """Rows are encoded in runs of about so many elements: temporaries stay small, and few calls are made for short rows."""
+
+
+def row_runs(num_rows: int, numel: int) -> Iterator[slice]:
+    """All rows of ``numel`` elements, some at a time."""
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, numel))
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
+
+def encode_rows(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
+    """``rows`` as ``codec`` encodes them.
+
+    Raises:
+        ConfigurationError: what the codec made is not what it said that it would be.
+    """
+    payload, expected = codec.encode(rows), (rows.size(0), codec.payload_bytes(rows.size(1)))
+    if payload.dtype != torch.uint8 or tuple(payload.shape) != expected:
+        raise ConfigurationError(
+            f"{codec!r}.encode made a tensor of {tuple(payload.shape)}, {payload.dtype}, out of one of "
+            f"{tuple(rows.shape)}; its payload_bytes say {expected}, torch.uint8."
+        )
+    return payload
 
 
 @dataclass
@@ -50,11 +72,11 @@ class Encoder:
         ``values`` is changed; ``out`` may be strided along dim 0.
         """
         residual = self._residual_for(values.device)
-        for rows in self._runs(self.num_rows):
+        for rows in row_runs(self.num_rows, self.numel):
             run = values[rows]
             if self._feedback is not None and residual is not None:
                 run.add_(self._feedback.keep.decode(residual.rows[rows], self.numel), alpha=self._feedback.decay)
-            payload = self._codec.encode(run)
+            payload = encode_rows(self._codec, run)
             out[rows] = payload
             if self._feedback is not None and residual is not None:
                 lost = run.sub_(self._codec.decode(payload, self.numel)).nan_to_num_(0.0, 0.0, 0.0)
@@ -70,17 +92,13 @@ class Encoder:
     def decode_sum(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the sum of encoded rows into ``out``, ``(numel,)`` fp32: added up in the order of rows, in fp32."""
         first = True
-        for rows in self._runs(payload.size(0)):
+        for rows in row_runs(payload.size(0), self.numel):
             for values in self.decode(payload[rows]):
                 if first:
                     out.copy_(values)
                 else:
                     out.add_(values)
                 first = False
-
-    def _runs(self, num_rows: int) -> Iterator[slice]:
-        step = max(1, _ELEMENTS_AT_ONCE // max(1, self.numel))
-        return (slice(start, start + step) for start in range(0, num_rows, step))
 
     # -- error feedback
 

@@ -44,8 +44,10 @@ class ErrorFeedback:
         check_codec("ErrorFeedback(keep=...)", self.keep)
         if not 0 < self.decay <= 1:
             raise ConfigurationError(f"ErrorFeedback(decay=...) must be above 0 and at most 1, not {self.decay!r}.")
-        if self.reset_every is not None and self.reset_every < 1:
-            raise ConfigurationError(f"ErrorFeedback(reset_every=...) is at least 1, or None, not {self.reset_every}.")
+        if self.reset_every is not None and (type(self.reset_every) is not int or self.reset_every < 1):
+            raise ConfigurationError(
+                f"ErrorFeedback(reset_every=...) is a whole number, at least 1, or None, not {self.reset_every!r}."
+            )
 
     def for_parameter(self, shape: Sequence[int]) -> ErrorFeedback:
         """The same for a parameter whose piece on a rank has this shape."""

@@ -26,8 +26,8 @@ _FLOAT = torch.finfo(torch.float32)
 
 def check_block(block: int) -> None:
     """Raises ``ConfigurationError`` unless ``block`` is a number of elements."""
-    if block < 1:
-        raise ConfigurationError(f"a block must have at least one element, not {block!r}.")
+    if type(block) is not int or block < 1:
+        raise ConfigurationError(f"a block is a whole number of elements, at least one, not {block!r}.")
 
 
 def num_blocks(numel: int, block: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import cast
 from weakref import WeakSet
 
@@ -14,7 +15,7 @@ from composable_fsdp.runtime.iteration import Iteration, note_optimizer_step
 from composable_fsdp.runtime.parameter import find_taken, find_unsharded
 from composable_fsdp.runtime.unit import Unit, find_unit
 
-__all__ = ["ROOT_NAME", "assemble", "iteration_of", "watch_optimizers"]
+__all__ = ["ROOT_NAME", "assemble", "iteration_of", "name_units", "watch_optimizers"]
 
 ROOT_NAME = "root"
 
@@ -55,7 +56,14 @@ def _units_by_name(root: Unit) -> dict[str, Unit]:
             unit = find_unit(module)
             if unit is not None and module in unit.modules:
                 places.setdefault(unit, []).append(f"{prefix}{name}" if name else "")
-    return {", ".join(filter(None, names)) or ROOT_NAME: unit for unit, names in places.items()}
+    return name_units(places)
+
+
+def name_units(places: Mapping[Unit, Sequence[str]]) -> dict[str, Unit]:
+    """Units by all the names of their modules; what has none is the root, however a module of it may be called."""
+    named = {", ".join(filter(None, names)): unit for unit, names in places.items()}
+    root = ROOT_NAME if ROOT_NAME not in named else f"({ROOT_NAME})"
+    return {name or root: unit for name, unit in named.items()}
 
 
 def watch_optimizers() -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from composable_fsdp.codec.encoder import encode_rows, row_runs
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.bucket import GatherLayout
 from composable_fsdp.layout.pack import take_shard, unpack_parameter
@@ -181,25 +182,35 @@ class Bucket:
         if layout.packed_numel:
             packed = wire[: layout.packed_numel]
             codec = self.plan.codec if self._decodes else None
-            gather.payloads.append(packed if codec is None else codec.encode(packed.unsqueeze(0)).view(-1))
+            gather.payloads.append(packed if codec is None else encode_rows(codec, packed.unsqueeze(0)).view(-1))
         return gather
 
     def finish_gather(self, gather: Gather) -> None:
-        """Copies packed parameters to their places."""
+        """Decodes what came and copies packed parameters to their places."""
         if not gather.rows:
             return
+        layout, received = self._layout, gather.rows[0]
+        if not self._decodes or self.plan.codec is None:
+            self._unpack(received, slice(0, layout.num_shards))
+            return
+        # Some ranks' rows at a time, so that what is decoded takes little memory beside where it goes; all at once for
+        # a parameter that is not made of rows one after the other.
+        in_rows = all(layout.shards[i].concatenates for i in layout.packed)
+        for run in row_runs(layout.num_shards, layout.packed_numel) if in_rows else (slice(0, layout.num_shards),):
+            self._unpack(self.plan.codec.decode(received[run], layout.packed_numel), run)
+
+    def _unpack(self, received: torch.Tensor, ranks: slice) -> None:
+        """Copies the rows that came from ``ranks`` to their places."""
         layout = self._layout
         whole = layout.num_shards == self._shard.size
-        received = gather.rows[0]
-        if self._decodes and self.plan.codec is not None:
-            received = self.plan.codec.decode(received, layout.packed_numel)
         rows = received.split(layout.packed_widths, dim=1)
         places, sources = [], []
         for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
             shards = layout.shards[i]
             source = row if row.size(1) == shards.padded_numel else row[:, : shards.padded_numel]
             if shards.concatenates:
-                places.append(self._row_places[position] if whole else self._row_place(layout, i))
+                place = self._row_places[position] if whole else self._row_place(layout, i)
+                places.append(place if source.size(0) == layout.num_shards else place[ranks])
                 sources.append(source)
             else:
                 unpack_parameter(shards, source, self._row_place(layout, i))

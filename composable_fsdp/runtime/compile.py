@@ -36,6 +36,9 @@ class OutsideGraphs(Generic[P, R]):
         if "torch._dynamo" not in sys.modules:
             return self._function(*args, **kwargs)
         if self._disabled is None:
+            # Dynamo heeds the mark below where it meets the call in a graph. Called between graphs, this is a frame
+            # like any other, which it would compile once for all hooks and then mistake one of them for another.
+            torch._dynamo.decorators.skip(OutsideGraphs.__call__)
             self._disabled = torch.compiler.disable(self._function, recursive=True)
         return self._disabled(*args, **kwargs)
 

@@ -268,3 +268,28 @@ def count_gathers(unshard_in_backward: bool) -> None:
 def test_the_report_counts_what_hooks_send_from_a_smaller_mesh_and_gathers_that_backward_skips() -> None:
     for unshard_in_backward in (True, False):
         run_ranks(count_gathers, 4, unshard_in_backward)
+
+
+class Rooted(nn.Module):
+    """Its parts have the names that the library gives to what has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.root(x))
+        return out
+
+
+def call_a_child_root() -> None:
+    model = Rooted()
+    fully_shard(model.root)
+    fully_shard(model)
+    model(torch.randn(2, 6)).sum().backward()
+    assert {row.group for row in communication_report(model).rows} == {"root", "(root)"}
+
+
+@pytest.mark.behaviour("C-01")
+def test_a_module_may_be_called_root() -> None:
+    run_ranks(call_a_child_root, 2)

@@ -103,6 +103,26 @@ WAYS: tuple[Callable[[Gates, Any], nn.Module], ...] = (
 )
 
 
+def compile_one_after_the_other() -> None:
+    """Without a reset in between: what was compiled for the first model must not be taken for that of the next."""
+    x, build = torch.randn(2, 8), seeded(Gates, depth=2)
+    expected = build()(x).sum()
+    with fresh_compiler():
+        for _ in range(3):
+            unsharded = build()
+            assert isinstance(unsharded, Gates)
+            model = compiled_in_place(unsharded, "aot_eager")
+            for _ in range(2):
+                loss = model(x).sum()
+                loss.backward()
+                torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.behaviour("C-15")
+def test_models_are_compiled_one_after_the_other_in_a_process() -> None:
+    run_ranks(compile_one_after_the_other, 1)
+
+
 def train_compiled(steps: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     build, play = seeded(Gates, depth=2), play_task("chain")

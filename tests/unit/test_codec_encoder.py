@@ -42,6 +42,20 @@ def test_the_sum_is_that_of_the_decoded_rows_in_their_order(
     assert torch.equal(total, expected)
 
 
+class Short(Int8):
+    """Says more than it makes."""
+
+    def payload_bytes(self, numel: int) -> int:
+        return 4 + super().payload_bytes(numel)
+
+
+def test_a_codec_must_make_what_it_says() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^Short\(.*\.encode made a tensor of \(2, 104\), torch\.uint8, out of one of \(2, 1"
+    ):
+        encoded(Encoder(Short(), 2, 100), values(2, 100))
+
+
 def test_rows_are_encoded_in_runs_with_the_same_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100))
     monkeypatch.setattr("composable_fsdp.codec.encoder._ELEMENTS_AT_ONCE", 250)
@@ -134,7 +148,10 @@ class Unhashable:
         (lambda: ErrorFeedback(ErrorFeedback(Int8())), "takes a codec without error feedback of its own"),  # type: ignore[arg-type]
         (lambda: ErrorFeedback(Int8(), decay=0.0), r"decay=\.\.\.\) must be above 0 and at most 1, not 0\.0"),
         (lambda: ErrorFeedback(Int8(), decay=1.5), r"decay=\.\.\.\) must be above 0 and at most 1, not 1\.5"),
-        (lambda: ErrorFeedback(Int8(), reset_every=0), r"reset_every=\.\.\.\) is at least 1, or None, not 0"),
+        (lambda: ErrorFeedback(Int8(), reset_every=0), r"reset_every=\.\.\.\) is a whole number, .* or None, not 0"),
+        (lambda: ErrorFeedback(Int8(), reset_every=2.5), r"is a whole number, at least 1, or None, not 2\.5"),  # type: ignore[arg-type]
+        (lambda: Int8(block=2.0), r"a block is a whole number of elements, at least one, not 2\.0"),  # type: ignore[arg-type]
+        (lambda: CommunicationPolicy(min_numel=-1), r"min_numel=\.\.\.\) is a number of elements, not -1"),
         (lambda: CommunicationPolicy(all_gather=ErrorFeedback(Int8())), "parameters are sent anew each time"),  # type: ignore[arg-type]
         (lambda: CommunicationPolicy(reduce_scatter="int8"), r"reduce_scatter=\.\.\.\) takes a codec, with methods"),  # type: ignore[arg-type]
         (lambda: CommunicationPolicy(all_gather=Int8), r"all_gather=\.\.\.\) takes a codec, .*, not <class"),  # type: ignore[arg-type]

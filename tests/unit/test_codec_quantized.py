@@ -164,7 +164,7 @@ def test_sizes_on_the_wire_are_those_of_the_bits() -> None:
 
 @pytest.mark.parametrize("kind", [Int8, Int4, Float8])
 def test_a_block_of_nothing_is_refused(kind: Any) -> None:
-    with pytest.raises(ConfigurationError, match="a block must have at least one element, not 0"):
+    with pytest.raises(ConfigurationError, match="a block is a whole number of elements, at least one, not 0"):
         kind(block=0)
 
 
