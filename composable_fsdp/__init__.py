@@ -17,6 +17,8 @@ from composable_fsdp.codec.cast import Cast
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.codec.feedback import ErrorFeedback
 from composable_fsdp.codec.float8 import Float8
+from composable_fsdp.communication import CommunicationReport, CommunicationRow, communication_report
+from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import (
     ConfigurationError,
     FSDPError,
@@ -36,6 +38,9 @@ __all__ = [
     "CPUOffloadPolicy",
     "Cast",
     "CommunicationPolicy",
+    "CommunicationReport",
+    "CommunicationRow",
+    "CommunicationState",
     "ConfigurationError",
     "DataParallelMeshDims",
     "ErrorFeedback",
@@ -54,6 +59,7 @@ __all__ = [
     "UnshardHandle",
     "UnsupportedError",
     "clip_grad_norm_",
+    "communication_report",
     "fully_shard",
     "get_total_norm",
     "no_sync",

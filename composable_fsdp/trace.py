@@ -19,13 +19,13 @@ class Operation(str, Enum):
     """What a group did."""
 
     UNSHARD = "unshard"
-    """All-gather launched; ``bytes`` is what this rank receives and sends together: the unsharded size on the wire."""
+    """All-gather launched; ``bytes`` is what it puts out on this rank: the unsharded size on the wire."""
     WAIT = "wait"
     """The unsharded parameters became usable."""
     RESHARD = "reshard"
     """Sharded parameters are registered again and the unsharded memory is released."""
     REDUCE = "reduce"
-    """Gradient reduction launched; ``bytes`` is its input on this rank."""
+    """Gradient reduction launched; ``bytes`` is what goes in on this rank over the shard axis."""
     REDUCED = "reduced"
     """The reduced gradients were set on the sharded parameters."""
     ALLOCATE = "allocate"
@@ -36,7 +36,10 @@ class Operation(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One operation of one group. ``begin`` and ``end`` are host times in seconds, as of ``time.perf_counter``."""
+    """One operation of one group. ``begin`` and ``end`` are host times in seconds, as of ``time.perf_counter``.
+
+    Where codecs or hooks change what travels, ``plain_bytes`` is what ``bytes`` would be without them.
+    """
 
     operation: Operation
     group: str
@@ -44,6 +47,7 @@ class TraceEvent:
     lane: str
     begin: float
     end: float
+    plain_bytes: int = 0
 
     def __str__(self) -> str:
         return f"{self.operation.value} {self.group}"
@@ -53,10 +57,18 @@ listeners: list[Callable[[TraceEvent], None]] = []
 now = time.perf_counter
 
 
-def emit(operation: Operation, group: str, nbytes: int = 0, lane: str = "", begin: float | None = None) -> None:
+def emit(
+    operation: Operation,
+    group: str,
+    nbytes: int = 0,
+    lane: str = "",
+    begin: float | None = None,
+    plain_bytes: int | None = None,
+) -> None:
     """Tells every listener. Call it only where ``listeners`` is not empty."""
     end = now()
-    event = TraceEvent(operation, group, nbytes, lane, end if begin is None else begin, end)
+    plain = nbytes if plain_bytes is None else plain_bytes
+    event = TraceEvent(operation, group, nbytes, lane, end if begin is None else begin, end, plain)
     for listener in tuple(listeners):
         listener(event)
 

@@ -18,6 +18,7 @@ __all__ = [
     "FlatLayout",
     "GatherLayout",
     "ReduceLayout",
+    "aligned_bytes",
     "plan_gather",
     "plan_reduce",
 ]
@@ -97,6 +98,11 @@ class ReduceLayout:
         if not self.shards:
             return 0
         return self.shards[0].num_shards * (self.packed_numel + sum(self.shards[k].padded_numel for k in self.direct))
+
+
+def aligned_bytes(nbytes: int) -> int:
+    """The next boundary."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def plan_gather(

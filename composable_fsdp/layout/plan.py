@@ -10,7 +10,6 @@ from typing import TypeAlias
 import torch
 
 from composable_fsdp.codec.choice import PLAIN, GradientCodecs
-from composable_fsdp.codec.encoder import Encoder
 from composable_fsdp.codec.protocol import Codec
 from composable_fsdp.layout.bucket import NEVER_DIRECT, GatherLayout, ReduceLayout, plan_gather, plan_reduce
 from composable_fsdp.layout.shard import TensorShards
@@ -115,9 +114,7 @@ class BucketPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one all-gather, all ranks' shares together. Of extended parameters, those of their own dtype."""
-        if self.codec is not None:
-            return self.gather.num_shards * self.codec.payload_bytes(self.gather.packed_numel)
+        """Bytes of one all-gather without codecs and hooks, all ranks' shares together."""
         return 0 if self.aliased else self.gather.wire_numel * self.compute_dtype.itemsize
 
     @property
@@ -135,15 +132,14 @@ class BucketPlan:
         return self.gradient_codecs != PLAIN or self.gradient_extended
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        """dtype in which gradients are added up, and in which they travel if they are not encoded."""
+        return torch.float32 if self.gradient_is_encoded else self.reduce_dtype
+
+    @property
     def reduce_bytes(self) -> int:
-        """Bytes of one reduction over the shard axis, all ranks' shares together. Hooks decide by themselves: the
-        size of what they are given.
-        """
-        layout = self.reduce
-        if self.gradient_codecs.shard is None or not layout.indices:
-            return layout.wire_numel * self.reduce_dtype.itemsize
-        encoder = Encoder(self.gradient_codecs.shard, self.gather.num_shards, layout.gradient_numel)
-        return self.gather.num_shards * (encoder.row_bytes + layout.num_flags)
+        """Bytes of one reduction over the shard axis without codecs and hooks, all ranks' shares together."""
+        return self.reduce.wire_numel * self.reduce_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +197,11 @@ def _plan_bucket(
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     as_it_is = first.reduce_dtype == first.compute_dtype and not encoded
+    sum_dtype = torch.float32 if encoded else first.reduce_dtype
     reduce = plan_reduce(
         shards,
         trainable,
-        itemsize=first.reduce_dtype.itemsize,
+        itemsize=sum_dtype.itemsize,
         direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
         flags=axes.flags_from is not None and group_trainable >= axes.flags_from,
     )

@@ -51,6 +51,16 @@ class AnyBucket(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def payload_bytes(self) -> list[int]:
+        """Of each payload of a gather over the whole shard axis; what hooks send is known once they were called."""
+        ...
+
+    @property
+    def direct_bytes(self) -> int:
+        """What this rank sends besides, from where it lies."""
+        ...
+
     def follow(self, plan: BucketPlan) -> None: ...
 
     def allocate(self) -> None: ...
@@ -104,6 +114,22 @@ class Bucket:
     def version(self) -> int:
         """Changes with in-place changes of shards that torch counts."""
         return self.store.flat._version
+
+    @property
+    def payload_bytes(self) -> list[int]:
+        layout, codec = self.plan.gather, self.plan.codec
+        if self.plan.aliased or not layout.packed_numel:
+            return []
+        return [layout.packed_numel * self._itemsize if codec is None else codec.payload_bytes(layout.packed_numel)]
+
+    @property
+    def direct_bytes(self) -> int:
+        layout = self.plan.gather
+        return 0 if self.plan.aliased else sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
+
+    @property
+    def _itemsize(self) -> int:
+        return self.plan.compute_dtype.itemsize
 
     def follow(self, plan: BucketPlan) -> None:
         """Takes over a plan that differs only in which parameters are trainable."""

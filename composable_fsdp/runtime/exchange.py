@@ -14,7 +14,7 @@ import torch
 
 from composable_fsdp.codec.encoder import Encoder
 from composable_fsdp.comm.protocol import Communicator, Transfer, Work
-from composable_fsdp.layout.bucket import ALIGNMENT_BYTES
+from composable_fsdp.layout.bucket import ALIGNMENT_BYTES, aligned_bytes
 
 __all__ = ["EncodedAllReduce", "EncodedParcel", "Exchange", "Parcel", "aligned_piece"]
 
@@ -51,7 +51,7 @@ class Exchange:
         num_ranks, end = self._communicator.size, 0
         for parcel in self._parcels:
             self._columns.append(slice(end, end + parcel.row_bytes))
-            end += -(-parcel.row_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            end += aligned_bytes(parcel.row_bytes)
         sent = self._communicator.allocate(num_ranks * end, torch.uint8, self._device)
         for parcel, columns in zip(self._parcels, self._columns, strict=True):
             parcel.write(sent.view(num_ranks, end)[:, columns])

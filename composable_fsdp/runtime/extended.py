@@ -77,6 +77,18 @@ class ExtendedBucket:
         """Changes with in-place changes of shards that torch counts."""
         return sum(parameter.local._version for parameter in self.parameters)
 
+    @property
+    def payload_bytes(self) -> list[int]:
+        return [
+            max(prod(specs[j][0]) for specs in gathered.specs) * dtype.itemsize
+            for gathered in self._gathered
+            for j, (_, dtype) in enumerate(gathered.specs[0] if gathered.specs else ())
+        ]
+
+    @property
+    def direct_bytes(self) -> int:
+        return 0
+
     def follow(self, plan: BucketPlan) -> None:
         """Takes over a plan that differs only in which parameters are trainable."""
         self.plan = plan

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.comm.c10d import gather_objects
 from composable_fsdp.comm.protocol import Communicator
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.layout.bucket import ALIGNMENT_BYTES
+from composable_fsdp.layout.bucket import aligned_bytes
 from composable_fsdp.policy import MixedPrecisionPolicy
 
 __all__ = ["GRADIENT_HOOKS", "GradientExtension", "HookedParcel", "find_gradient_extension"]
@@ -53,6 +53,8 @@ class GradientExtension:
     module: nn.Module
     policy: MixedPrecisionPolicy
     takes_all: bool
+    row_bytes: int = 0
+    """Bytes that it sends each rank, once that is known."""
     _specs: object = None
     """Shapes and dtypes on which all ranks have agreed."""
 
@@ -73,6 +75,7 @@ class GradientExtension:
             )
         payloads = tuple(t.contiguous() for t in result[0])
         self._agree([(tuple(t.shape), t.dtype) for t in payloads])
+        self.row_bytes = sum(map(_row_bytes, payloads))
         return payloads, result[1]
 
     def _agree(self, specs: object) -> None:
@@ -130,7 +133,7 @@ class HookedParcel:
             payloads, metadata = extension.pre_reduce_scatter(pieces)
             self._payloads.append(payloads)
             self._metadata.append(metadata)
-        self._flags_from = sum(_row_bytes(payload) for of_one in self._payloads for payload in of_one)
+        self._flags_from = sum(extension.row_bytes for extension in extensions)
         self._dtype = flags.dtype
 
     @property
@@ -163,7 +166,7 @@ class HookedParcel:
 
 def _row_bytes(payload: torch.Tensor) -> int:
     """Bytes of one rank's part, up to the next boundary."""
-    return -(-payload.nbytes // (payload.size(0) * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+    return aligned_bytes(payload.nbytes // payload.size(0))
 
 
 def find_gradient_extension(

@@ -31,6 +31,7 @@ from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
 from composable_fsdp.runtime.reduction import Job, launch_reduction
 from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors, take_shards
+from composable_fsdp.runtime.traffic import gather_traffic, reduce_traffic, smaller_gather_traffic
 
 __all__ = ["ParameterGroup", "PendingReduction", "no_hook"]
 
@@ -162,8 +163,9 @@ class ParameterGroup:
         self.parameter_state = after
         if trace.listeners:
             trace.emit(trace.Operation.ALLOCATE, self.name, self.plan.unsharded_bytes)
-        if trace.listeners:
-            trace.emit(trace.Operation.UNSHARD, self.name, self.plan.wire_bytes, lanes.gather.name, begin)
+            smaller = self.channels[0].smaller
+            moved = smaller_gather_traffic(self.buckets, smaller.size) if smaller else gather_traffic(self.buckets)
+            trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, lanes.gather.name, begin, moved.plain_bytes)
 
     def _deliver_before_a_change(self, lanes: Lanes) -> None:
         """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
@@ -277,7 +279,7 @@ class ParameterGroup:
         self._ready = 0
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.hold_gradient(bucket.plan.reduce_dtype)
+                parameter.hold_gradient(bucket.plan.sum_dtype)
 
     @torch.no_grad()
     def reduce(self, lanes: Lanes, *, partial: bool = False) -> PendingReduction | None:
@@ -304,12 +306,13 @@ class ParameterGroup:
         pending = launch_reduction(lanes, jobs, self.axes.device, self.all_reduce_hook, partial=partial)
         self._pending_partial = pending if partial else None
         if trace.listeners:
-            trace.emit(trace.Operation.REDUCE, self.name, self.plan.reduce_bytes, lanes.reduce.name, begin)
+            moved = reduce_traffic(self.buckets)
+            trace.emit(trace.Operation.REDUCE, self.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)
         return PendingReduction(self, pending, is_partial=partial)
 
     def _reduction(self, bucket: AnyBucket) -> Reduction:
         return plan_reduction(
-            bucket.plan.reduce_dtype,
+            bucket.plan.sum_dtype,
             bucket.channel.axes.num_ranks,
             averages=bucket.channel.averages,
             divide_factor=self.divide_factor,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from composable_fsdp.comm.protocol import Communicator, Transfer
-from composable_fsdp.layout.bucket import ALIGNMENT_BYTES
+from composable_fsdp.layout.bucket import aligned_bytes
 from composable_fsdp.runtime.bucket import Gather
 
 __all__ = ["pack_messages"]
@@ -31,7 +31,7 @@ def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device:
         return [Transfer(received, payload)]
     ends, end = [], 0
     for payload in payloads:
-        end += -(-payload.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        end += aligned_bytes(payload.nbytes)
         ends.append(end)
     sent = communicator.allocate(end, torch.uint8, device)
     received = communicator.allocate(num_shards * end, torch.uint8, device)

@@ -73,7 +73,7 @@ class GradientScatter:
         self.parameters = parameters
         self.channel = channel
         self._shard = channel.axes.shard
-        self._device = device
+        self.device = device
         self._rest = rest
         self._pin_memory = pin_memory
         self._extensions = extensions
@@ -126,7 +126,7 @@ class GradientScatter:
             return None
         gradients = [self.parameters[i].take_gradient() for i in layout.indices]
         present = {k for k, gradient in enumerate(gradients) if gradient is not None}
-        output = torch.empty(layout.output.numel, dtype=plan.reduce_dtype, device=self._device)
+        output = torch.empty(layout.output.numel, dtype=plan.sum_dtype, device=self.device)
         scatter = Scatter([], output, present)
         if plan.exchanges:
             scatter.parcel = self._parcel(gradients, output, present)
@@ -137,7 +137,7 @@ class GradientScatter:
             scatter.transfers.append(Transfer(output[start : start + length], full))
         if layout.packed_numel:
             num_shards = self._shard.size
-            message = self.channel.scatter.allocate(num_shards * layout.packed_numel, plan.reduce_dtype, self._device)
+            message = self.channel.scatter.allocate(num_shards * layout.packed_numel, plan.sum_dtype, self.device)
             if layout.has_padding:
                 message.zero_()
             rows = message.view(num_shards, layout.packed_numel)
@@ -164,7 +164,7 @@ class GradientScatter:
         """``(num_shards, gradient_numel)``, each rank's part of ``gradients``, which are let go."""
         layout = self.plan.reduce
         make = torch.zeros if layout.has_padding else torch.empty
-        message = make(self._shard.size, layout.gradient_numel, dtype=self.plan.reduce_dtype, device=self._device)
+        message = make(self._shard.size, layout.gradient_numel, dtype=self.plan.sum_dtype, device=self.device)
         self._pack(gradients, message)
         gradients.clear()
         return message
@@ -201,6 +201,14 @@ class GradientScatter:
         flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
         values = scatter.output[: layout.gradient_numel]
         return EncodedAllReduce(self.encoders["pieces"], self.encoders["sums"], values, flags)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes for each rank where gradients are exchanged; what hooks send is known once they were called."""
+        layout = self.plan.reduce
+        if not self.plan.gradient_extended:
+            return self.encoders["shard"].row_bytes + layout.num_flags
+        return sum(self._extensions[i].row_bytes for i in layout.indices) + layout.num_flags
 
     def add_partial(self, scatter: Scatter) -> None:
         """Adds what earlier reductions left unfinished to one that has come over the shard axis."""
@@ -245,8 +253,8 @@ class GradientScatter:
 
     def _wire_gradient(self, gradient: torch.Tensor | None, numel: int, reduction: Reduction) -> torch.Tensor:
         if gradient is None:
-            return torch.zeros(numel, dtype=self.plan.reduce_dtype, device=self._device)
-        flat = gradient.reshape(-1).to(self.plan.reduce_dtype)
+            return torch.zeros(numel, dtype=self.plan.sum_dtype, device=self.device)
+        flat = gradient.reshape(-1).to(self.plan.sum_dtype)
         return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
 
 

@@ -202,8 +202,7 @@ class GroupTensors:
                 codecs = codecs.alongside(legs[p.sharding.axes])
             if extended:  # hooks of the tensor come before a codec
                 codecs = replace(codecs, shard=None)
-            is_plain = codecs == PLAIN and not extended
-            reduce_dtype = precision.gradient_reduce_dtype(p.dtype) if is_plain else torch.float32
+            reduce_dtype = precision.gradient_reduce_dtype(p.dtype)
             specs.append(
                 ParameterSpec(
                     name=p.name,

@@ -49,7 +49,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.scatter", "runtime.extension"),
     ("runtime.bucket",),
     ("runtime.extended",),
-    ("runtime.messages", "runtime.reduction"),
+    ("runtime.messages", "runtime.reduction", "runtime.traffic"),
     ("runtime.tensors",),
     ("runtime.group",),
     ("runtime.schedule",),
@@ -74,7 +74,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("collect", "copying"),
     ("module",),
     ("broadcast", "registered", "whole"),
-    ("clip", "full_params", "initialize"),
+    ("clip", "communication", "full_params", "initialize"),
+    ("communication_state",),
     ("api",),
     (PACKAGE,),
 )

@@ -1,0 +1,89 @@
+"""What codecs with error feedback remember, for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_fsdp.codec.encoder import Encoder
+from composable_fsdp.communication import units_of
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.runtime.bucket import AnyBucket
+
+__all__ = ["CommunicationState"]
+
+
+class CommunicationState:
+    """The residuals of ``ErrorFeedback`` in a sharded model: part of the state of training, as the optimizer's is.
+
+    Has the methods of ``torch.distributed.checkpoint``'s ``Stateful``, so that it is saved and loaded along with the
+    rest: ``dcp.save({"model": ..., "optimizer": ..., "communication": CommunicationState(model)})``. What a rank keeps
+    is about its own gradients, so it can be loaded only on as many ranks as it was saved on; on others leave it out,
+    and what one step lost is all that is missing.
+
+    Args:
+        model: the outermost sharded module, or one that contains it.
+
+    Raises:
+        ConfigurationError: no module in it is sharded.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """By group, bucket and leg: ``residual``, a uint8 ``DTensor`` of ``(all ranks' rows, bytes)`` sharded on dim 0
+        over all ranks of the parameters' mesh, and ``rounds``, the steps that it is made of.
+        """
+        return {
+            name: {"residual": _as_dtensor(encoder.residual(bucket.scatter.device), _mesh(bucket)), "rounds": rounds}
+            for name, bucket, encoder in self._encoders()
+            for rounds in (encoder.rounds,)
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`state_dict` gave.
+
+        Raises:
+            ConfigurationError: it was saved with other groups, codecs or numbers of ranks; nothing is loaded then.
+        """
+        encoders = {name: (bucket, encoder) for name, bucket, encoder in self._encoders()}
+        if encoders.keys() != state_dict.keys():
+            raise ConfigurationError(
+                "the communication state is of another model or other codecs: "
+                f"missing {sorted(encoders.keys() - state_dict.keys())}, "
+                f"unexpected {sorted(state_dict.keys() - encoders.keys())}."
+            )
+        found = {}
+        for name, (bucket, encoder) in encoders.items():
+            residual, own = state_dict[name]["residual"], encoder.residual(bucket.scatter.device)
+            local = cast(Any, residual).to_local() if isinstance(residual, DTensor) else residual
+            if local.shape != own.shape or residual.shape != _as_dtensor(own, _mesh(bucket)).shape:
+                raise ConfigurationError(
+                    f"the communication state of {name!r} has shape {tuple(residual.shape)}, but is "
+                    f"{tuple(_as_dtensor(own, _mesh(bucket)).shape)} here. It can be loaded only on as many ranks, and "
+                    "with the same codecs, as it was saved with; else leave it out."
+                )
+            found[name] = local
+        for name, (_, encoder) in encoders.items():
+            encoder.restore(found[name], int(state_dict[name]["rounds"]))
+
+    def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
+        for unit in units_of(self._model):
+            for index, bucket in enumerate(unit.group.buckets):
+                for leg, encoder in bucket.scatter.encoders.items():
+                    if encoder.remembers and encoder.numel:
+                        yield f"{unit.name}.{index}.{leg}", bucket, encoder
+
+
+def _mesh(bucket: AnyBucket) -> DeviceMesh:
+    return cast(DTensor, bucket.parameters[0].sharded).device_mesh
+
+
+def _as_dtensor(rows: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(rows, mesh, [Shard(0)] * mesh.ndim, run_check=False)

@@ -1,0 +1,80 @@
+"""How many bytes a group's collectives move, with codecs and hooks and as it would be without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from composable_fsdp.layout.bucket import aligned_bytes
+from composable_fsdp.layout.plan import plan_smaller
+from composable_fsdp.runtime.bucket import AnyBucket
+from composable_fsdp.runtime.channel import Channel
+
+__all__ = ["Traffic", "all_reduce_traffic", "by_channel", "gather_traffic", "reduce_traffic", "smaller_gather_traffic"]
+
+
+class Traffic(NamedTuple):
+    """Bytes of the messages of one collective on one rank: what an all-gather puts out, what goes into a reduction.
+
+    What a tensor takes that is reduced in place counts twice, since it travels twice: so of each of these a rank sends,
+    and receives, ``(size - 1) / size``. ``plain_bytes`` is the same without codecs and hooks.
+    """
+
+    bytes: int
+    plain_bytes: int
+
+
+def gather_traffic(buckets: Sequence[AnyBucket]) -> Traffic:
+    """Of the all-gather over the whole shard axis."""
+    total = 0
+    for channel, members in by_channel(buckets):
+        payloads = [nbytes for bucket in members for nbytes in bucket.payload_bytes]
+        packed = sum(payloads) if len(payloads) == 1 else sum(map(aligned_bytes, payloads))
+        total += channel.axes.shard.size * (packed + sum(bucket.direct_bytes for bucket in members))
+    return Traffic(total, sum(bucket.plan.wire_bytes for bucket in buckets))
+
+
+def smaller_gather_traffic(buckets: Sequence[AnyBucket], size: int) -> Traffic:
+    """Of the all-gather over ``size`` neighbouring ranks, from slices in which nothing is encoded."""
+    total = 0
+    for bucket in buckets:
+        num_shards = min(size, bucket.channel.axes.shard.size)
+        if not bucket.plan.aliased:
+            layout = plan_smaller(bucket.plan, num_shards, bucket.channel.gather.direct_bytes)
+            total += layout.wire_numel * bucket.plan.compute_dtype.itemsize
+    return Traffic(total, total)
+
+
+def reduce_traffic(buckets: Sequence[AnyBucket]) -> Traffic:
+    """Of the reduction over the shard axis."""
+    total = 0
+    for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
+        plan = bucket.plan
+        if plan.exchanges:
+            total += bucket.channel.axes.shard.size * aligned_bytes(bucket.scatter.row_bytes)
+        else:
+            total += plan.reduce.wire_numel * plan.sum_dtype.itemsize
+    return Traffic(total, sum(bucket.plan.reduce_bytes for bucket in buckets))
+
+
+def all_reduce_traffic(buckets: Sequence[AnyBucket]) -> Traffic:
+    """Of the reduction over the replicate axis."""
+    total = plain = 0
+    for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
+        num_replicas, numel = bucket.channel.replicate.size, bucket.plan.reduce.output.numel
+        encoders = bucket.scatter.encoders
+        if "pieces" in encoders:
+            flags = bucket.plan.reduce.num_flags
+            total += num_replicas * (aligned_bytes(encoders["pieces"].row_bytes + flags) + encoders["sums"].row_bytes)
+        else:
+            total += 2 * numel * bucket.plan.sum_dtype.itemsize
+        plain += 2 * numel * bucket.plan.reduce_dtype.itemsize
+    return Traffic(total, plain)
+
+
+def by_channel(buckets: Iterable[AnyBucket]) -> list[tuple[Channel, list[AnyBucket]]]:
+    """The buckets over each channel."""
+    together: dict[Channel, list[AnyBucket]] = {}
+    for bucket in buckets:
+        together.setdefault(bucket.channel, []).append(bucket)
+    return list(together.items())
