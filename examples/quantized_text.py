@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from text.convergence import Comparison, Files, Run
+from text.convergence import Comparison, Files, Run, percent_apart
 from text.data import Corpus, load_corpus
 from text.launch import choose_device, from_rank_0, launch
 from text.model import Transformer
@@ -183,8 +183,8 @@ def train(bench: Bench, variant: str, seed: int) -> Run:
 def say_outcome(bench: Bench, comparison: Comparison, variant: str) -> None:
     """What came out of the run that ended last, the last one of ``variant``."""
     run, traffic = comparison.runs[-1], comparison.traffic[variant]
-    plain = [each for each in comparison.of(PLAIN) if each.seed == run.seed]
-    apart = "".join(f", {100 * (run.final / each.final - 1):+.2f} % to fp32" for each in plain)
+    others = [pair for pair in comparison.pairs(variant) if pair[0] is run and variant != PLAIN]
+    apart = "".join(f", {percent_apart(*pair):+.2f} % to {PLAIN}" for pair in others)
     bench.reporter.say(
         f"{variant}, seed {run.seed}: validation loss {run.validation[0]:.4f} -> {run.final:.4f} nats/byte{apart}; "
         f"{traffic.sent:,} bytes per step and rank, {traffic.plain:,} without codecs"

@@ -41,6 +41,11 @@ class Run:
         return self.validation[len(self.losses)]
 
 
+def percent_apart(run: Run, plain: Run) -> float:
+    """How much larger the final validation loss of ``run`` is."""
+    return 100 * (run.final / plain.final - 1)
+
+
 @dataclass(slots=True)
 class Comparison:
     """All runs so far, made under the same ``settings``. ``origin`` says how they came to be."""
@@ -69,13 +74,13 @@ class Comparison:
 
     def differences(self, variant: str) -> list[float]:
         """Final validation loss against the plain one in percent, by seed."""
-        return [100 * (run.final / plain.final - 1) for run, plain in self.pairs(variant)]
+        return [percent_apart(run, plain) for run, plain in self.pairs(variant)]
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """The cells of the table, under ``HEADINGS``."""
         for variant in self.variants:
             runs, traffic = self.of(variant), self.traffic[variant]
-            differences = self.differences(variant)
+            differences = self.differences(variant) if variant != PLAIN else []
             yield (
                 variant,
                 ", ".join(f"{run.final:.4f}" for run in runs),
@@ -159,12 +164,13 @@ def _joined(found: dict[str, Any], fresh: Comparison, path: Path) -> Comparison:
 def _as_json(comparison: Comparison) -> str:
     """A line per run, so that a person can read the rest."""
     runs = ",\n".join(json.dumps(_rounded(asdict(run))) for run in comparison.runs)
-    others = {
-        "origin": comparison.origin,
-        "settings": comparison.settings,
-        "traffic": {name: asdict(traffic) for name, traffic in comparison.traffic.items()},
+    parts = {
+        "origin": json.dumps(comparison.origin, indent=1),
+        "settings": json.dumps(comparison.settings),
+        "traffic": json.dumps({name: asdict(traffic) for name, traffic in comparison.traffic.items()}),
+        "runs": f"[\n{runs}\n]",
     }
-    return json.dumps(others, indent=1).removesuffix("\n}") + f',\n "runs": [\n{runs}\n]}}\n'
+    return "{\n" + ",\n".join(f'"{name}": {part}' for name, part in parts.items()) + "\n}\n"
 
 
 def _rounded(value: Any) -> Any:
@@ -184,8 +190,10 @@ def _as_markdown(comparison: Comparison, checks: Sequence[str], picture: str) ->
         "# Training with codecs, against fp32",
         "```console\n" + "\n".join(f"$ {command}" for command in origin["commands"]) + "\n```",
         f"Final validation loss in nats per byte, seeds {seeds}. A seed gives all variants the same initial values and "
-        "the same batches. Bytes are those that rank 0 sends in one training step; plain are those without codecs. "
-        "Seconds are the median over one run, and of those over the seeds; other programs ran on this machine too.",
+        "the same batches. Validation computes with parameters as they arrive, encoded on the way, like training. "
+        "Bytes are those that a rank sends to others in one training step; plain are those without codecs. Seconds are "
+        "the median of one run, and of those over the seeds: two ranks on one machine, where little is won by sending "
+        "less, and a machine that others use is slower at times.",
         "\n".join(f"| {' | '.join(row)} |" for row in rows),
         "\n".join(f"- {check}" for check in checks),
         f"![loss curves]({picture})",
