@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ from .variants import PLAIN, Traffic
 
 WINDOW = 20  # steps over which drawn losses are averaged
 DIGITS = 5  # of a loss in the file
-HEADINGS = ("variant", "validation loss per seed", "mean", "to fp32", "sent per step", "to plain", "s per step")
+HEADINGS = ("variant", "validation loss per seed", "mean", "to fp32", "sent per step", "to plain")
 MB = 1e6
 
 
@@ -27,7 +27,8 @@ MB = 1e6
 class Run:
     """One training from its first step to its last: losses in nats per byte.
 
-    ``validation``: by the number of steps that the model has had, from 0 to all. ``seconds``: of a step, the median.
+    ``validation``: by the number of steps that the model has had, from 0 to all. ``seconds``: of a step, the median;
+    not in the table, since runs that follow one another on a machine that others use can not be compared in speed.
     """
 
     variant: str
@@ -85,10 +86,9 @@ class Comparison:
                 variant,
                 ", ".join(f"{run.final:.4f}" for run in runs),
                 f"{mean(run.final for run in runs):.4f}",
-                f"{mean(differences):+.2f} %" if differences else "",
+                _with_range(differences),
                 f"{traffic.sent / MB:.2f} MB",
                 f"{traffic.sent / traffic.plain:.3f}",
-                f"{median(run.seconds for run in runs):.2f}",
             )
 
     def table(self) -> Table:
@@ -173,6 +173,13 @@ def _as_json(comparison: Comparison) -> str:
     return "{\n" + ",\n".join(f'"{name}": {part}' for name, part in parts.items()) + "\n}\n"
 
 
+def _with_range(differences: Sequence[float]) -> str:
+    if not differences:
+        return ""
+    middle = f"{mean(differences):+.2f} %"
+    return middle if len(differences) == 1 else f"{middle} ({min(differences):+.2f} to {max(differences):+.2f})"
+
+
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
@@ -189,11 +196,10 @@ def _as_markdown(comparison: Comparison, checks: Sequence[str], picture: str) ->
     parts = (
         "# Training with codecs, against fp32",
         "```console\n" + "\n".join(f"$ {command}" for command in origin["commands"]) + "\n```",
-        f"Final validation loss in nats per byte, seeds {seeds}. A seed gives all variants the same initial values and "
-        "the same batches. Validation computes with parameters as they arrive, encoded on the way, like training. "
-        "Bytes are those that a rank sends to others in one training step; plain are those without codecs. Seconds are "
-        "the median of one run, and of those over the seeds: two ranks on one machine, where little is won by sending "
-        "less, and a machine that others use is slower at times.",
+        f"Final validation loss in nats per byte, seeds {seeds} in this order. A seed gives all variants the same "
+        "initial values and the same batches; each run is compared with fp32 of its seed: the mean, and from lowest to "
+        "highest. Validation computes with parameters as they arrive, encoded on the way, like training. Bytes are "
+        "those that a rank sends to others in one training step; plain are those without codecs.",
         "\n".join(f"| {' | '.join(row)} |" for row in rows),
         "\n".join(f"- {check}" for check in checks),
         f"![loss curves]({picture})",
