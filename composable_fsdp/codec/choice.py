@@ -13,7 +13,7 @@ from composable_fsdp.codec.feedback import ErrorFeedback
 from composable_fsdp.codec.protocol import Codec, resolve_codec
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["PLAIN", "CommunicationPolicy", "GradientCodecs"]
+__all__ = ["EXACT", "PLAIN", "CommunicationPolicy", "GradientCodecs"]
 
 _METHODS = ("payload_bytes", "encode", "decode")
 
@@ -69,10 +69,9 @@ class GradientCodecs:
 
     def alongside(self, other: GradientCodecs) -> GradientCodecs:
         """The same, but exact values where ``other`` is encoded, so that both travel in one message."""
-        exact = Cast(torch.float32)
         return GradientCodecs(
-            self.shard or (exact if other.shard is not None else None),
-            self.replicate or (exact if other.replicate is not None else None),
+            self.shard or (EXACT if other.shard is not None else None),
+            self.replicate or (EXACT if other.replicate is not None else None),
         )
 
 
@@ -84,3 +83,6 @@ def _resolved(codec: GradientCodec | None, shape: Sequence[int]) -> GradientCode
 
 PLAIN = GradientCodecs()
 """Gradients that are reduced without codecs."""
+
+EXACT = Cast(torch.float32)
+"""What travels along with encoded gradients, and is added up like them, without being changed."""

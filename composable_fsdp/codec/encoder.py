@@ -63,6 +63,8 @@ class Encoder:
 
     def decode(self, payload: torch.Tensor) -> torch.Tensor:
         """``(any, numel)`` fp32 of encoded rows."""
+        if not self.numel:  # rows without bytes begin on no boundary
+            return payload.new_empty(payload.size(0), 0, dtype=torch.float32)
         return self._codec.decode(payload, self.numel)
 
     def decode_sum(self, payload: torch.Tensor, out: torch.Tensor) -> None:

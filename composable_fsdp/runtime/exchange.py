@@ -37,34 +37,36 @@ class Parcel(Protocol):
 
 
 class Exchange:
-    """Parcels on their way. :meth:`launch`, wait for its work, :meth:`finish`."""
+    """Parcels on their way: encoded when this is made; :meth:`launch`, wait for its work, :meth:`finish`.
+
+    What is sent stays alive as long as this does, for it may come from the memory of another stream.
+    """
 
     def __init__(self, parcels: Sequence[Parcel], communicator: Communicator, device: torch.device) -> None:
         self._parcels = parcels
         self._communicator = communicator
-        self._device = device
         self._columns: list[slice] = []
-        self._received: torch.Tensor | None = None
-
-    def launch(self) -> Work:
-        """Encodes and sends."""
-        num_ranks, end = self._communicator.size, 0
-        for parcel in self._parcels:
+        end = 0
+        for parcel in parcels:
             self._columns.append(slice(end, end + parcel.row_bytes))
             end += aligned_bytes(parcel.row_bytes)
-        sent = self._communicator.allocate(num_ranks * end, torch.uint8, self._device)
-        for parcel, columns in zip(self._parcels, self._columns, strict=True):
-            parcel.write(sent.view(num_ranks, end)[:, columns])
-        received = self._communicator.allocate(num_ranks * end, torch.uint8, self._device)
-        self._received = received.view(num_ranks, end)
-        return self._communicator.all_to_all([Transfer(received, sent)])
+        self._shape = (communicator.size, end)
+        self._sent = communicator.allocate(communicator.size * end, torch.uint8, device)
+        self._received: torch.Tensor | None = None
+        for parcel, columns in zip(parcels, self._columns, strict=True):
+            parcel.write(self._sent.view(self._shape)[:, columns])
+
+    def launch(self) -> Work:
+        """Sends."""
+        self._received = self._communicator.allocate(self._sent.numel(), torch.uint8, self._sent.device)
+        return self._communicator.all_to_all([Transfer(self._received, self._sent)])
 
     def finish(self) -> None:
         """Decodes and adds up what came."""
         received, self._received = self._received, None
         assert received is not None
         for parcel, columns in zip(self._parcels, self._columns, strict=True):
-            parcel.read(received[:, columns])
+            parcel.read(received.view(self._shape)[:, columns])
 
 
 @dataclass

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ class GradientExtension:
             )
         payloads = tuple(t.contiguous() for t in result[0])
         self._agree([(tuple(t.shape), t.dtype) for t in payloads])
-        self.row_bytes = sum(map(_row_bytes, payloads))
+        self.row_bytes = sum(aligned_bytes(payload[0].nbytes) for payload in payloads)
         return payloads, result[1]
 
     def _agree(self, specs: object) -> None:
@@ -106,6 +106,14 @@ class GradientExtension:
         return total
 
 
+class Spec(NamedTuple):
+    """One payload: its shape, and the bytes of one rank's part of it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    row_bytes: int
+
+
 class HookedParcel:
     """What the hooks of one bucket's parameters send.
 
@@ -126,12 +134,14 @@ class HookedParcel:
         self._extensions = extensions
         self._places = places
         self._flags = flags
-        self._payloads = []
-        self._metadata = []
+        self._payloads: list[tuple[torch.Tensor, ...]] = []
+        self._specs: list[list[Spec]] = []
+        self._metadata: list[object] = []
         for extension, row in zip(extensions, rows, strict=True):
             pieces = row[:, : prod(extension.padded_size)].reshape(row.size(0), *extension.padded_size)
             payloads, metadata = extension.pre_reduce_scatter(pieces)
             self._payloads.append(payloads)
+            self._specs.append([Spec(payload.shape, payload.dtype, payload[0].nbytes) for payload in payloads])
             self._metadata.append(metadata)
         self._flags_from = sum(extension.row_bytes for extension in extensions)
         self._dtype = flags.dtype
@@ -145,28 +155,23 @@ class HookedParcel:
         for payload in (payload for of_one in self._payloads for payload in of_one):
             flat = payload.view(payload.size(0), prod(payload.shape[1:])).view(torch.uint8)
             rows[:, start : start + flat.size(1)] = flat
-            start += _row_bytes(payload)
+            start += aligned_bytes(flat.size(1))
+        self._payloads.clear()
         rows[:, self._flags_from :] = self._flags.ne(0)
 
     def read(self, rows: torch.Tensor) -> None:
         start = 0
-        for extension, payloads, metadata, place in zip(
-            self._extensions, self._payloads, self._metadata, self._places, strict=True
+        for extension, specs, metadata, place in zip(
+            self._extensions, self._specs, self._metadata, self._places, strict=True
         ):
             outputs = []
-            for payload in payloads:
-                nbytes = payload.nbytes // payload.size(0)
-                outputs.append(rows[:, start : start + nbytes].view(payload.dtype).reshape(payload.shape))
-                start += _row_bytes(payload)
+            for spec in specs:
+                outputs.append(rows[:, start : start + spec.row_bytes].view(spec.dtype).reshape(spec.shape))
+                start += aligned_bytes(spec.row_bytes)
             total = extension.post_reduce_scatter(outputs, metadata, self._dtype)
             place[: total.numel()].view(total.shape).copy_(total)
             place[total.numel() :].zero_()
         self._flags.copy_(rows[:, self._flags_from :].any(dim=0))
-
-
-def _row_bytes(payload: torch.Tensor) -> int:
-    """Bytes of one rank's part, up to the next boundary."""
-    return aligned_bytes(payload.nbytes // payload.size(0))
 
 
 def find_gradient_extension(

@@ -54,7 +54,7 @@ def launch_reduction(
     scattered = lanes.reduce.run(legs.scatter, legs.arrive)
     if not any(job.bucket.plan.gradient_codecs.replicate for job in jobs):
         return lanes.replicate.run(legs.all_reduce, legs.deliver_reduced, after=scattered)
-    summed = lanes.replicate.run(legs.all_reduce, legs.arrive, after=scattered)
+    summed = lanes.replicate.run(legs.all_reduce, legs.add_up, after=scattered)
     return lanes.replicate.run(legs.gather_sums, legs.deliver_gathered, after=summed)
 
 
@@ -67,7 +67,9 @@ class _Legs:
         self._jobs = jobs
         self._device = device
         self._hook = hook
-        self._exchanges: list[Exchange] = []
+        parcels = [(job.bucket.channel.scatter, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
+        self._scatters = self._exchange(parcels)
+        self._sums: list[Exchange] = []
         self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []
 
     @torch.no_grad()
@@ -78,22 +80,19 @@ class _Legs:
             for (channel, op), of_channel in _together(plain, self._jobs)
             if any(job.scatter.transfers for job in of_channel)
         ]
-        parcels = [(j.bucket.channel.scatter, j.scatter.parcel) for j in self._jobs if j.scatter.parcel is not None]
-        return Together((*works, *self._exchange(parcels)))
+        return Together((*works, *(exchange.launch() for exchange in self._scatters)))
 
-    def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Work]:
-        self._exchanges = [
+    def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Exchange]:
+        return [
             Exchange(of_communicator, communicator, self._device)
             for communicator, of_communicator in _together([c for c, _ in parcels], [p for _, p in parcels])
         ]
-        return [exchange.launch() for exchange in self._exchanges]
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """After a leg with parcels: adds up what came."""
-        for exchange in self._exchanges:
+        """After ``scatter``: adds up what came."""
+        for exchange in self._scatters:
             exchange.finish()
-        self._exchanges = []
 
     @torch.no_grad()
     def keep(self) -> list[ReducedBucket]:
@@ -113,7 +112,14 @@ class _Legs:
             else:
                 self._all_reduces.append((bucket.channel.replicate, encoded))
         parcels = [(communicator, encoded.parcel) for communicator, encoded in self._all_reduces]
-        return Together((*works, *self._exchange(parcels)))
+        self._sums = self._exchange(parcels)
+        return Together((*works, *(exchange.launch() for exchange in self._sums)))
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """After ``all_reduce`` where that is encoded: adds up what came."""
+        for exchange in self._sums:
+            exchange.finish()
 
     @torch.no_grad()
     def gather_sums(self) -> Work:

@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from composable_fsdp.codec.choice import PLAIN, GradientCodecs
+from composable_fsdp.codec.choice import EXACT, PLAIN, GradientCodecs
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.pack import take_shard
 from composable_fsdp.layout.plan import BucketPlan, GroupPlan, ParameterSpec, plan_group
@@ -236,6 +236,8 @@ class GroupTensors:
         legs: dict[DataParallelAxes, GradientCodecs] = {}
         for parameter in self.parameters:
             axes, own = parameter.sharding.axes, parameter.gradient_codecs if parameter in encodable else PLAIN
+            if parameter in self._gradient_extensions:
+                own = replace(own, shard=EXACT)
             known = legs.get(axes, PLAIN)
             legs[axes] = GradientCodecs(known.shard or own.shard, known.replicate or own.replicate)
         return legs

@@ -77,6 +77,22 @@ def test_examples_hold(test: doctest.DocTest) -> None:
     assert not failures(test), failures(test)
 
 
+@pytest.mark.behaviour("E-01", "E-08", "E-09")
+@pytest.mark.parametrize("name", ["own_codec", "own_tensor"])
+def test_documented_extensions_train_on_two_ranks(name: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / f"{name}.py")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(value) for value in re.findall(r"step +\d+: loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0] / 100
+    if name == "own_codec":
+        assert re.search(r"total .* 0\.26$", done.stdout, re.MULTILINE), done.stdout
+    else:
+        assert "rank 1 holds a RowInt8 of (128, 32)" in done.stdout
+
+
 def test_readme_program_runs_on_two_ranks(tmp_path: Path) -> None:
     block = re.search(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     assert block is not None

@@ -1,0 +1,63 @@
+"""A tensor class that decides by itself how it and its gradient travel.
+
+torchrun --standalone --nproc-per-node 2 examples/own_tensor.py
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import fully_shard
+
+
+class RowInt8(torch.Tensor):
+    """fp32 at rest; travels as int8 with one scale per row, its gradient as bf16.
+
+    Operations such as ``chunk`` and ``copy_`` keep the class: that is what ``torch.Tensor`` does for its subclasses.
+    """
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        shard = self.as_subclass(torch.Tensor)
+        scale = shard.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
+        return ((shard / scale).round().to(torch.int8), scale), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        values, scale = outputs
+        full = values.to(param_dtype) * scale.to(param_dtype)
+        if out is None:
+            return full, (full,)  # the parameter, and whose memory it is
+        out.copy_(full)
+        return None
+
+    def fsdp_pre_reduce_scatter(self, mesh: Any, pieces: torch.Tensor) -> Any:
+        return (pieces.bfloat16(),), None  # pieces[r] is for rank r
+
+    def fsdp_post_reduce_scatter(self, outputs: Any, metadata: Any, reduce_dtype: torch.dtype) -> torch.Tensor:
+        return outputs[0].to(reduce_dtype).sum(dim=0)  # outputs[0][r] is from rank r
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 32))
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(RowInt8))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in range(100):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0 and step % 33 == 0:
+            print(f"step {step:3}: loss {loss.item():.4f}")
+    local = model[0].weight.to_local()
+    print(f"rank {dist.get_rank()} holds a {type(local).__name__} of {tuple(local.shape)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

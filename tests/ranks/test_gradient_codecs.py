@@ -1,0 +1,398 @@
+"""Gradients that travel encoded: what every rank gets, to the bit, and how many bytes that takes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from composable_fsdp import (
+    Cast,
+    CommunicationPolicy,
+    CommunicationState,
+    ConfigurationError,
+    CPUOffloadPolicy,
+    ErrorFeedback,
+    Float8,
+    Int4,
+    Int8,
+    MixedPrecisionPolicy,
+    communication_report,
+    fully_shard,
+)
+from composable_fsdp.codec.encoder import Encoder, GradientCodec
+from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp.testing import run_ranks
+
+EXACT = Cast(torch.float32)
+CODECS: tuple[GradientCodec, ...] = (
+    *(EXACT, Cast(), Cast(torch.float16), Int8(), Int8(block=7), Int4(), Int4(rotate=True), Float8(per_row=True)),
+    ErrorFeedback(Int8()),
+)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+def batch_of(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(97 * step + rank))
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
+    output: torch.Tensor = model(batch_of(rank, step))
+    return output.float().square().mean()
+
+
+def sharded(model: nn.Module, policy: CommunicationPolicy | None, **options: Any) -> Any:
+    options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer, comm_policy=policy, **options)
+    return fully_shard(model, comm_policy=policy, **options)
+
+
+def gradients_of(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss_of(model, rank, step).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def rows_of(gradient: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
+    """The pieces of all ranks, flat, each padded to the first one's size and to a boundary of 16 bytes."""
+    pieces = torch.chunk(gradient, num_shards, dim)
+    rows = torch.zeros(num_shards, -(-pieces[0].numel() // 4) * 4)
+    for rank, piece in enumerate(pieces):
+        rows[rank, : piece.numel()] = piece.reshape(-1)
+    return rows
+
+
+def summed_as_by_ranks(codec: GradientCodec, per_rank: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Each rank's gradient through the codec by itself; the sum in the order of ranks, in fp32, and the mean."""
+    num_shards = len(per_rank)
+    all_rows = [rows_of(gradient, num_shards, dim) for gradient in per_rank]
+    if isinstance(codec, Float8):
+        codec = codec.for_parameter(torch.chunk(per_rank[0], num_shards, dim)[0].shape)
+    numel = all_rows[0].size(1)
+    encoder = Encoder(codec, num_shards, numel)
+    payloads = []
+    for rows in all_rows:
+        payloads.append(torch.empty(num_shards, encoder.row_bytes, dtype=torch.uint8))
+        Encoder(codec, num_shards, numel).encode(rows, payloads[-1])
+    out = []
+    for shard, piece in enumerate(torch.chunk(per_rank[0], num_shards, dim)):
+        total = torch.zeros(numel)
+        encoder.decode_sum(torch.stack([payload[shard] for payload in payloads]), total)
+        out.append((total / num_shards)[: piece.numel()].view(piece.shape))
+    return torch.cat(out, dim)
+
+
+def compare(codec: GradientCodec, dim: int, reduce_dtype: torch.dtype | None, reshard: bool | None) -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    reference = build()
+    model = sharded(
+        copy.deepcopy(reference),
+        CommunicationPolicy(reduce_scatter=codec, min_numel=100),
+        shard_placement_fn=lambda p: Shard(dim if p.ndim == 2 else 0),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        reshard_after_forward=reshard,
+    )
+    per_rank = [gradients_of(reference, r) for r in range(world_size)]
+    results = []
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, rank).backward()
+        results.append([p.grad.full_tensor() for p in model.parameters()])
+        if isinstance(codec, ErrorFeedback):
+            break  # the second time carries what the first one lost
+    for k, actual in enumerate(results[0]):
+        of_all = [gradients[k] for gradients in per_rank]
+        is_small = actual.numel() < 100
+        expected = summed_as_by_ranks(EXACT if is_small else codec, of_all, dim if actual.ndim == 2 else 0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        for again in results[1:]:
+            assert torch.equal(again[k], actual), "the same from run to run"
+
+
+@pytest.mark.behaviour("E-09")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_are_the_sum_in_rank_order_of_what_each_rank_encoded_to_the_bit(world_size: int) -> None:
+    for codec in CODECS:
+        run_ranks(compare, world_size, codec, 0, None, None)
+    run_ranks(compare, world_size, Int8(), 1, None, True)
+    run_ranks(compare, world_size, Int4(), -1, torch.bfloat16, False)
+    run_ranks(compare, world_size, EXACT, 0, torch.float16, True)
+
+
+def compare_on_hybrid(policy: CommunicationPolicy, tolerance: float) -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    reference = build()
+    model = sharded(copy.deepcopy(reference), policy, mesh=mesh)
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+        per_rank = [[g.clone() for g in gradients_of(reference, r, step)] for r in range(world_size)]
+        for k, parameter in enumerate(model.parameters()):
+            local = parameter.grad.to_local()
+            copies = [torch.empty_like(local) for _ in range(2)]
+            dist.all_gather(copies, local.contiguous(), group=mesh.get_group("replicate"))
+            assert torch.equal(*copies), "replicas must not drift apart"
+            full = parameter.grad.full_tensor()
+            mean = torch.stack([gradients[k] for gradients in per_rank]).mean(0)
+            error = ((full - mean).norm() / mean.norm()).item()
+            assert error <= (tolerance if full.numel() >= 100 else 1e-6), (k, error)
+            assert full.numel() < 100 or error > 0, "nothing was encoded"
+
+
+@pytest.mark.behaviour("E-09")
+def test_each_axis_of_a_hybrid_mesh_has_a_codec_of_its_own_and_replicas_stay_equal() -> None:
+    for policy, tolerance in (
+        (CommunicationPolicy(reduce_scatter=Int8(), all_reduce=Int4(), min_numel=100), 0.3),
+        (CommunicationPolicy(all_reduce=Int8(), min_numel=100), 0.03),
+        (CommunicationPolicy(reduce_scatter=Int8(), min_numel=100), 0.03),
+        (CommunicationPolicy(all_reduce=ErrorFeedback(Cast(torch.bfloat16)), min_numel=100), 0.01),
+    ):
+        run_ranks(compare_on_hybrid, 4, policy, tolerance)
+        if policy.all_reduce is not None:
+            run_ranks(compare_on_hybrid, 2, policy, tolerance)  # one shard rank
+
+
+class Sometimes(nn.Module):
+    """Uses its second and third parameter in some calls only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.maybe, self.never = (nn.Parameter(torch.randn(6, 5)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        y = x @ self.always
+        return y + x @ self.maybe if use else y
+
+
+def skip() -> None:
+    rank = dist.get_rank()
+    model: Any = Sometimes()
+    alone = copy.deepcopy(model)
+    fully_shard(model, comm_policy=CommunicationPolicy(reduce_scatter=Int8(), min_numel=1))
+    model(batch_of(rank), rank == 1).square().mean().backward()
+    alone(batch_of(1), True).square().mean().backward()
+    assert model.never.grad is None
+    expected = alone.maybe.grad / dist.get_world_size()
+    torch.testing.assert_close(model.maybe.grad.full_tensor(), expected, rtol=0.05, atol=expected.abs().max() / 100)
+    model.zero_grad()
+    model(batch_of(rank), False).square().mean().backward()
+    assert model.maybe.grad is None
+
+
+@pytest.mark.behaviour("E-09", "C-17")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_agree_on_which_parameters_were_used_beside_what_is_encoded(world_size: int) -> None:
+    run_ranks(skip, world_size)
+
+
+def accumulate(replicate: int) -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
+    policy = CommunicationPolicy(reduce_scatter=EXACT, all_reduce=EXACT, min_numel=1)
+    reference = build()
+    for partial in (False, True):
+        model = sharded(copy.deepcopy(reference), policy, mesh=mesh)
+        reference.zero_grad()
+        for step in range(3):
+            last = step == 2
+            if partial:
+                model.set_requires_all_reduce(last)
+            else:
+                model.set_requires_gradient_sync(last)
+            loss_of(model, rank, step).backward()
+            for r in range(world_size):
+                (loss_of(reference, r, step) / world_size).backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.behaviour("E-09", "C-02")
+def test_microbatches_are_accumulated_before_and_between_encoded_legs() -> None:
+    run_ranks(accumulate, 2, 1)
+    run_ranks(accumulate, 4, 2)
+
+
+def train(options: dict[str, Any]) -> None:
+    model = sharded(build(), CommunicationPolicy(Int8(), ErrorFeedback(Int8()), min_numel=100), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank, losses = dist.get_rank(), []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 5, losses
+
+
+@pytest.mark.behaviour("E-09")
+def test_encoded_gradients_train_in_bf16_from_offloaded_shards_and_on_one_rank() -> None:
+    run_ranks(train, 2, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)})
+    run_ranks(train, 2, {"offload_policy": CPUOffloadPolicy()})
+    run_ranks(train, 4, {"reshard_after_forward": 2})
+    run_ranks(train, 1, {})
+
+
+def count_bytes(policy: CommunicationPolicy | None, replicate: int) -> None:
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 70))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh, comm_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, comm_policy=policy)
+    sent = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+
+    def count(communicator: Any, method: str, direction: str, weight: int) -> None:
+        original, size = getattr(communicator, method), communicator.size
+
+        def counting(tensors: Any, *args: Any) -> Any:
+            whole = [t if isinstance(t, torch.Tensor) else max(t, key=torch.Tensor.numel) for t in tensors]
+            sent[direction] += sum(weight * t.nbytes * (size - 1) // size for t in whole)
+            return original(tensors, *args)
+
+        setattr(communicator, method, counting)
+
+    loss_of_model = model(torch.randn(4, 64)).square().mean()  # builds what is built lazily
+    loss_of_model.backward()
+    channels = [unit_of(module).group.channels[0] for module in (model, model[0], model[2])]
+    for communicator in {channel.axes.shard for channel in channels}:
+        count(communicator, "all_gather", "all-gather", 1)
+        count(communicator, "reduce_scatter", "reduce-scatter", 1)
+        count(communicator, "all_to_all", "reduce-scatter", 1)
+    for communicator in {channel.replicate for channel in channels} if replicate > 1 else ():
+        count(communicator, "all_gather", "all-reduce", 1)
+        count(communicator, "all_to_all", "all-reduce", 1)
+        count(communicator, "all_reduce", "all-reduce", 2)
+    model(torch.randn(4, 64)).square().mean().backward()
+    report = communication_report(model)
+    for direction, nbytes in sent.items():
+        assert sum(row.bytes for row in report.rows if row.direction == direction) == nbytes, (direction, str(report))
+    assert report.bytes == sum(sent.values())
+    plain = communication_report_of_plain(mesh, world_size)
+    assert report.plain_bytes == plain if policy is None else report.bytes < 0.45 * plain
+
+
+def communication_report_of_plain(mesh: Any, world_size: int) -> int:
+    """Worked out by hand: every parameter padded to 16 bytes per rank, gathered twice but in the root, reduced once."""
+    num_shards, num_replicas = mesh.size(1), mesh.size(0)
+
+    def padded(*rows: tuple[int, int], flags: int = 0) -> int:
+        numels = [-(-n // num_shards) * columns for n, columns in rows] + [flags] * (flags > 0)
+        return sum(-(-4 * numel // 16) * 16 for numel in numels)
+
+    groups = [(((96, 64), (96, 1)), 2), (((70, 96), (70, 1)), 2), (((96, 1), (96, 1)), 1)]
+    total = 0
+    for rows, gathers in groups:
+        total += gathers * padded(*rows) * (num_shards - 1)
+        reduced = padded(*rows, flags=2 if world_size > 1 else 0)
+        total += reduced * (num_shards - 1) + 2 * reduced * (num_replicas - 1) // num_replicas
+    return total
+
+
+@pytest.mark.behaviour("E-08", "E-09")
+@pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
+def test_the_report_says_what_is_handed_to_the_process_group(world_size: int, replicate: int) -> None:
+    run_ranks(count_bytes, world_size, None, replicate)
+    run_ranks(count_bytes, world_size, CommunicationPolicy(Int8(), ErrorFeedback(Int4()), Int4(), 4000), replicate)
+
+
+def save_and_load(folder: str) -> None:
+    policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=100)
+    rank = dist.get_rank()
+    model = sharded(build(), policy)
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, rank, step).backward()
+    dcp.save({"communication": CommunicationState(model)}, checkpoint_id=folder)
+    other = sharded(build(), policy)
+    dcp.load({"communication": CommunicationState(other)}, checkpoint_id=folder)
+    saved, loaded = (CommunicationState(each).state_dict() for each in (model, other))
+    assert {name: entry["rounds"] for name, entry in loaded.items()} == dict.fromkeys(saved, 3)
+    for name in ("0.0.shard", "2.0.shard"):
+        assert torch.equal(loaded[name]["residual"].to_local(), saved[name]["residual"].to_local())
+    fresh = sharded(build(), policy)
+    results = []
+    for each in (model, other, fresh):
+        each.zero_grad()
+        loss_of(each, rank, 3).backward()
+        results.append(each[0].weight.grad.full_tensor())
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2]), "the residual must matter"
+    plain = sharded(build(), None)
+    assert CommunicationState(plain).state_dict() == {}
+    with pytest.raises(
+        ConfigurationError, match=r"another model or other codecs: missing \[\], unexpected \['0\.0\.sh"
+    ):
+        CommunicationState(plain).load_state_dict(saved)
+    entry = saved["0.0.shard"]
+    cut = saved | {"0.0.shard": {"residual": entry["residual"].to_local()[:1], "rounds": 1}}
+    with pytest.raises(
+        ConfigurationError, match=r"of '0\.0\.shard' has shape .* only on as many ranks, and with the s"
+    ):
+        CommunicationState(other).load_state_dict(cut)
+
+
+@pytest.mark.behaviour("E-09")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_residuals_are_saved_with_checkpoints_and_go_on(world_size: int, tmp_path: Any) -> None:
+    run_ranks(save_and_load, world_size, str(tmp_path))
+
+
+def flip() -> None:
+    """Freezing a parameter moves the others; what was left over belongs elsewhere and is dropped, not added there."""
+    policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=1)
+    model = sharded(build(), policy)
+    loss_of(model, dist.get_rank()).backward()
+    model[0].weight.requires_grad_(False)
+    model.zero_grad()
+    loss_of(model, dist.get_rank(), 1).backward()
+    assert model[0].weight.grad is None
+    fresh = sharded(build(), policy)
+    fresh[0].weight.requires_grad_(False)
+    loss_of(fresh, dist.get_rank(), 1).backward()
+    assert torch.equal(model[0].bias.grad.full_tensor(), fresh[0].bias.grad.full_tensor())
+
+
+@pytest.mark.behaviour("E-09")
+def test_residuals_begin_anew_where_parameters_are_frozen() -> None:
+    run_ranks(flip, 2)
+
+
+def copies_stay_alike() -> None:
+    """With tensor parallelism, gradients of copies must not be rounded together with those of parts."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"], comm_policy=CommunicationPolicy(reduce_scatter=Int4(), min_numel=1))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+    model(x).square().mean().backward()
+    bias = model[1].bias.grad.to_local()
+    others = [torch.empty_like(bias) for _ in range(2)]
+    dist.all_gather(others, bias.contiguous(), group=mesh.get_group("tp"))
+    assert torch.equal(*others)
+    codecs = {p.name: b.plan.gradient_codecs.shard for b in unit_of(model).group.buckets for p in b.parameters}
+    assert codecs == {"0.weight": Int4(), "0.bias": Int4(), "1.weight": Int4(), "1.bias": EXACT}
+
+
+@pytest.mark.behaviour("E-09", "A-07")
+def test_copies_of_tensor_parallel_ranks_get_equal_gradients() -> None:
+    run_ranks(copies_stay_alike, 4)

@@ -1,0 +1,128 @@
+"""Rows into bytes and back to their sum; what error feedback remembers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp import Cast, CommunicationPolicy, ConfigurationError, ErrorFeedback, Float8, Int4, Int8
+from composable_fsdp.codec.encoder import Encoder, GradientCodec
+
+EXACT = Cast(torch.float32)
+CODECS: tuple[GradientCodec, ...] = (Int8(), Int4(block=8), Float8(), Cast(), EXACT, ErrorFeedback(Int4(), keep=EXACT))
+
+
+def values(num_rows: int, numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_rows, numel, generator=torch.Generator().manual_seed(seed))
+
+
+def encoded(encoder: Encoder, rows: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(rows.size(0), encoder.row_bytes, dtype=torch.uint8)
+    encoder.encode(rows.clone(), out)
+    return out
+
+
+@pytest.mark.behaviour("E-09")
+@given(st.sampled_from(CODECS), st.integers(1, 5), st.integers(0, 700), st.integers(0, 9))
+def test_the_sum_is_that_of_the_decoded_rows_in_their_order(
+    codec: GradientCodec, num_rows: int, numel: int, seed: int
+) -> None:
+    encoder = Encoder(codec, num_rows, numel)
+    payload = encoded(encoder, values(num_rows, numel, seed))
+    total, expected = torch.full((numel,), torch.nan), torch.zeros(numel)
+    encoder.decode_sum(payload, total)
+    for r in range(num_rows):
+        row = encoder.decode(payload[r : r + 1])[0]
+        expected = row.clone() if r == 0 else expected + row
+    assert torch.equal(total, expected)
+
+
+def test_rows_are_encoded_in_runs_with_the_same_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100))
+    monkeypatch.setattr("composable_fsdp.codec.encoder._ELEMENTS_AT_ONCE", 250)
+    assert torch.equal(encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100)), whole)
+
+
+@pytest.mark.behaviour("E-09")
+@given(st.sampled_from((Int8(), Int4(), Float8())), st.integers(1, 300), st.integers(1, 12))
+def test_what_was_sent_and_the_residual_make_up_what_was_to_be_sent(codec: Int8, numel: int, steps: int) -> None:
+    encoder = Encoder(ErrorFeedback(codec, keep=EXACT), 2, numel)
+    sent = torch.zeros(2, numel)
+    wanted = torch.zeros(2, numel)
+    for step in range(steps):
+        rows = values(2, numel, step)
+        wanted += rows
+        sent += encoder.decode(encoded(encoder, rows))
+    residual = EXACT.decode(encoder.residual(torch.device("cpu")), numel)
+    torch.testing.assert_close(sent + residual, wanted, rtol=0, atol=1e-5 * steps)
+    assert encoder.rounds == steps
+
+
+@pytest.mark.behaviour("E-09")
+def test_errors_of_a_constant_gradient_cancel_with_feedback_and_pile_up_without() -> None:
+    gradient = values(1, 4096)
+    errors = {}
+    for codec in (
+        Int4(),
+        ErrorFeedback(Int4()),
+        ErrorFeedback(Int4(), decay=0.5),
+        ErrorFeedback(Int4(), reset_every=2),
+    ):
+        encoder = Encoder(codec, 1, 4096)
+        sent = sum((encoder.decode(encoded(encoder, gradient)) for _ in range(50)), torch.zeros(1, 4096))
+        errors[codec] = ((sent / 50 - gradient).norm() / gradient.norm()).item()
+    without, full, half, short = errors.values()
+    assert full < without / 20
+    assert full < half < without
+    assert full < short < without
+
+
+@pytest.mark.behaviour("E-09")
+def test_a_residual_is_dropped_after_so_many_rounds() -> None:
+    encoder = Encoder(ErrorFeedback(Int4(), reset_every=3), 1, 64)
+    first = encoded(encoder, values(1, 64))
+    second = encoded(encoder, values(1, 64))
+    encoded(encoder, values(1, 64))
+    assert not torch.equal(first, second)
+    assert encoder.rounds == 0
+    assert torch.equal(encoded(encoder, values(1, 64)), first)
+
+
+@pytest.mark.behaviour("E-09")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_arrives_so_and_is_not_remembered(bad: float) -> None:
+    encoder = Encoder(ErrorFeedback(Int8(block=16)), 1, 64)
+    rows = values(1, 64)
+    rows[0, 3] = bad
+    assert not encoder.decode(encoded(encoder, rows))[0, :16].isfinite().any()
+    assert encoder.decode(encoded(encoder, values(1, 64))).isfinite().all()
+
+
+def test_a_restored_encoder_goes_on_as_the_one_that_was_saved() -> None:
+    codec = ErrorFeedback(Int4(), reset_every=4)
+    encoder, restored = Encoder(codec, 2, 100), Encoder(codec, 2, 100)
+    for step in range(3):
+        encoded(encoder, values(2, 100, step))
+    restored.restore(encoder.residual(torch.device("cpu")), encoder.rounds)
+    for step in range(3, 8):
+        assert torch.equal(encoded(encoder, values(2, 100, step)), encoded(restored, values(2, 100, step)))
+
+
+@pytest.mark.behaviour("E-09")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ErrorFeedback(ErrorFeedback(Int8())), "takes a codec without error feedback of its own"),  # type: ignore[arg-type]
+        (lambda: ErrorFeedback(Int8(), decay=0.0), r"decay=\.\.\.\) must be above 0 and at most 1, not 0\.0"),
+        (lambda: ErrorFeedback(Int8(), decay=1.5), r"decay=\.\.\.\) must be above 0 and at most 1, not 1\.5"),
+        (lambda: ErrorFeedback(Int8(), reset_every=0), r"reset_every=\.\.\.\) is at least 1, or None, not 0"),
+        (lambda: CommunicationPolicy(all_gather=ErrorFeedback(Int8())), "parameters are sent anew each time"),  # type: ignore[arg-type]
+        (lambda: CommunicationPolicy(reduce_scatter="int8"), r"reduce_scatter=\.\.\.\) takes a codec, with methods"),  # type: ignore[arg-type]
+        (lambda: CommunicationPolicy(all_reduce=ErrorFeedback(3)), r"all_reduce=\.\.\.\) takes a codec, .*, not 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_nonsense_is_refused(make: object, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()  # type: ignore[operator]
