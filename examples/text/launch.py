@@ -32,8 +32,9 @@ def launch(run: Callable[[], int], make_parser: Callable[[], argparse.ArgumentPa
         if dist.get_rank() == 0:
             print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
         code = 2
-    # torchrun stops all ranks once one has failed, so they leave together, after rank 0 has spoken.
-    dist.all_reduce(torch.zeros(1))
+    # torchrun stops all ranks once one has failed, so they leave together, after rank 0 has spoken. Not with a
+    # collective on a tensor: gloo's thread may let go of it only when Python is ending, which aborts the process.
+    dist.barrier()
     dist.destroy_process_group()
     return code
 
