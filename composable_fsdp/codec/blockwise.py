@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from composable_fsdp.codec.fused import fused
 from composable_fsdp.codec.hadamard import check_rotatable, hadamard_
 from composable_fsdp.codec.scales import (
     check_block,
@@ -48,10 +49,16 @@ class Int8:
     def __post_init__(self) -> None:
         _check(self.block, self.rotate)
 
+    @property
+    def compiles(self) -> bool:
+        """The stages of a rotation, unrolled, keep the compiler busy for minutes."""
+        return not self.rotate
+
     def payload_bytes(self, numel: int) -> int:
         """Bytes of a row of ``numel`` elements."""
         return payload_size(_sent(numel, self), num_blocks(numel, self.block))
 
+    @fused
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8."""
         integers, scales = _quantize(rows, self, 127)
@@ -60,6 +67,7 @@ class Int8:
         payload[:, :sent].view(torch.int8).copy_(integers)
         return payload
 
+    @fused
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         """``(num_rows, numel)`` fp32 of what :meth:`encode` made, which may be strided along dim 0."""
         sent = _sent(numel, self)
@@ -81,10 +89,16 @@ class Int4:
     def __post_init__(self) -> None:
         _check(self.block, self.rotate)
 
+    @property
+    def compiles(self) -> bool:
+        """The stages of a rotation, unrolled, keep the compiler busy for minutes."""
+        return not self.rotate
+
     def payload_bytes(self, numel: int) -> int:
         """Bytes of a row of ``numel`` elements."""
         return payload_size(_half(_sent(numel, self)), num_blocks(numel, self.block))
 
+    @fused
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8."""
         integers, scales = _quantize(rows, self, 7)
@@ -98,6 +112,7 @@ class Int4:
         packed[:, : high.size(1)].bitwise_or_(high.add_(8).view(torch.uint8).bitwise_left_shift_(4))
         return payload
 
+    @fused
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         """``(num_rows, numel)`` fp32 of what :meth:`encode` made, which may be strided along dim 0."""
         sent = _sent(numel, self)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from composable_fsdp.codec.fused import fused
 from composable_fsdp.codec.scales import (
     check_block,
     empty_payload,
@@ -56,6 +57,7 @@ class Float8:
         """Bytes of a row of ``numel`` elements."""
         return payload_size(numel, num_blocks(numel, self._block(numel)))
 
+    @fused
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8."""
         numel = rows.size(1)
@@ -65,6 +67,7 @@ class Float8:
         payload[:, :numel].view(torch.float8_e4m3fn).copy_(scaled_down(rows, scales, block))
         return payload
 
+    @fused
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         """``(num_rows, numel)`` fp32 of what :meth:`encode` made, which may be strided along dim 0."""
         block = self._block(numel)

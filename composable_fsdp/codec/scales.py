@@ -58,7 +58,12 @@ def scaled_down(rows: torch.Tensor, scales: torch.Tensor, block: int) -> torch.T
     divisors = torch.where(scales > 0, scales, torch.inf)
     parts = zip(_blocks(rows, block), _columns(divisors, rows, block), _blocks(out, block), strict=True)
     for values, divisor, part in parts:
-        torch.div(values, divisor, out=part)
+        if (
+            torch.compiler.is_compiling()
+        ):  # which fuses what it can see as a value, and cannot write to views by ``out``
+            part.copy_(values / divisor)
+        else:
+            torch.div(values, divisor, out=part)
     return out.nan_to_num_(nan=0.0)
 
 

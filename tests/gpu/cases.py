@@ -17,7 +17,18 @@ from torch.distributed import fsdp as peer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ParameterError, fully_shard
+from composable_fsdp import (
+    Cast,
+    CommunicationPolicy,
+    CPUOffloadPolicy,
+    ErrorFeedback,
+    Float8,
+    Int4,
+    Int8,
+    MixedPrecisionPolicy,
+    ParameterError,
+    fully_shard,
+)
 from composable_fsdp.trace import Recorder
 from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
 from tests.ranks._models import TASKS, shard_layers
@@ -131,6 +142,39 @@ def watch_memory() -> None:
         assert torch.cuda.memory_allocated() - before < shards + slack, "after backward"
         model.zero_grad()
         assert torch.cuda.memory_allocated() - before < slack, "after zero_grad"
+
+
+CODECS = (Int8(), Int8(rotate=True), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
+
+
+def encode_as_on_cpu(device: str) -> None:
+    """Both sides of every codec, with CPU as the oracle: a division may differ in its last bit, no value by a step."""
+    rows = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 8, 5000)
+    rows[2, 7] = torch.nan
+    for codec in CODECS:
+        expected, payload = codec.encode(rows), codec.encode(rows.to(device))
+        assert (payload.cpu() != expected).float().mean() < 1e-3, codec
+        values = codec.decode(expected.to(device), rows.size(1)).cpu()
+        torch.testing.assert_close(values, codec.decode(expected, rows.size(1)), equal_nan=True, msg=repr(codec))
+
+
+def train_encoded(device: str) -> None:
+    """Parameters and gradients through codecs, next to a run without, with streams that overlap."""
+    mesh, rank, task = mesh_on(device), dist.get_rank(), TASKS["transformer"]
+    policy = CommunicationPolicy(Int8(), ErrorFeedback(Int8()), min_numel=64)
+    last = []
+    for chosen in (None, policy):
+        model = shard_layers(task.build(), fully_shard, mesh=mesh, comm_policy=chosen)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        batch = tuple(t.to(device) for t in task.batch_of(0, rank))
+        losses = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            losses.append(task.loss(model, batch))
+            losses[-1].backward()
+            optimizer.step()
+        last.append(losses[-1].item())
+    assert abs(last[1] - last[0]) < 0.05 * abs(last[0]), last
 
 
 def step_without_host_waiting(reshard_after_forward: bool | None) -> None:

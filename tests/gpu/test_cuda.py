@@ -67,3 +67,15 @@ def test_no_full_parameter_stays_in_device_memory(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_host_does_not_wait_for_the_device_in_a_step(world_size: int, reshard_after_forward: bool) -> None:
     run_ranks(cases.step_without_host_waiting, world_size, reshard_after_forward, timeout=180)
+
+
+@pytest.mark.behaviour("E-08")
+@needs(1)
+def test_codecs_on_cuda_agree_with_cpu() -> None:
+    run_ranks(cases.encode_as_on_cpu, 1, "cuda", timeout=300)
+
+
+@pytest.mark.behaviour("E-08", "E-09")
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_encoded_parameters_and_gradients_train_on_cuda(world_size: int) -> None:
+    run_ranks(cases.train_encoded, world_size, "cuda", timeout=300)

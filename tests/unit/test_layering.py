@@ -22,7 +22,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("policy",),
     ("trace",),
     ("lifecycle",),
-    ("codec.hadamard", "codec.protocol", "codec.scales"),
+    ("codec.fused", "codec.hadamard", "codec.protocol", "codec.scales"),
     ("codec.blockwise", "codec.cast", "codec.float8"),
     ("codec.feedback",),
     ("codec.encoder",),

@@ -1,0 +1,44 @@
+"""Codecs on accelerators: one or two kernels where eager mode takes a dozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import TypeVar, cast
+
+import torch
+from torch.utils._triton import has_triton
+
+__all__ = ["fused"]
+
+Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
+
+
+def fused(method: Method) -> Method:
+    """A codec's ``encode`` or ``decode``: as written on CPU, through ``torch.compile`` where Triton is at hand.
+
+    The first message of a codec on an accelerator waits for the compiler. What is compiled may differ from eager mode
+    in the last bit of a division, alike on all ranks. ``TORCHDYNAMO_DISABLE=1`` turns it off, as all of compilation.
+    A codec that has an attribute ``compiles`` which is false runs as written.
+    """
+
+    @wraps(method)
+    def call(codec: object, tensor: torch.Tensor, *rest: object) -> torch.Tensor:
+        compiles = getattr(codec, "compiles", True) and _is_compiled_for(tensor.device.type)
+        return (_compiled(method) if compiles else method)(codec, tensor, *rest)
+
+    return cast(Method, call)
+
+
+@lru_cache(maxsize=1)
+def _compilable() -> bool:
+    return has_triton()
+
+
+def _is_compiled_for(device_type: str) -> bool:
+    return device_type not in ("cpu", "meta") and _compilable()
+
+
+@lru_cache(maxsize=64)
+def _compiled(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(method, dynamic=True)
