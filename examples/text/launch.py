@@ -34,7 +34,8 @@ def launch(run: Callable[[], int], make_parser: Callable[[], argparse.ArgumentPa
         code = 2
     # torchrun stops all ranks once one has failed, so they leave together, after rank 0 has spoken. Not with a
     # collective on a tensor: gloo's thread may let go of it only when Python is ending, which aborts the process.
-    dist.barrier()
+    # And on gloo, since ranks that found no usable device can not meet on one.
+    dist.barrier(dist.new_group(backend="gloo"))
     dist.destroy_process_group()
     return code
 
