@@ -10,7 +10,7 @@ from torch import nn
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policy import ReshardKind
-from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.assemble import ROOT_NAME, iteration_of
 from composable_fsdp.runtime.bucket import AnyBucket
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.traffic import (
@@ -81,8 +81,8 @@ def communication_report(model: nn.Module) -> CommunicationReport:
 
     Worked out from the groups as they are now, without communicating. All-gathers and reduce-scatters count once per
     rank that is not the sender, all-reduces twice, as ring algorithms send them. What tensors with hooks send counts
-    from their first gather or reduction on. Gathers of activation checkpointing and of methods called besides, and
-    microbatches, do not count.
+    from their first gather or reduction on. Gathers for modules that borrow parameters of another group, for activation
+    checkpointing and for methods called besides, and microbatches, do not count.
 
     Args:
         model: the outermost sharded module, or one that contains it.
@@ -90,25 +90,29 @@ def communication_report(model: nn.Module) -> CommunicationReport:
     Raises:
         ConfigurationError: no module in it is sharded.
     """
-    rows = (row for unit in units_of(model) for row in _rows(unit))
+    rows = (row for name, unit in units_of(model) for row in _rows(name, unit))
     return CommunicationReport(tuple(row for row in rows if row.plain_bytes))
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    """All units, in the order of modules, each once and with its name.
+def units_of(model: nn.Module) -> list[tuple[str, Unit]]:
+    """All units, in the order of modules, each once and with its place in ``model``, which may hold several roots.
 
     Raises:
         ConfigurationError: there is none.
     """
-    units = list(dict.fromkeys(unit for module in model.modules() if (unit := find_unit(module)) is not None))
-    if not units:
+    places: dict[Unit, list[str]] = {}
+    for name, module in model.named_modules():
+        unit = find_unit(module)
+        if unit is not None:
+            places.setdefault(unit, []).append(name)
+    if not places:
         raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
-    for unit in units:  # from the outside in, so that the outermost names those within it
+    for unit in places:  # from the outside in, so that the outermost is the root of those within it
         iteration_of(unit)
-    return units
+    return [(", ".join(filter(None, names)) or ROOT_NAME, unit) for unit, names in places.items()]
 
 
-def _rows(unit: Unit) -> Iterator[CommunicationRow]:
+def _rows(name: str, unit: Unit) -> Iterator[CommunicationRow]:
     kind = unit.reshard.kind
     if kind is ReshardKind.AUTO:
         kind = ReshardKind.NEVER if iteration_of(unit).root is unit else ReshardKind.ALWAYS
@@ -117,16 +121,18 @@ def _rows(unit: Unit) -> Iterator[CommunicationRow]:
     def shard(channel: Channel) -> int:
         return channel.axes.shard.size
 
-    yield _row(unit, "all-gather", 2 if kind is ReshardKind.ALWAYS else 1, gather_traffic, shard)
-    if kind is ReshardKind.SMALLER:
+    times = 2 if kind is ReshardKind.ALWAYS and unit.unshard_in_backward else 1
+    yield _row(name, unit, "all-gather", times, gather_traffic, shard)
+    if kind is ReshardKind.SMALLER and unit.unshard_in_backward:
         in_part = partial(smaller_gather_traffic, size=smaller)
-        yield _row(unit, "all-gather (smaller mesh)", 1, in_part, lambda channel: min(smaller, shard(channel)))
+        yield _row(name, unit, "all-gather (smaller mesh)", 1, in_part, lambda channel: min(smaller, shard(channel)))
     if unit.group.plan.num_trainable:
-        yield _row(unit, "reduce-scatter", 1, reduce_traffic, shard)
-        yield _row(unit, "all-reduce", 1, all_reduce_traffic, lambda channel: channel.replicate.size)
+        yield _row(name, unit, "reduce-scatter", 1, reduce_traffic, shard)
+        yield _row(name, unit, "all-reduce", 1, all_reduce_traffic, lambda channel: channel.replicate.size)
 
 
 def _row(
+    name: str,
     unit: Unit,
     direction: str,
     times: int,
@@ -138,4 +144,4 @@ def _row(
         size, traffic = size_of(channel), traffic_of(buckets)
         sent += times * traffic.bytes * (size - 1) // size
         plain += times * traffic.plain_bytes * (size - 1) // size
-    return CommunicationRow(unit.name, direction, times, sent, plain)
+    return CommunicationRow(name, direction, times, sent, plain)

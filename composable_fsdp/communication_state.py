@@ -23,8 +23,8 @@ class CommunicationState:
 
     Has the methods of ``torch.distributed.checkpoint``'s ``Stateful``, so that it is saved and loaded along with the
     rest: ``dcp.save({"model": ..., "optimizer": ..., "communication": CommunicationState(model)})``. What a rank keeps
-    is about its own gradients, so it can be loaded only on as many ranks as it was saved on; on others leave it out,
-    and what one step lost is all that is missing.
+    is about its own gradients, so it can be loaded only on as many ranks as it was saved on; on others ``dcp.load``
+    tells of a size mismatch. Leave it out there: what one step lost is all that is missing.
 
     Args:
         model: the outermost sharded module, or one that contains it.
@@ -37,8 +37,9 @@ class CommunicationState:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """By group, bucket and leg: ``residual``, a uint8 ``DTensor`` of ``(all ranks' rows, bytes)`` sharded on dim 0
-        over all ranks of the parameters' mesh, and ``rounds``, the steps that it is made of.
+        """By leg of the first of the parameters that are encoded together: ``residual``, a uint8 ``DTensor`` of ``(all
+        ranks' rows, bytes)`` sharded on dim 0 over all ranks of the parameters' mesh, and ``rounds``, the steps that it
+        is made of.
         """
         return {
             name: {"residual": _as_dtensor(encoder.residual(bucket.scatter.device), _mesh(bucket)), "rounds": rounds}
@@ -74,11 +75,19 @@ class CommunicationState:
             encoder.restore(found[name], int(state_dict[name]["rounds"]))
 
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
-        for unit in units_of(self._model):
-            for index, bucket in enumerate(unit.group.buckets):
+        places = {module: name for name, module in self._model.named_modules()}
+        for unit_name, unit in units_of(self._model):
+            for bucket in unit.group.buckets:
+                name = _name(bucket, places) or unit_name
                 for leg, encoder in bucket.scatter.encoders.items():
                     if encoder.remembers and encoder.numel:
-                        yield f"{unit.name}.{index}.{leg}", bucket, encoder
+                        yield f"{name}.{leg}", bucket, encoder
+
+
+def _name(bucket: AnyBucket, places: Mapping[nn.Module, str]) -> str | None:
+    """That of the first of its parameters: no other bucket has it, nor has another stage of a pipeline."""
+    owned = ((places[m], name) for p in bucket.parameters for m, name in p.owners if m in places)
+    return next((f"{place}.{name}" if place else name for place, name in owned), None)
 
 
 def _mesh(bucket: AnyBucket) -> DeviceMesh:

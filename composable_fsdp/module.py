@@ -191,6 +191,8 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_reduce_scatter(self, comm: object) -> None:
         """Lets ``comm`` move the bytes of this module's reduce-scatters over its shard axis.
 
+        Gradients with a codec or hooks of their own are exchanged instead, and do not go through ``comm``.
+
         Args:
             comm: as for :meth:`set_custom_all_gather`; ``allocate`` gives the input, the call also has keyword ``op``.
         """
@@ -260,7 +262,7 @@ class FSDPModule(TorchFSDPModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """An independent sharded module with the same values: parameters, gradients, buffers, choices.
 
-        Gradients that were accumulated and not delivered yet do not come along.
+        Gradients that were accumulated and not delivered yet, and what ``ErrorFeedback`` remembers, do not come along.
         """
         assert isinstance(self, nn.Module)
         return copy_sharded(self, memo)

@@ -9,13 +9,11 @@ import torch
 
 from composable_fsdp.codec.cast import Cast
 from composable_fsdp.codec.encoder import GradientCodec
-from composable_fsdp.codec.feedback import ErrorFeedback
-from composable_fsdp.codec.protocol import Codec, resolve_codec
+from composable_fsdp.codec.feedback import ErrorFeedback, without_feedback
+from composable_fsdp.codec.protocol import Codec, check_codec, resolve_codec
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["EXACT", "PLAIN", "CommunicationPolicy", "GradientCodecs"]
-
-_METHODS = ("payload_bytes", "encode", "decode")
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,9 @@ class CommunicationPolicy:
                 "time, so no error piles up. Give the codec alone."
             )
         for name in ("all_gather", "reduce_scatter", "all_reduce"):
-            chosen = getattr(self, name)
-            codec = chosen.codec if isinstance(chosen, ErrorFeedback) else chosen
-            if codec is not None and not all(callable(getattr(codec, method, None)) for method in _METHODS):
-                raise ConfigurationError(
-                    f"CommunicationPolicy({name}=...) takes a codec, with methods {', '.join(_METHODS)}, not {codec!r}."
-                )
+            codec = without_feedback(getattr(self, name))
+            if codec is not None:
+                check_codec(f"CommunicationPolicy({name}=...)", codec)
 
 
 @dataclass(frozen=True, slots=True)

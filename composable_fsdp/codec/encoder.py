@@ -106,13 +106,18 @@ class Encoder:
 
     def _residual_for(self, device: torch.device) -> _Residual | None:
         if self._feedback is not None and self._residual is None:
-            nothing = torch.zeros(1, self.numel, dtype=torch.float32, device=device)
-            self._residual = _Residual(self._feedback.keep.encode(nothing).repeat(self.num_rows, 1))
+            self._residual = _Residual(self._nothing(self._feedback, device).repeat(self.num_rows, 1))
         return self._residual
+
+    def _nothing(self, feedback: ErrorFeedback, device: torch.device) -> torch.Tensor:
+        """A row of zeros as it rests."""
+        return feedback.keep.encode(torch.zeros(1, self.numel, dtype=torch.float32, device=device))
 
     def _count_round(self) -> None:
         if self._feedback is None or self._residual is None:
             return
         self._residual.rounds += 1
         if self._residual.rounds == self._feedback.reset_every:
-            self._residual = None
+            # In place: one that was restored is memory of another stream, which might take it while this one reads.
+            self._residual.rows.copy_(self._nothing(self._feedback, self._residual.rows.device))
+            self._residual.rounds = 0

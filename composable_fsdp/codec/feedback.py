@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from composable_fsdp.codec.blockwise import Int8
-from composable_fsdp.codec.protocol import Codec, resolve_codec
+from composable_fsdp.codec.protocol import Codec, check_codec, resolve_codec
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["ErrorFeedback"]
+__all__ = ["ErrorFeedback", "without_feedback"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,9 @@ class ErrorFeedback:
     Karimireddy et al. 2019, arXiv:1901.09847). A residual that is not finite, after an overflow, is dropped.
 
     The residual of a reduce-scatter is as large as the group's full gradients, on each rank, times what ``keep`` makes
-    of a value: with the default a byte and 4 per block of 256. It begins anew where ``requires_grad`` changes. To save
-    it with a checkpoint see :class:`composable_fsdp.CommunicationState`.
+    of a value: with the default a byte and 4 per block of 256. It begins anew where ``requires_grad`` changes, where
+    local tensors are replaced (``to``, ``to_empty``, loading with ``assign``) and in copies of the module. To save it
+    with a checkpoint see :class:`composable_fsdp.CommunicationState`.
 
     Args:
         codec: how the sum of both travels.
@@ -39,6 +40,8 @@ class ErrorFeedback:
     def __post_init__(self) -> None:
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigurationError("ErrorFeedback takes a codec without error feedback of its own.")
+        check_codec("ErrorFeedback(codec=...)", self.codec)
+        check_codec("ErrorFeedback(keep=...)", self.keep)
         if not 0 < self.decay <= 1:
             raise ConfigurationError(f"ErrorFeedback(decay=...) must be above 0 and at most 1, not {self.decay!r}.")
         if self.reset_every is not None and self.reset_every < 1:
@@ -46,4 +49,9 @@ class ErrorFeedback:
 
     def for_parameter(self, shape: Sequence[int]) -> ErrorFeedback:
         """The same for a parameter whose piece on a rank has this shape."""
-        return replace(self, codec=resolve_codec(self.codec, shape))
+        return replace(self, codec=resolve_codec(self.codec, shape), keep=resolve_codec(self.keep, shape))
+
+
+def without_feedback(codec: Codec | ErrorFeedback | None) -> Codec | None:
+    """What travels."""
+    return codec.codec if isinstance(codec, ErrorFeedback) else codec

@@ -36,8 +36,9 @@ class Float8:
     Args:
         block: elements per scale; ``None`` is one scale for all that a rank sends in one message.
         per_row: one scale for each row of the parameter, which is what one index of its first dim selects; a parameter
-            of one dim is one row. Such a codec encodes nothing before :meth:`for_parameter` has told it how long a row
-            is. Not together with ``block``.
+            of one dim is one row. Over the replicate axis pieces begin anywhere, and a scale is for as many elements
+            as a row has. Such a codec encodes nothing before :meth:`for_parameter` has told it how long a row is. Not
+            together with ``block``.
     """
 
     block: int | None = None

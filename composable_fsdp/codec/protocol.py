@@ -7,7 +7,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Codec", "CodecPerParameter", "resolve_codec"]
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = ["Codec", "CodecPerParameter", "check_codec", "resolve_codec"]
+
+_METHODS = ("payload_bytes", "encode", "decode")
 
 
 class Codec(Protocol):
@@ -23,7 +27,10 @@ class Codec(Protocol):
         ...
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8, contiguous."""
+        """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8, contiguous.
+
+        ``rows`` may be the parameters themselves: they must not be changed.
+        """
         ...
 
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
@@ -46,3 +53,16 @@ class CodecPerParameter(Protocol):
 def resolve_codec(codec: Codec, shape: Sequence[int]) -> Codec:
     """The codec with which a parameter travels whose piece on a rank has this shape."""
     return codec.for_parameter(shape) if isinstance(codec, CodecPerParameter) else codec
+
+
+def check_codec(what: str, codec: object) -> None:
+    """Raises ``ConfigurationError`` unless ``codec``, given as ``what``, has what a codec needs."""
+    if isinstance(codec, type) or not all(callable(getattr(codec, method, None)) for method in _METHODS):
+        raise ConfigurationError(f"{what} takes a codec, with methods {', '.join(_METHODS)}, not {codec!r}.")
+    try:
+        hash(codec)
+    except TypeError:
+        raise ConfigurationError(
+            f"{what} takes a codec that can be hashed, as parameters with equal codecs travel together, which "
+            f"{type(codec).__name__} cannot: make it a frozen dataclass."
+        ) from None

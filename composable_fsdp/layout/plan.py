@@ -30,6 +30,7 @@ class ParameterSpec:
         codec: how its shards travel, if not in ``compute_dtype``.
         gradient_codecs: how its gradient travels, if not in ``reduce_dtype``.
         gradient_extended: its local tensor decides by itself how its gradient travels.
+        alone: nothing else may be encoded together with it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ParameterSpec:
     codec: Codec | None = None
     gradient_codecs: GradientCodecs = PLAIN
     gradient_extended: bool = False
+    alone: bool = False
 
     @property
     def bucket_key(self) -> BucketKey:
@@ -58,11 +60,12 @@ class ParameterSpec:
             self.compute_dtype,
             self.reduce_dtype,
             self.gradient_dtype,
+            self.name if self.alone else "",
         )
 
 
 BucketKey: TypeAlias = tuple[
-    int, bool, Codec | None, GradientCodecs, bool, torch.dtype, torch.dtype, torch.dtype, torch.dtype
+    int, bool, Codec | None, GradientCodecs, bool, torch.dtype, torch.dtype, torch.dtype, torch.dtype, str
 ]
 
 

@@ -14,7 +14,7 @@ from composable_fsdp.runtime.iteration import Iteration, note_optimizer_step
 from composable_fsdp.runtime.parameter import find_taken, find_unsharded
 from composable_fsdp.runtime.unit import Unit, find_unit
 
-__all__ = ["assemble", "iteration_of", "watch_optimizers"]
+__all__ = ["ROOT_NAME", "assemble", "iteration_of", "watch_optimizers"]
 
 ROOT_NAME = "root"
 

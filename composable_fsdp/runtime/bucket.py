@@ -61,6 +61,10 @@ class AnyBucket(Protocol):
         """What this rank sends besides, from where it lies."""
         ...
 
+    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+        """The same two of a gather from a smaller mesh, from slices in which nothing is encoded."""
+        ...
+
     def follow(self, plan: BucketPlan) -> None: ...
 
     def allocate(self) -> None: ...
@@ -126,6 +130,14 @@ class Bucket:
     def direct_bytes(self) -> int:
         layout = self.plan.gather
         return 0 if self.plan.aliased else sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
+
+    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+        """Of each payload, and of what travels direct, where a gather comes from a smaller mesh."""
+        if self.plan.aliased:
+            return [], 0
+        layout = plan_smaller(self.plan, num_shards, direct_bytes)
+        direct = sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
+        return [layout.packed_numel * self._itemsize] if layout.packed_numel else [], direct
 
     @property
     def _itemsize(self) -> int:

@@ -89,6 +89,11 @@ class ExtendedBucket:
     def direct_bytes(self) -> int:
         return 0
 
+    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+        """Of each input, known once they were gathered; nothing travels direct."""
+        outputs = [output for gathered in self._gathered for output in gathered.outputs]
+        return [-(-output.numel() // num_shards) * output.itemsize for output in outputs], 0
+
     def follow(self, plan: BucketPlan) -> None:
         """Takes over a plan that differs only in which parameters are trainable."""
         self.plan = plan

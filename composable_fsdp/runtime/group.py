@@ -339,6 +339,7 @@ class ParameterGroup:
             parameter.drop_gradient()
         for bucket in self.buckets:
             bucket.scatter.drop_partial()
+        self._pending_partial = None  # complete by now, or ended by an exception, which waiting again would repeat
         self._advance_gradients(GradientOperation.DROP)
 
     def _advance_gradients(self, operation: GradientOperation) -> GradientState:

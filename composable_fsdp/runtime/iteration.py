@@ -314,8 +314,7 @@ class Iteration:
         reduction = group.reduce(self.lanes, partial=unit.keeps_partial)
         if reduction is None:
             return
-        for earlier in self._reductions:
-            earlier.start()
+        self._start_reductions()
         self._reductions.append(reduction)
         while len(self._reductions) > self._reductions_limit:
             self._reductions.popleft().complete()
@@ -324,10 +323,18 @@ class Iteration:
 
     def drain(self) -> None:
         """Completes everything in flight: afterwards all reduced gradients are set."""
-        for reduction in self._reductions:
-            reduction.start()
+        self._start_reductions()
         while self._reductions:
             self._reductions.popleft().complete()
+
+    def _start_reductions(self) -> None:
+        """Launches what had to wait for a first stage. One that raises, in a codec say, is gone: recovery would only
+        raise again.
+        """
+        for _ in range(len(self._reductions)):
+            reduction = self._reductions.popleft()
+            reduction.start()
+            self._reductions.append(reduction)
 
     def reset(self) -> None:
         """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced."""

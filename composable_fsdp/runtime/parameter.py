@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.codec.choice import CommunicationPolicy, GradientCodecs
-from composable_fsdp.codec.protocol import Codec, resolve_codec
+from composable_fsdp.codec.feedback import without_feedback
+from composable_fsdp.codec.protocol import Codec, CodecPerParameter, resolve_codec
 from composable_fsdp.errors import ParameterError
+from composable_fsdp.layout.bucket import ALIGNMENT_BYTES
 from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.sharding import ParameterSharding
 
@@ -139,6 +141,15 @@ class ShardedParameter:
             chosen.reduce_scatter if self._is_encoded and axes.shard.size > 1 else None,
             chosen.all_reduce if self._is_encoded and axes.replicate.size > 1 else None,
         ).for_parameter(self._largest_shard)
+
+    @property
+    def travels_alone(self) -> bool:
+        """Whether a codec that counts rows would lose step behind it in a message, where it is filled up with zeros."""
+        chosen = self.communication
+        codecs = (chosen.all_gather, *map(without_feedback, (chosen.reduce_scatter, chosen.all_reduce)))
+        if not self._is_encoded or not any(isinstance(codec, CodecPerParameter) for codec in codecs):
+            return False
+        return prod(self._largest_shard) % ALIGNMENT_BYTES != 0
 
     @property
     def _largest_shard(self) -> tuple[int, ...]:

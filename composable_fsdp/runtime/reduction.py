@@ -67,7 +67,7 @@ class _Legs:
         self._jobs = jobs
         self._device = device
         self._hook = hook
-        parcels = [(job.bucket.channel.scatter, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
+        parcels = [(job.bucket.channel.exchange, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
         self._scatters = self._exchange(parcels)
         self._sums: list[Exchange] = []
         self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []

@@ -152,7 +152,8 @@ class GradientScatter:
         """What is added up where it arrives."""
         layout = self.plan.reduce
         flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        self._flag(flags.unsqueeze(0), present)
+        # What fills their width up too: hooks of users get to see it.
+        self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
         if not self.plan.gradient_extended:
             take = partial(self._message, gradients)
             return EncodedParcel(self.encoders["shard"], take, output[: layout.gradient_numel], flags)
@@ -161,7 +162,10 @@ class GradientScatter:
         return HookedParcel([self._extensions[i] for i in layout.indices], rows, places, flags)
 
     def _message(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
-        """``(num_shards, gradient_numel)``, each rank's part of ``gradients``, which are let go."""
+        """``(num_shards, gradient_numel)``, each rank's part of ``gradients``, which are let go.
+
+        So not for a lane, which might still read when the stream of backward writes to their memory again.
+        """
         layout = self.plan.reduce
         make = torch.zeros if layout.has_padding else torch.empty
         message = make(self._shard.size, layout.gradient_numel, dtype=self.plan.sum_dtype, device=self.device)

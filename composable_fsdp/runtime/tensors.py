@@ -218,6 +218,7 @@ class GroupTensors:
                     codec=p.gather_codec if p in encodable and p not in self._extensions else None,
                     gradient_codecs=codecs,
                     gradient_extended=extended,
+                    alone=p in encodable and p.travels_alone,
                 )
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))

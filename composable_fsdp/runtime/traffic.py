@@ -29,20 +29,26 @@ def gather_traffic(buckets: Sequence[AnyBucket]) -> Traffic:
     total = 0
     for channel, members in by_channel(buckets):
         payloads = [nbytes for bucket in members for nbytes in bucket.payload_bytes]
-        packed = sum(payloads) if len(payloads) == 1 else sum(map(aligned_bytes, payloads))
-        total += channel.axes.shard.size * (packed + sum(bucket.direct_bytes for bucket in members))
+        total += channel.axes.shard.size * (_packed(payloads) + sum(bucket.direct_bytes for bucket in members))
     return Traffic(total, sum(bucket.plan.wire_bytes for bucket in buckets))
 
 
 def smaller_gather_traffic(buckets: Sequence[AnyBucket], size: int) -> Traffic:
     """Of the all-gather over ``size`` neighbouring ranks, from slices in which nothing is encoded."""
-    total = 0
-    for bucket in buckets:
-        num_shards = min(size, bucket.channel.axes.shard.size)
-        if not bucket.plan.aliased:
-            layout = plan_smaller(bucket.plan, num_shards, bucket.channel.gather.direct_bytes)
-            total += layout.wire_numel * bucket.plan.compute_dtype.itemsize
-    return Traffic(total, total)
+    total = plain = 0
+    for channel, members in by_channel(buckets):
+        num_shards, direct_from = min(size, channel.axes.shard.size), channel.axes.shard.direct_bytes
+        slices = [bucket.smaller_bytes(num_shards, direct_from) for bucket in members]
+        payloads = [nbytes for of_bucket, _ in slices for nbytes in of_bucket]
+        total += num_shards * (_packed(payloads) + sum(direct for _, direct in slices))
+        for plan in (bucket.plan for bucket in members if not bucket.plan.aliased):
+            plain += plan_smaller(plan, num_shards, direct_from).wire_numel * plan.compute_dtype.itemsize
+    return Traffic(total, plain)
+
+
+def _packed(payloads: Sequence[int]) -> int:
+    """Bytes of the message that holds them: a single one is sent from where it lies."""
+    return sum(payloads) if len(payloads) == 1 else sum(map(aligned_bytes, payloads))
 
 
 def reduce_traffic(buckets: Sequence[AnyBucket]) -> Traffic:

@@ -324,7 +324,7 @@ def save_and_load(folder: str) -> None:
     dcp.load({"communication": CommunicationState(other)}, checkpoint_id=folder)
     saved, loaded = (CommunicationState(each).state_dict() for each in (model, other))
     assert {name: entry["rounds"] for name, entry in loaded.items()} == dict.fromkeys(saved, 3)
-    for name in ("0.0.shard", "2.0.shard"):
+    for name in ("0.weight.shard", "2.weight.shard"):
         assert torch.equal(loaded[name]["residual"].to_local(), saved[name]["residual"].to_local())
     fresh = sharded(build(), policy)
     results = []
@@ -337,13 +337,13 @@ def save_and_load(folder: str) -> None:
     plain = sharded(build(), None)
     assert CommunicationState(plain).state_dict() == {}
     with pytest.raises(
-        ConfigurationError, match=r"another model or other codecs: missing \[\], unexpected \['0\.0\.sh"
+        ConfigurationError, match=r"another model or other codecs: missing \[\], unexpected \['0\.weight\.sh"
     ):
         CommunicationState(plain).load_state_dict(saved)
-    entry = saved["0.0.shard"]
-    cut = saved | {"0.0.shard": {"residual": entry["residual"].to_local()[:1], "rounds": 1}}
+    entry = saved["0.weight.shard"]
+    cut = saved | {"0.weight.shard": {"residual": entry["residual"].to_local()[:1], "rounds": 1}}
     with pytest.raises(
-        ConfigurationError, match=r"of '0\.0\.shard' has shape .* only on as many ranks, and with the s"
+        ConfigurationError, match=r"of '0\.weight\.shard' has shape .* only on as many ranks, and with the s"
     ):
         CommunicationState(other).load_state_dict(cut)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given
@@ -110,6 +113,20 @@ def test_a_restored_encoder_goes_on_as_the_one_that_was_saved() -> None:
         assert torch.equal(encoded(encoder, values(2, 100, step)), encoded(restored, values(2, 100, step)))
 
 
+def test_what_is_kept_may_depend_on_the_parameter_too() -> None:
+    codec = ErrorFeedback(Int4(), keep=Float8(per_row=True)).for_parameter((3, 7))
+    assert codec == ErrorFeedback(Int4(), keep=Float8(block=7))
+
+
+@dataclass
+class Unhashable:
+    """Compares by value and may be changed."""
+
+    payload_bytes = Int8.payload_bytes
+    encode = Int8.encode
+    decode = Int8.decode
+
+
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -120,7 +137,13 @@ def test_a_restored_encoder_goes_on_as_the_one_that_was_saved() -> None:
         (lambda: ErrorFeedback(Int8(), reset_every=0), r"reset_every=\.\.\.\) is at least 1, or None, not 0"),
         (lambda: CommunicationPolicy(all_gather=ErrorFeedback(Int8())), "parameters are sent anew each time"),  # type: ignore[arg-type]
         (lambda: CommunicationPolicy(reduce_scatter="int8"), r"reduce_scatter=\.\.\.\) takes a codec, with methods"),  # type: ignore[arg-type]
-        (lambda: CommunicationPolicy(all_reduce=ErrorFeedback(3)), r"all_reduce=\.\.\.\) takes a codec, .*, not 3"),  # type: ignore[arg-type]
+        (lambda: CommunicationPolicy(all_gather=Int8), r"all_gather=\.\.\.\) takes a codec, .*, not <class"),  # type: ignore[arg-type]
+        (
+            lambda: CommunicationPolicy(all_reduce=cast(Any, Unhashable())),
+            r"hashed, .* Unhashable cannot: make it a frozen datac",
+        ),
+        (lambda: ErrorFeedback(3), r"ErrorFeedback\(codec=\.\.\.\) takes a codec, .*, not 3"),  # type: ignore[arg-type]
+        (lambda: ErrorFeedback(Int8(), keep=ErrorFeedback(Int8())), r"keep=\.\.\.\) takes a codec, .*, not ErrorF"),  # type: ignore[arg-type]
     ],
 )
 def test_nonsense_is_refused(make: object, message: str) -> None:
