@@ -6,7 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
-TRAIN = $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_text.py --verify --overwrite
+TORCHRUN = $(BIN)/torchrun --standalone --nproc-per-node 2
+TRAIN = $(TORCHRUN) examples/train_text.py --verify --overwrite
 
 # Several ranks share the cores of one machine: one thread each, or they fight over them.
 export OMP_NUM_THREADS ?= 1
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short test check format docs behaviours clean
+.PHONY: help install demo demo-short quantized test check format docs behaviours clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -36,6 +37,9 @@ demo: $(READY) ## train a small model on real text on 2 ranks, and check it agai
 
 demo-short: $(READY) ## the same in few steps
 	$(TRAIN) --out runs/demo-short --steps 60 $(DEMO_ARGS)
+
+quantized: $(READY) ## train that model with parameters and gradients encoded, and compare (QUANTIZED_ARGS=...)
+	$(TORCHRUN) examples/quantized_text.py --overwrite --out runs/quantized $(QUANTIZED_ARGS)
 
 test: $(READY) ## run the tests (TEST_ARGS=... goes to pytest)
 	$(BIN)/python -m pytest $(TEST_ARGS)

@@ -9,7 +9,6 @@ checks hold, 1 if one does not, and 2 if it could not start.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from text.checkpoints import Checkpoints
 from text.data import Corpus, load_corpus
+from text.launch import choose_device, launch
 from text.options import Options, UsageError, make_parser, parse_options
 from text.report import Reporter, outcome, progress_text
 from text.sharding import build_sharded_model, compute_dtype, groups_of, make_mesh
@@ -49,63 +49,9 @@ class Run:
         return Trainer(model, make_optimizer(model, self.options), self.options, self.device)
 
 
-def main() -> int:
-    """Run on this rank; the result is the exit code."""
-    if "RANK" not in os.environ:
-        return explain_launch()
-    accelerator = usable_accelerator()
-    # Both backends where there is an accelerator: checkpoints and offloaded gradients talk from the CPU.
-    backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}" if accelerator else "gloo"
-    dist.init_process_group(backend)
-    try:
-        code = run(parse_options())
-    except UsageError as error:
-        if dist.get_rank() == 0:
-            print(f"train_text.py: {error}", file=sys.stderr, flush=True)
-        code = 2
-    # torchrun stops all ranks once one has failed, so they leave together, after rank 0 has spoken.
-    dist.all_reduce(torch.zeros(1))
-    dist.destroy_process_group()
-    return code
-
-
-def explain_launch() -> int:
-    """Without torchrun there is no process group; ``--help`` works all the same."""
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        make_parser().print_help()
-        return 0
-    start = "torchrun --standalone --nproc-per-node 2"
-    print(f"train_text.py: start it with torchrun: {start} {' '.join(sys.argv)}", file=sys.stderr)
-    return 2
-
-
-def usable_accelerator() -> str | None:
-    """The accelerator's device type, or None where there is none that process groups can use."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and found.type != "mps" else None
-
-
-def choose_device(name: str) -> torch.device:
-    """This rank's device; an accelerator becomes the current device."""
-    accelerator = usable_accelerator()
-    wanted = (accelerator or "cpu") if name == "auto" else name
-    if wanted == "cpu":
-        return torch.device("cpu")
-    if wanted != accelerator:
-        raise UsageError(
-            f"--device {name} is not usable here: choose auto, cpu{f' or {accelerator}' if accelerator else ''}"
-        )
-    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
-    if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
-        raise UsageError(
-            f"there are more ranks than {wanted} devices ({devices}): start {devices}, or use --device cpu"
-        )
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(wanted, local_rank)
-
-
-def run(options: Options) -> int:
+def run() -> int:
     """Train, report and check; the result is the exit code, the same on every rank."""
+    options = parse_options()
     world_size = dist.get_world_size()
     options.check_ranks(world_size)
     device = choose_device(options.device)
@@ -204,4 +150,4 @@ def check_reference(job: Run, trainer: Trainer, history: History) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(run, make_parser))

@@ -1,1 +1,1 @@
-"""The parts of ``examples/train_text.py``: a byte-level transformer, its text, and what is shown about the run."""
+"""The parts of the programs beside: a byte-level transformer, its text, and what is shown about a run."""

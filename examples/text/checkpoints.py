@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+from .launch import from_rank_0
 from .options import UsageError
 from .training import Trainer
 
-T = TypeVar("T")
 NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -55,7 +54,7 @@ class Checkpoints:
         Raises:
             UsageError: there are checkpoints but neither flag is given, or ``resume`` finds none.
         """
-        return _from_rank_0(lambda: _prepare(self._folder, resume=resume, overwrite=overwrite))
+        return from_rank_0(lambda: _prepare(self._folder, resume=resume, overwrite=overwrite))
 
     def _path(self, step: int) -> Path:
         return self._folder / f"checkpoint-{step:06d}"
@@ -104,18 +103,3 @@ def _prepare(folder: Path, *, resume: bool, overwrite: bool) -> int:
             "or another folder as --out"
         )
     return int(complete[-1].name.removeprefix("checkpoint-")) if complete else 0
-
-
-def _from_rank_0(look: Callable[[], T]) -> T:
-    """What ``look`` returns or raises on rank 0, on every rank: only one of them touches the folder."""
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [look(), None]
-        except UsageError as error:
-            answer = [None, error]
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    found: T = answer[0]
-    return found

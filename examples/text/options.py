@@ -1,4 +1,4 @@
-"""The command line of ``train_text.py``, as one frozen value."""
+"""The command line, as frozen values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .model import ModelShape
 
@@ -40,6 +40,19 @@ class Options:
     overwrite: bool
     verify: bool
     shape: ModelShape = field(repr=False)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        problems = {
+            "--steps must be at least 2: a checkpoint is saved before the last one": self.steps < 2,
+            "--lr must be above 0": self.lr <= 0,
+            "--verify compares all steps from the first one on: leave out --resume": self.verify and self.resume,
+            "--save-every must not be negative": self.save_every < 0,
+            f"--heads {shape.heads} must cut --dim {shape.dim} into even parts": shape.dim % (2 * shape.heads) != 0,
+        }
+        for sentence, applies in problems.items():
+            if applies:
+                raise UsageError(sentence)
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ``UsageError`` where the choices do not suit ``world_size`` ranks."""
@@ -82,23 +95,30 @@ def _reshard(text: str) -> bool | int | None:
         raise argparse.ArgumentTypeError(f"{text!r} is none of true, false, none, or a number of ranks") from None
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser, with the defaults of ``make demo``."""
-    parser = _Parser(
-        prog="train_text.py",
-        description="Train a byte-level transformer on the sources of Python's standard library, fully sharded.",
-        epilog="start it with: torchrun --standalone --nproc-per-node 2 examples/train_text.py",
+def new_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """A parser without flags."""
+    return _Parser(
+        prog=program,
+        description=description,
+        epilog=f"start it with: torchrun --standalone --nproc-per-node 2 examples/{program}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+
+
+def add_training_flags(parser: argparse.ArgumentParser, *, steps: int) -> argparse._ArgumentGroup:
+    """How to train, but for seeds; ``steps`` is the default."""
     run = parser.add_argument_group("training")
-    run.add_argument("--steps", type=_positive, default=100, help="optimizer steps, at least 2")
+    run.add_argument("--steps", type=_positive, default=steps, help="optimizer steps, at least 2")
     run.add_argument("--batch", type=_positive, default=4, help="sequences per rank and step")
     run.add_argument("--seq", type=_positive, default=128, help="bytes per sequence")
     run.add_argument("--lr", type=float, default=3e-4, help="learning rate of AdamW after the warm-up")
-    run.add_argument("--seed", type=int, default=0, help="of the initial parameters and of the batches")
     run.add_argument("--validation-batches", type=_positive, default=16, help="batches per rank in each validation")
     run.add_argument("--device", default="auto", help="cpu, cuda, ...; auto is the accelerator, or cpu without one")
+    return run
 
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The sizes of the model."""
     shape = parser.add_argument_group("model")
     shape.add_argument("--layers", type=_positive, default=6)
     shape.add_argument("--dim", type=_positive, default=384)
@@ -109,6 +129,16 @@ def make_parser() -> argparse.ArgumentParser:
     head.add_argument(
         "--untied", dest="tied", action="store_false", default=argparse.SUPPRESS, help="the head has its own weights"
     )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser, with the defaults of ``make demo``."""
+    parser = new_parser(
+        "train_text.py", "Train a byte-level transformer on the sources of Python's standard library, fully sharded."
+    )
+    run = add_training_flags(parser, steps=100)
+    run.add_argument("--seed", type=int, default=0, help="of the initial parameters and of the batches")
+    add_model_flags(parser)
 
     shard = parser.add_argument_group("sharding")
     shard.add_argument(
@@ -149,16 +179,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """The options in ``arguments`` (default: the command line's). Raises ``UsageError`` for what makes no sense."""
-    values = vars(make_parser().parse_args(arguments))
-    shape = ModelShape(**{each.name: values.pop(each.name) for each in fields(ModelShape) if each.name in values})
-    problems = {
-        "--steps must be at least 2: a checkpoint is saved before the last one": values["steps"] < 2,
-        "--lr must be above 0": values["lr"] <= 0,
-        "--verify compares all steps from the first one on: leave out --resume": values["verify"] and values["resume"],
-        "--save-every must not be negative": values["save_every"] < 0,
-        f"--heads {shape.heads} must cut --dim {shape.dim} into even parts": shape.dim % (2 * shape.heads) != 0,
-    }
-    for sentence, applies in problems.items():
-        if applies:
-            raise UsageError(sentence)
-    return Options(shape=shape, **values)
+    return options_from(vars(make_parser().parse_args(arguments)))
+
+
+def options_from(values: dict[str, Any]) -> Options:
+    """Options from flags by name; those that are missing have the defaults of ``make_parser``."""
+    chosen = {**vars(make_parser().parse_args([])), **values}
+    shape = ModelShape(**{each.name: chosen.pop(each.name) for each in fields(ModelShape) if each.name in chosen})
+    return Options(shape=shape, **chosen)

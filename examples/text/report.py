@@ -92,6 +92,9 @@ class Reporter:
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
 
+    def print(self, table: Table) -> None:
+        self._console.print(table)
+
     def watch(self, title: str, total: int) -> Watcher:
         """Something to tell about ``total`` steps."""
         if not self._speaks:

@@ -10,7 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from composable_fsdp import (
+    CommunicationPolicy,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from .model import Transformer
 from .options import Options
@@ -29,7 +36,9 @@ def compute_dtype(options: Options) -> torch.dtype:
     return torch.bfloat16 if options.bf16 else torch.float32
 
 
-def build_sharded_model(options: Options, mesh: DeviceMesh, *, seed: int) -> Transformer:
+def build_sharded_model(
+    options: Options, mesh: DeviceMesh, *, seed: int, communication: CommunicationPolicy | None = None
+) -> Transformer:
     """The model of ``seed``, one group per block and one for the rest, on the mesh's device.
 
     Every rank makes the same full model on the CPU and keeps its part; the blocks go first, since a call takes the
@@ -46,6 +55,7 @@ def build_sharded_model(options: Options, mesh: DeviceMesh, *, seed: int) -> Tra
             reshard_after_forward=options.reshard,
             mp_policy=precision if options.bf16 else MixedPrecisionPolicy(),
             offload_policy=offload if options.cpu_offload else OffloadPolicy(),
+            comm_policy=communication,
         )
     return model
 

@@ -1,0 +1,90 @@
+"""What every program here does before and after its own work: process group, device, exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .options import UsageError
+
+T = TypeVar("T")
+PROGRAM = Path(sys.argv[0]).name
+
+
+def launch(run: Callable[[], int], make_parser: Callable[[], argparse.ArgumentParser]) -> int:
+    """``run`` in a process group of all ranks; the result is the exit code. 2: it could not start."""
+    if "RANK" not in os.environ:
+        return _explain(make_parser)
+    accelerator = usable_accelerator()
+    # Both backends where there is an accelerator: checkpoints and offloaded gradients talk from the CPU.
+    backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}" if accelerator else "gloo"
+    dist.init_process_group(backend)
+    try:
+        code = run()
+    except UsageError as error:
+        if dist.get_rank() == 0:
+            print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
+        code = 2
+    # torchrun stops all ranks once one has failed, so they leave together, after rank 0 has spoken. Not with a
+    # collective on a tensor: gloo's thread may let go of it only when Python is ending, which aborts the process.
+    # And on gloo, since ranks that found no usable device can not meet on one.
+    dist.barrier(dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
+    return code
+
+
+def _explain(make_parser: Callable[[], argparse.ArgumentParser]) -> int:
+    """Without torchrun there is no process group; ``--help`` works all the same."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        make_parser().print_help()
+        return 0
+    start = "torchrun --standalone --nproc-per-node 2"
+    print(f"{PROGRAM}: start it with torchrun: {start} {' '.join(sys.argv)}", file=sys.stderr)
+    return 2
+
+
+def usable_accelerator() -> str | None:
+    """The accelerator's device type, or None where there is none that process groups can use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and found.type != "mps" else None
+
+
+def choose_device(name: str) -> torch.device:
+    """This rank's device; an accelerator becomes the current device."""
+    accelerator = usable_accelerator()
+    wanted = (accelerator or "cpu") if name == "auto" else name
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted != accelerator:
+        raise UsageError(
+            f"--device {name} is not usable here: choose auto, cpu{f' or {accelerator}' if accelerator else ''}"
+        )
+    local_rank, devices = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > devices:
+        raise UsageError(
+            f"there are more ranks than {wanted} devices ({devices}): start {devices}, or use --device cpu"
+        )
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(wanted, local_rank)
+
+
+def from_rank_0(look: Callable[[], T]) -> T:
+    """What ``look`` returns or raises on rank 0, on every rank: only one of them touches files."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [look(), None]
+        except UsageError as error:
+            answer = [None, error]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    found: T = answer[0]
+    return found

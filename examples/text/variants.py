@@ -1,0 +1,36 @@
+"""How parameters and gradients may travel: the variants that ``quantized_text.py`` compares, and what each sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from composable_fsdp import Cast, CommunicationPolicy, ErrorFeedback, Int4, Int8, communication_report
+
+PLAIN = "fp32"  # what the others are compared with
+
+# Variants with ``-ef`` differ from their namesakes in the gradients only: parameters are sent anew each time.
+VARIANTS = {
+    PLAIN: CommunicationPolicy(),
+    "bf16": CommunicationPolicy(all_gather=Cast(torch.bfloat16), reduce_scatter=Cast(torch.bfloat16)),
+    "int8": CommunicationPolicy(all_gather=Int8(), reduce_scatter=Int8()),
+    "int8-ef": CommunicationPolicy(all_gather=Int8(), reduce_scatter=ErrorFeedback(Int8())),
+    "int4": CommunicationPolicy(all_gather=Int4(), reduce_scatter=Int4()),
+    "int4-ef": CommunicationPolicy(all_gather=Int4(), reduce_scatter=ErrorFeedback(Int4())),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in one training step, and those that it would send without codecs."""
+
+    sent: int
+    plain: int
+
+
+def traffic_of(model: nn.Module) -> Traffic:
+    """What a rank of a sharded model sends in one step of training."""
+    report = communication_report(model)
+    return Traffic(sent=report.bytes, plain=report.plain_bytes)
