@@ -46,6 +46,7 @@ def main() -> None:
             print(f"step {step:3}: loss {loss.item():.4f}")
     if dist.get_rank() == 0:
         print(communication_report(model))
+    dist.barrier()  # or gloo's threads may still hold tensors when Python ends, and abort it
     dist.destroy_process_group()
 
 

@@ -56,6 +56,7 @@ def main() -> None:
             print(f"step {step:3}: loss {loss.item():.4f}")
     local = model[0].weight.to_local()
     print(f"rank {dist.get_rank()} holds a {type(local).__name__} of {tuple(local.shape)}")
+    dist.barrier()  # or gloo's threads may still hold tensors when Python ends, and abort it
     dist.destroy_process_group()
 
 
