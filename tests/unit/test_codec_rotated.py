@@ -98,5 +98,5 @@ def test_a_block_that_is_no_power_of_two_cannot_be_rotated(kind: Any) -> None:
     assert kind(96).block == 96
     with pytest.raises(ConfigurationError, match="with rotate=True, a block must be a power of two, not 96"):
         kind(96, rotate=True)
-    with pytest.raises(ConfigurationError, match="at least one element, not 0"):
+    with pytest.raises(ConfigurationError, match="a whole number of elements, at least one, not 0"):
         kind(0, rotate=True)
