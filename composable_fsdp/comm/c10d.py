@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from composable_fsdp.comm import gloo
 from composable_fsdp.comm.protocol import Communicator, Transfer, Work
 from composable_fsdp.layout.reduction import ReduceOp
 
@@ -58,6 +59,7 @@ class ProcessGroupCommunicator:
         self.pooled = pooled
         self._device = torch.device(device_type)
         self._backend = dist.get_backend(group)
+        self._is_gloo = device_type == "cpu" and self._backend == "gloo"
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.aliases = False
@@ -85,9 +87,16 @@ class ProcessGroupCommunicator:
         return ProcessGroupCommunicator(group, self._device.type, pooled=self.pooled)
 
     def all_gather(self, transfers: Sequence[Transfer]) -> Work:
+        if self._is_gloo:
+            return gloo.all_gather(self.group, self.rank, transfers, self._gather_one)
         return self._launch([(_all_gather, (t.output, t.input), {}) for t in transfers])
 
+    def _gather_one(self, transfer: Transfer) -> Work:
+        return cast(Work, _all_gather(transfer.output, transfer.input, group=self.group, async_op=True))
+
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
+        if self._is_gloo:
+            return gloo.reduce_scatter(self.group, self.rank, transfers)
         operation = {"op": OPERATIONS[op]}
         return self._launch([(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
 

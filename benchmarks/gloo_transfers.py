@@ -1,0 +1,84 @@
+"""All-gather and reduce-scatter of one tensor over gloo: point to point, and small as it is, against gloo's own.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/gloo_transfers.py
+
+Where point to point begins to win is the threshold of ``composable_fsdp/comm/gloo.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from report import show, spread, store
+
+from composable_fsdp.comm import gloo
+from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.layout.reduction import ReduceOp
+
+KIB = [16, 64, 256, 1024, 4096, 16384]
+NEVER = 1 << 62
+
+
+def variants(communicator: ProcessGroupCommunicator, kib: int) -> dict[str, Callable[[], None]]:
+    """Ways to move a tensor of ``kib`` in full."""
+    full, gathered = torch.randn(kib * 256), torch.empty(kib * 256)
+    shard, reduced = torch.randn(kib * 256 // communicator.size), torch.empty(kib * 256 // communicator.size)
+
+    def gather(is_gloo: bool, threshold: int) -> None:
+        communicator._is_gloo, gloo._GATHER_DIRECT_BYTES = is_gloo, threshold
+        communicator.all_gather([Transfer(gathered, shard)]).wait()
+
+    def reduce(is_gloo: bool, threshold: int) -> None:
+        communicator._is_gloo, gloo._REDUCE_DIRECT_BYTES = is_gloo, threshold
+        communicator.reduce_scatter([Transfer(reduced, full)], ReduceOp.SUM).wait()
+
+    return {
+        "gloo's all-gather": lambda: gather(False, NEVER),
+        "all-gather, point to point": lambda: gather(True, 0),
+        "gloo's reduce-scatter": lambda: reduce(False, NEVER),
+        "reduce-scatter, all-to-all": lambda: reduce(True, NEVER),
+        "reduce-scatter, point to point": lambda: reduce(True, 0),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    communicator = ProcessGroupCommunicator(dist.group.WORLD, "cpu")
+    rows = []
+    for kib in KIB:
+        ways = variants(communicator, kib)
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(arguments.rounds + 3):
+            for name, way in ways.items():
+                dist.barrier()
+                begin = time.perf_counter()
+                way()
+                if turn >= 3:
+                    taken[name].append((time.perf_counter() - begin) * 1e3)
+        row: dict[str, Any] = {"ranks": communicator.size, "kib": kib}
+        for name in (name for name in ways if not name.startswith("gloo")):
+            pairs = zip(taken[name], taken[f"gloo's {name.split(',')[0]}"], strict=True)
+            row[name] = spread([way / own for way, own in pairs])
+        rows.append(row)
+        if communicator.rank == 0:
+            print(f"{kib:6d} KiB, of gloo's time:  " + "  ".join(f"{k} {show(row[k])}" for k in row if "-" in k))
+    if communicator.rank == 0:
+        store("gloo transfers", " ".join(sys.argv), rows, arguments.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Gradients over gloo: added up in fp32, in the order of ranks, whatever way their parts travelled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp.testing import run_ranks
+
+
+def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def add_up(numel: int, dtype: torch.dtype) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = ProcessGroupCommunicator(group, "cpu")
+    rank, size = communicator.rank, communicator.size
+    output = torch.empty(numel, dtype=dtype)
+    communicator.reduce_scatter([Transfer(output, own(rank, size * numel, dtype))], ReduceOp.SUM).wait()
+    expected = torch.zeros(numel)
+    for peer in range(size):
+        part = own(peer, size * numel, dtype).view(size, numel)[rank].float()
+        expected = part if peer == 0 else expected + part
+    assert torch.equal(output, expected.to(dtype))
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_sums_are_made_in_fp32_in_the_order_of_ranks(world_size: int, dtype: torch.dtype) -> None:
+    for numel in (1, 1000, 40_000, 600_000):  # in one message, point to point, in several runs
+        run_ranks(add_up, world_size, numel, dtype)
+
+
+def gather(numel: int, in_place: bool) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = ProcessGroupCommunicator(group, "cpu")
+    rank, size = communicator.rank, communicator.size
+    outputs = [torch.empty(size * numel) for _ in range(3)]
+    shards = [own(rank + 10 * k, numel, torch.float32) for k in range(3)]
+    if in_place:
+        for k, output in enumerate(outputs):
+            shards[k] = output.view(size, numel)[rank].copy_(shards[k])
+    communicator.all_gather([Transfer(*pair) for pair in zip(outputs, shards, strict=True)]).wait()
+    for k, output in enumerate(outputs):
+        expected = torch.cat([own(peer + 10 * k, numel, torch.float32) for peer in range(size)])
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_large_shards_arrive_in_their_places(world_size: int) -> None:
+    for numel in (100, 50_000):
+        run_ranks(gather, world_size, numel, False)
+        run_ranks(gather, world_size, numel, True)
+
+
+def overlap() -> None:
+    """Gathers and reductions under way at the same time, waited for in another order, do not meet each other's."""
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = ProcessGroupCommunicator(group, "cpu")
+    rank, size, numel = communicator.rank, communicator.size, 50_000
+    works, checks = [], []
+    for k in range(6):
+        shard = own(rank + 10 * k, numel, torch.float32)
+        full, reduced = torch.empty(size * numel), torch.empty(numel)
+        gradient = torch.full((size * numel,), float(rank + k))
+        works.append(communicator.all_gather([Transfer(full, shard)]))
+        works.append(communicator.reduce_scatter([Transfer(reduced, gradient)], ReduceOp.SUM))
+        expected = torch.cat([own(peer + 10 * k, numel, torch.float32) for peer in range(size)])
+        checks.append((full, expected, reduced, float(sum(peer + k for peer in range(size)))))
+    for work in reversed(works):
+        work.wait()
+    for full, expected, reduced, total in checks:
+        assert torch.equal(full, expected)
+        assert torch.equal(reduced, torch.full_like(reduced, total))
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_transfers_under_way_together_keep_apart(world_size: int) -> None:
+    run_ranks(overlap, world_size)
