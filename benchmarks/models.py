@@ -1,0 +1,105 @@
+"""The models that benchmarks train: which part of a library they load most is in their names' descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = ["CASES", "Case"]
+
+
+class Block(nn.Module):
+    """A transformer block of 12 parameters."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """About 26 million parameters."""
+
+    def __init__(self, vocabulary: int = 8192, dim: int = 512, layers: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim, 8) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+class Chain(nn.Module):
+    """Residual modules one after the other."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Experts(nn.Module):
+    """97 small linear layers, all of them used: 194 parameters in one group."""
+
+    def __init__(self, dim: int, experts: int = 97) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = x.chunk(len(self.experts))
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model with its input; ``blocks`` are what is sharded by itself before the whole."""
+
+    what: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], torch.Tensor]
+    blocks: Callable[[nn.Module], list[nn.Module]] = lambda model: list(model.blocks)
+
+
+def _tokens(batch: int, length: int) -> Callable[[torch.Generator], torch.Tensor]:
+    return lambda generator: torch.randint(0, 8192, (batch, length), generator=generator)
+
+
+def _features(rows: int, dim: int) -> Callable[[torch.Generator], torch.Tensor]:
+    return lambda generator: torch.randn(rows, dim, generator=generator)
+
+
+CASES = {
+    "gpt-256": Case("GPT of 26 M parameters, 256 tokens per step", Gpt, _tokens(2, 128)),
+    "gpt-32": Case("the same, 32 tokens: bound by communication", Gpt, _tokens(1, 32)),
+    "tiny-200": Case(
+        "200 modules of 4,160 parameters", lambda: Chain([nn.Linear(64, 64) for _ in range(200)]), _features(8, 64)
+    ),
+    "experts": Case("4 groups of 194 parameters", lambda: Chain([Experts(64) for _ in range(4)]), _features(97, 64)),
+    "embedding": Case(
+        "one embedding of 33 M parameters in its group",
+        lambda: Gpt(vocabulary=65536, layers=1),
+        _tokens(1, 32),
+        lambda model: [model.embedding, *model.blocks],
+    ),
+}
