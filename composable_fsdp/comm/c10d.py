@@ -95,7 +95,7 @@ class ProcessGroupCommunicator:
         return cast(Work, _all_gather(transfer.output, transfer.input, group=self.group, async_op=True))
 
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
-        if self._is_gloo:
+        if self._is_gloo and op is ReduceOp.SUM:  # gloo itself says what it thinks of others
             return gloo.reduce_scatter(self.group, self.rank, transfers)
         operation = {"op": OPERATIONS[op]}
         return self._launch([(_reduce_scatter, (t.output, t.input), operation) for t in transfers])

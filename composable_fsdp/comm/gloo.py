@@ -92,6 +92,9 @@ def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Tran
 
 def _add_up(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """The sum in their order; floats narrower than fp32 in fp32, rounded once at the end."""
+    if len(summands) == 1:
+        out.copy_(summands[0])
+        return
     narrow = out.dtype.is_floating_point and out.dtype.itemsize < torch.float32.itemsize
     for start in range(0, out.numel(), _ADDED_AT_ONCE):
         run = slice(start, start + _ADDED_AT_ONCE)

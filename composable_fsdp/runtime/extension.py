@@ -6,7 +6,6 @@ looked up, and their form is checked, when a group is built, on every rank alike
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.memory.storage import contiguous_strides
 from composable_fsdp.policy import MixedPrecisionPolicy
-from composable_fsdp.runtime.gradient_extension import GRADIENT_HOOKS
+from composable_fsdp.runtime.gradient_extension import GRADIENT_HOOKS, check_hooks
 
 __all__ = ["Extension", "GatherExtension", "Payload", "PlainExtension", "find_extension", "hooks_of"]
 
@@ -176,20 +175,8 @@ def find_extension(
     Raises:
         ParameterError: it brings one of the two only, or one that takes neither one nor five arguments.
     """
-    found = [hook for hook in (PRE, POST) if hasattr(local, hook)]
-    if not found:
+    arity = check_hooks(name, local, (PRE, POST), (1, 5), "how it travels", _FORMS)
+    if arity is None:
         return None
-    if len(found) == 1:
-        missing = POST if found == [PRE] else PRE
-        raise ParameterError(
-            f"the local tensor of parameter {name!r} ({type(local).__name__}) defines {found[0]} but not {missing}: "
-            "a tensor that decides how it travels needs both."
-        )
-    arity = len(inspect.signature(getattr(local, PRE)).parameters)
-    if arity not in (1, 5):
-        raise ParameterError(
-            f"fsdp_pre_all_gather of parameter {name!r} ({type(local).__name__}) takes {arity} arguments beside self; "
-            f"expected {_FORMS}."
-        )
     padded = padded_size if getattr(local, WANTS_PADDING, False) else None
     return Extension(name, local, mesh, outer_size, module, policy, arity == 5, padded)

@@ -8,7 +8,7 @@ for this one's part. They are found as those of the all-gather are.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -23,10 +23,9 @@ from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.bucket import aligned_bytes
 from composable_fsdp.policy import MixedPrecisionPolicy
 
-__all__ = ["GRADIENT_HOOKS", "GradientExtension", "HookedParcel", "find_gradient_extension"]
+__all__ = ["GRADIENT_HOOKS", "GradientExtension", "HookedParcel", "check_hooks", "find_gradient_extension"]
 
-PRE, POST = "fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter"
-GRADIENT_HOOKS = (PRE, POST)
+GRADIENT_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
 _FORMS = "fsdp_pre_reduce_scatter(self, mesh, pieces) or fsdp_pre_reduce_scatter(self, mesh, pieces, module, mp_policy)"
 
 
@@ -174,6 +173,32 @@ class HookedParcel:
         self._flags.copy_(rows[:, self._flags_from :].any(dim=0))
 
 
+def check_hooks(
+    name: str, local: torch.Tensor, pair: tuple[str, str], arities: Collection[int], what: str, forms: str
+) -> int | None:
+    """How many arguments the first hook of ``pair`` takes, if ``local`` brings them.
+
+    Raises:
+        ParameterError: it brings one of the two only, or the first takes another number of arguments than ``arities``.
+    """
+    found = [hook for hook in pair if hasattr(local, hook)]
+    if not found:
+        return None
+    if len(found) == 1:
+        missing = pair[1] if found[0] == pair[0] else pair[0]
+        raise ParameterError(
+            f"the local tensor of parameter {name!r} ({type(local).__name__}) defines {found[0]} but not {missing}: "
+            f"a tensor that decides {what} needs both."
+        )
+    arity = len(inspect.signature(getattr(local, pair[0])).parameters)
+    if arity not in arities:
+        raise ParameterError(
+            f"{pair[0]} of parameter {name!r} ({type(local).__name__}) takes {arity} arguments beside self; expected "
+            f"{forms}."
+        )
+    return arity
+
+
 def find_gradient_extension(
     name: str,
     local: torch.Tensor,
@@ -188,19 +213,7 @@ def find_gradient_extension(
     Raises:
         ParameterError: it brings one of the two only, or a first one that takes neither two nor four arguments.
     """
-    found = [hook for hook in GRADIENT_HOOKS if hasattr(local, hook)]
-    if not found:
+    arity = check_hooks(name, local, GRADIENT_HOOKS, (2, 4), "how its gradient travels", _FORMS)
+    if arity is None:
         return None
-    if len(found) == 1:
-        missing = POST if found == [PRE] else PRE
-        raise ParameterError(
-            f"the local tensor of parameter {name!r} ({type(local).__name__}) defines {found[0]} but not {missing}: "
-            "a tensor that decides how its gradient travels needs both."
-        )
-    arity = len(inspect.signature(getattr(local, PRE)).parameters)
-    if arity not in (2, 4):
-        raise ParameterError(
-            f"fsdp_pre_reduce_scatter of parameter {name!r} ({type(local).__name__}) takes {arity} arguments beside "
-            f"self; expected {_FORMS}."
-        )
     return GradientExtension(name, local, mesh, shard, padded_size, module, policy, arity == 4)
