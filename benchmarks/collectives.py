@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from report import show, spread, store
+from report import interleaved, show, spread, store
 
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.protocol import Transfer
@@ -25,19 +24,6 @@ from composable_fsdp.layout.reduction import ReduceOp
 
 TENSORS = 8
 KIB = [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
-
-
-def interleaved(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each variant, taken in turn, each round begun together by all ranks."""
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(rounds + 2):
-        for name, variant in variants.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            variant()
-            if turn >= 2:
-                samples[name].append((time.perf_counter() - begin) * 1e3)
-    return samples
 
 
 def variants(communicator: ProcessGroupCommunicator, nbytes: int) -> dict[str, Callable[[], None]]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import show, spread, store
+from report import interleaved, show, spread, store
 
 from composable_fsdp.comm import gloo
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
@@ -59,14 +58,7 @@ def main() -> None:
     rows = []
     for kib in KIB:
         ways = variants(communicator, kib)
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for turn in range(arguments.rounds + 3):
-            for name, way in ways.items():
-                dist.barrier()
-                begin = time.perf_counter()
-                way()
-                if turn >= 3:
-                    taken[name].append((time.perf_counter() - begin) * 1e3)
+        taken = interleaved(ways, arguments.rounds)
         row: dict[str, Any] = {"ranks": communicator.size, "kib": kib}
         for name in (name for name in ways if not name.startswith("gloo")):
             pairs = zip(taken[name], taken[f"gloo's {name.split(',')[0]}"], strict=True)

@@ -6,11 +6,13 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import composable_fsdp
 
@@ -24,6 +26,19 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
 def show(value: dict[str, float], digits: int = 2) -> str:
     """``median [low, high]``."""
     return f"{value['median']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+
+
+def interleaved(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each variant, taken in turn, each round begun together by all ranks."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds + 2):
+        for name, variant in variants.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            variant()
+            if turn >= 2:
+                samples[name].append((time.perf_counter() - begin) * 1e3)
+    return samples
 
 
 def machine() -> dict[str, Any]:
