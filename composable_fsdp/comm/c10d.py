@@ -27,8 +27,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
-_GLOO_DIRECT_BYTES = 3 << 20
-"""Where direct and packed cost the same on one host with 2 and 4 ranks, as ``benchmarks/collectives.py`` finds it."""
+_DIRECT_PART_BYTES = 1 << 17
+"""One rank's part from which gloo sends it from where it lies to its place (``comm/gloo.py``)."""
 
 _COALESCING_DIRECT_BYTES = 1 << 19
 """For backends that launch many transfers as one. An estimate of what a launch costs in bytes, not measured yet."""
@@ -65,7 +65,7 @@ class ProcessGroupCommunicator:
         self.aliases = False
         # gloo sums and divides in one pass more; a sum with the division folded into the shard-sized result is cheaper.
         self.averages = self._backend == "nccl"
-        self.direct_bytes = _COALESCING_DIRECT_BYTES if self._backend == "nccl" else _GLOO_DIRECT_BYTES
+        self.direct_bytes = _COALESCING_DIRECT_BYTES if self._backend == "nccl" else self.size * _DIRECT_PART_BYTES
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"

@@ -54,6 +54,8 @@ class GatherLayout:
     packed_widths: tuple[int, ...]
     """Elements per packed parameter in each rank's row of the message, alignment included."""
     packed_numel: int
+    in_chunks: bool
+    """Whether every packed parameter's rows are its memory in order, one parameter after the other without gaps."""
 
     @property
     def num_shards(self) -> int:
@@ -84,6 +86,8 @@ class ReduceLayout:
     """Elements per packed gradient in each rank's row of the message, and of the flags, alignment included."""
     packed_numel: int
     has_padding: bool
+    in_chunks: bool
+    """Whether each rank's row is what ``torch.chunk`` gives of every packed gradient on dim 0, without gaps."""
     num_flags: int
     flags_offset: int
 
@@ -91,6 +95,11 @@ class ReduceLayout:
     def gradient_numel(self) -> int:
         """Elements of packed gradients in each rank's row, flags left out."""
         return self.flags_offset if self.num_flags else self.packed_numel
+
+    @property
+    def flags_width(self) -> int:
+        """Elements of the flags in each rank's row, alignment included."""
+        return self.packed_numel - self.gradient_numel
 
     @property
     def wire_numel(self) -> int:
@@ -123,7 +132,8 @@ def plan_gather(
     if places is None:
         offsets, end = _aligned([s.full_numel for s in shards], itemsize)
         places = FlatLayout(offsets, end)
-    return GatherLayout(tuple(shards), store, places, direct, packed, widths, sum(widths))
+    in_chunks = all(shards[i].concatenates and shards[i].padded_numel == w for i, w in zip(packed, widths, strict=True))
+    return GatherLayout(tuple(shards), store, places, direct, packed, widths, sum(widths), in_chunks)
 
 
 def plan_reduce(
@@ -149,6 +159,7 @@ def plan_reduce(
     flags_width = widths[-1] if num_flags else 0  # all of it is written, so none of it counts as padding
     payload = sum(chosen[k].numel for k in gradients) + num_shards * flags_width
     padded = sum(widths) * num_shards != payload
+    in_chunks = all(chosen[k].dim == 0 and chosen[k].padded_numel == w for k, w in zip(gradients, widths, strict=False))
     offsets = output.offsets[: len(chosen)]
     flags_offset = output.offsets[-1] if num_flags else 0
     return ReduceLayout(
@@ -160,6 +171,7 @@ def plan_reduce(
         widths,
         sum(widths),
         padded,
+        in_chunks,
         num_flags,
         flags_offset,
     )

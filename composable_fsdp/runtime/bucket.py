@@ -68,13 +68,17 @@ class AnyBucket(Protocol):
 
     def follow(self, plan: BucketPlan) -> None: ...
 
-    def allocate(self) -> None: ...
+    def prepare_gather(self) -> Gather:
+        """Says what must travel, and takes the memory of what arrives in its place."""
+        ...
 
-    def free(self) -> None: ...
+    def finish_gather(self, gather: Gather) -> None:
+        """Takes the rest of the memory and puts there what came."""
+        ...
 
-    def prepare_gather(self) -> Gather: ...
-
-    def finish_gather(self, gather: Gather) -> None: ...
+    def free(self) -> None:
+        """Gives the memory of the unsharded parameters back. Legal when it already is."""
+        ...
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None: ...
 
@@ -149,12 +153,8 @@ class Bucket:
         self.plan = plan
         self.scatter.follow(plan)
 
-    def allocate(self) -> None:
-        """Takes the memory of the unsharded parameters."""
-        self.buffer.allocate()
-
     def free(self) -> None:
-        """Gives the memory of the unsharded parameters back."""
+        """Gives the memory of the unsharded parameters back. Legal when it already is."""
         self.buffer.free()
 
     def parameter_data(self, k: int) -> torch.Tensor:
@@ -175,6 +175,8 @@ class Bucket:
             wire = carry(self.store.flat, self.plan.compute_dtype, self._device)
             self._layout = self.plan.gather
         layout, gather = self._layout, Gather([], [])
+        if layout.direct:
+            self.buffer.allocate()
         for i in layout.direct:
             length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
             place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
@@ -186,12 +188,16 @@ class Bucket:
         return gather
 
     def finish_gather(self, gather: Gather) -> None:
-        """Decodes what came and copies packed parameters to their places."""
+        """Decodes what came and copies packed parameters to their places, which take no memory before that."""
         if not gather.rows:
             return
+        self.buffer.allocate()
         layout, received = self._layout, gather.rows[0]
         if not self._decodes or self.plan.codec is None:
-            self._unpack(received, slice(0, layout.num_shards))
+            if layout is self.plan.gather and layout.in_chunks:
+                torch.split_with_sizes_copy(received, layout.packed_widths, dim=1, out=self._row_places)
+            else:
+                self._unpack(received, slice(0, layout.num_shards))
             return
         # Some ranks' rows at a time, so that what is decoded takes little memory beside where it goes; all at once for
         # a parameter that is not made of rows one after the other.

@@ -40,6 +40,11 @@ class Channel:
         return self.axes.replicate
 
     @property
+    def gathers_over(self) -> Communicator:
+        """From where the next all-gather comes."""
+        return self.smaller or self.gather
+
+    @property
     def averages(self) -> bool:
         """Whether every axis can average by itself."""
         return self.scatter.averages and self.replicate.averages

@@ -99,14 +99,8 @@ class ExtendedBucket:
         self.plan = plan
         self.scatter.follow(plan)
 
-    def allocate(self) -> None:
-        """Takes the memory of the unsharded parameters, once it is known what they are made of."""
-        for gathered in self._gathered:
-            for tensor, nbytes in gathered.storages:
-                allocate_storage(tensor, nbytes)
-
     def free(self) -> None:
-        """Gives the memory of the unsharded parameters back."""
+        """Gives the memory of the unsharded parameters back. Legal when it already is."""
         for gathered in self._gathered:
             for tensor, _ in gathered.storages:
                 free_storage(tensor)
@@ -180,6 +174,8 @@ class ExtendedBucket:
 
     def _refill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Later: the same full tensor, without telling autograd, which has saved it."""
+        for tensor, nbytes in gathered.storages:
+            allocate_storage(tensor, nbytes)
         out = local_part(parameter.unsharded)
         written = (*gathered.outputs, *gathered.inner, parameter.unsharded, out)
         with torch.autograd._unsafe_preserve_version_counter(written):

@@ -8,7 +8,6 @@ from weakref import ref
 import torch
 
 from composable_fsdp import trace
-from composable_fsdp.comm.c10d import Together
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.layout.plan import GroupPlan
 from composable_fsdp.layout.reduction import Reduction, plan_reduction
@@ -21,36 +20,19 @@ from composable_fsdp.lifecycle import (
     ParameterState,
     advance,
 )
-from composable_fsdp.memory.lanes import Lanes, Pending, Work
+from composable_fsdp.memory.lanes import Lanes, Pending
 from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
-from composable_fsdp.runtime.bucket import AnyBucket, Gather
+from composable_fsdp.runtime.bucket import AnyBucket
 from composable_fsdp.runtime.channel import Channel
-from composable_fsdp.runtime.messages import pack_messages
+from composable_fsdp.runtime.gathering import launch_gather
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
 from composable_fsdp.runtime.reduction import Job, launch_reduction
 from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors, take_shards
 from composable_fsdp.runtime.traffic import gather_traffic, reduce_traffic, smaller_gather_traffic
 
-__all__ = ["ParameterGroup", "PendingReduction", "no_hook"]
-
-
-class PendingReduction:
-    """Gradients of one group on their way. Owned by the queue that completes it."""
-
-    def __init__(self, group: ParameterGroup, pending: Pending[list[ReducedBucket]], *, is_partial: bool) -> None:
-        self._group = group
-        self._pending = pending
-        self._is_partial = is_partial
-
-    def start(self) -> None:
-        """Launches a second stage that had to wait for the first."""
-        self._pending.start()
-
-    def complete(self) -> None:
-        """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""
-        self._group._complete_reduction(self._pending, is_partial=self._is_partial)
+__all__ = ["ParameterGroup", "PendingReduction", "no_hook", "reduce_together", "unshard_together"]
 
 
 class ParameterGroup:
@@ -91,7 +73,6 @@ class ParameterGroup:
         self.gradient_state = GradientState.NONE
         self._ready = 0
         self._pending_gather: Pending[None] | None = None
-        self._gathers: list[Gather] = []
         self._pending_partial: Pending[list[ReducedBucket]] | None = None
 
     @property
@@ -142,30 +123,27 @@ class ParameterGroup:
 
     def unshard(self, lanes: Lanes) -> None:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
-        before = self.parameter_state
+        unshard_together((self,), lanes)
+
+    def _needs_gather(self, lanes: Lanes) -> bool:
+        """Whether the parameters are neither in memory nor on their way."""
         self._deliver_before_a_change(lanes)
         self.refresh()
         if not self.tensors.are_placed:
             raise self.tensors.misplaced(self.name)
-        after = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.UNSHARD, self.name)
-        if after is before:
-            return
-        begin = trace.now() if trace.listeners else None
-        try:
-            for bucket in self.buckets:
-                bucket.allocate()
-            self._pending_gather = lanes.gather.run(self._launch_gather, self._finish_gather)
-        except BaseException:
-            self._gathers = []
-            for bucket in self.buckets:
-                bucket.free()
-            raise
-        self.parameter_state = after
+        before = self.parameter_state
+        return advance(PARAMETER_TRANSITIONS, before, ParameterOperation.UNSHARD, self.name) is not before
+
+    def _await_gather(self, pending: Pending[None], lane: str, begin: float | None) -> None:
+        self._pending_gather = pending
+        self.parameter_state = advance(
+            PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
+        )
         if trace.listeners:
             trace.emit(trace.Operation.ALLOCATE, self.name, self.plan.unsharded_bytes)
             smaller = self.channels[0].smaller
             moved = smaller_gather_traffic(self.buckets, smaller.size) if smaller else gather_traffic(self.buckets)
-            trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, lanes.gather.name, begin, moved.plain_bytes)
+            trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, lane, begin, moved.plain_bytes)
 
     def _deliver_before_a_change(self, lanes: Lanes) -> None:
         """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
@@ -173,22 +151,6 @@ class ParameterGroup:
             reduction = self.reduce(lanes)
             if reduction is not None:
                 reduction.complete()
-
-    @torch.no_grad()
-    def _launch_gather(self) -> Work:
-        self._gathers = [bucket.prepare_gather() for bucket in self.buckets]
-        works = []
-        for channel in self.channels:
-            gathers = [g for b, g in zip(self.buckets, self._gathers, strict=True) if b.channel is channel]
-            transfers = [transfer for gather in gathers for transfer in gather.direct]
-            transfers += pack_messages(gathers, channel.smaller or channel.gather, self.axes.device)
-            works.append((channel.smaller or channel.gather).all_gather(transfers))
-        return Together(tuple(works))
-
-    @torch.no_grad()
-    def _finish_gather(self) -> None:
-        for bucket, gather in zip(self.buckets, self._gathers, strict=True):
-            bucket.finish_gather(gather)
 
     def wait(self) -> None:
         """Makes the unsharded parameters usable and registers them."""
@@ -208,7 +170,6 @@ class ParameterGroup:
             pending, self._pending_gather = self._pending_gather, None
             pending.wait()
             # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
-            self._gathers = []
             for bucket in self.buckets:
                 bucket.drop_slice()
         for channel in self.channels:
@@ -281,7 +242,6 @@ class ParameterGroup:
             for parameter in bucket.parameters:
                 parameter.hold_gradient(bucket.plan.sum_dtype)
 
-    @torch.no_grad()
     def reduce(self, lanes: Lanes, *, partial: bool = False) -> PendingReduction | None:
         """Launches the reduction of whatever gradients there are; ``None`` where there are none.
 
@@ -289,26 +249,31 @@ class ParameterGroup:
             lanes: where to launch.
             partial: only over the shard axis. The result is kept, in the reduce dtype, and part of a later reduction.
         """
+        return reduce_together((self,), lanes, partial=partial)
+
+    def _take_jobs(self) -> list[Job] | None:
+        """What is to be reduced; ``None`` where there is nothing."""
         self._ready = 0
         if self._pending_partial is not None:  # what it keeps is part of this one
             self._pending_partial.wait()
         before = self.gradient_state
-        self._advance_gradients(GradientOperation.REDUCE)
-        if self.gradient_state is before:
+        if self._advance_gradients(GradientOperation.REDUCE) is before:
             return None
-        begin = trace.now() if trace.listeners else None
         jobs: list[Job] = []
         for bucket in self.buckets:
             reduction = self._reduction(bucket)
             scatter = bucket.scatter.prepare(reduction)
             if scatter is not None:
-                jobs.append(Job(bucket, reduction, scatter))
-        pending = launch_reduction(lanes, jobs, self.axes.device, self.all_reduce_hook, partial=partial)
+                jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook))
+        return jobs
+
+    def _await_reduction(
+        self, pending: Pending[list[ReducedBucket]], lane: str, begin: float | None, *, partial: bool
+    ) -> None:
         self._pending_partial = pending if partial else None
         if trace.listeners:
             moved = reduce_traffic(self.buckets)
-            trace.emit(trace.Operation.REDUCE, self.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)
-        return PendingReduction(self, pending, is_partial=partial)
+            trace.emit(trace.Operation.REDUCE, self.name, moved.bytes, lane, begin, moved.plain_bytes)
 
     def _reduction(self, bucket: AnyBucket) -> Reduction:
         return plan_reduction(
@@ -319,17 +284,9 @@ class ParameterGroup:
             sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
         )
 
-    @torch.no_grad()
-    def _complete_reduction(self, pending: Pending[list[ReducedBucket]], *, is_partial: bool) -> None:
-        reduced = pending.synchronize() if self.tensors.is_offloaded else pending.wait()
-        if is_partial:
-            self._advance_gradients(GradientOperation.KEEP)
-            return
-        for bucket in reduced:
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
-                parameter.accept_gradient(gradient)
-        self._advance_gradients(GradientOperation.COMPLETE)
-        if trace.listeners:
+    def _end_reduction(self, *, partial: bool) -> None:
+        self._advance_gradients(GradientOperation.KEEP if partial else GradientOperation.COMPLETE)
+        if trace.listeners and not partial:
             trace.emit(trace.Operation.REDUCED, self.name)
 
     def drop_gradients(self) -> None:
@@ -345,6 +302,67 @@ class ParameterGroup:
     def _advance_gradients(self, operation: GradientOperation) -> GradientState:
         self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
         return self.gradient_state
+
+
+def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes) -> None:
+    """Launches one all-gather for those of ``groups`` whose parameters are not in memory or on their way."""
+    needed = [group for group in groups if group._needs_gather(lanes)]
+    if not needed:
+        return
+    begin = trace.now() if trace.listeners else None
+    buckets = [bucket for group in needed for bucket in group.buckets]
+    try:
+        pending = launch_gather(lanes, buckets, needed[0].axes.device)
+    except BaseException:
+        for bucket in buckets:
+            bucket.free()
+        raise
+    for group in needed:
+        group._await_gather(pending, lanes.gather.name, begin)
+
+
+@torch.no_grad()
+def reduce_together(
+    groups: Sequence[ParameterGroup], lanes: Lanes, *, partial: bool = False
+) -> PendingReduction | None:
+    """As :meth:`ParameterGroup.reduce`, for all of ``groups`` at once."""
+    begin = trace.now() if trace.listeners else None
+    taken = [(group, jobs) for group in groups if (jobs := group._take_jobs()) is not None]
+    if not taken:
+        return None
+    members = [group for group, _ in taken]
+    pending = launch_reduction(
+        lanes, [job for _, jobs in taken for job in jobs], members[0].axes.device, partial=partial
+    )
+    for group in members:
+        group._await_reduction(pending, lanes.reduce.name, begin, partial=partial)
+    return PendingReduction(members, pending, partial=partial)
+
+
+class PendingReduction:
+    """Gradients of some groups on their way. Owned by the queue that completes it."""
+
+    def __init__(
+        self, groups: Sequence[ParameterGroup], pending: Pending[list[ReducedBucket]], *, partial: bool
+    ) -> None:
+        self._groups = groups
+        self._pending = pending
+        self._partial = partial
+
+    def start(self) -> None:
+        """Launches a second stage that had to wait for the first."""
+        self._pending.start()
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""
+        offloaded = any(group.tensors.is_offloaded for group in self._groups)
+        reduced = self._pending.synchronize() if offloaded else self._pending.wait()
+        for bucket in reduced:
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                parameter.accept_gradient(gradient)
+        for group in self._groups:
+            group._end_reduction(partial=self._partial)
 
 
 def _gradient_hook(group: ParameterGroup) -> Callable[[torch.Tensor], None]:

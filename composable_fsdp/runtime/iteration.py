@@ -165,10 +165,10 @@ class Iteration:
             raise _unseen_output(unit)
         if torch._C._current_graph_task_id() != self._graph_task:
             return  # a backward within: reentrant checkpoints accumulate a parameter that they share once for each
+        if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
+            unit.group.reshard()  # first, as the reduction takes memory
         if unit.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
             self.settle_gradients(unit)
-        if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
-            unit.group.reshard()
 
     # -- actions
 
@@ -311,13 +311,12 @@ class Iteration:
         if unit.accumulation is Accumulation.UNSHARDED:
             group.hold_gradients()
             return
-        reduction = group.reduce(self.lanes, partial=unit.keeps_partial)
-        if reduction is None:
-            return
-        self._start_reductions()
-        self._reductions.append(reduction)
-        while len(self._reductions) > self._reductions_limit:
+        while len(self._reductions) >= self._reductions_limit:  # before the next one takes memory
             self._reductions.popleft().complete()
+        reduction = group.reduce(self.lanes, partial=unit.keeps_partial)
+        if reduction is not None:
+            self._start_reductions()
+            self._reductions.append(reduction)
 
     # -- endings
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,40 +11,69 @@ from composable_fsdp.comm.protocol import Communicator, Transfer
 from composable_fsdp.layout.bucket import aligned_bytes
 from composable_fsdp.runtime.bucket import Gather
 
-__all__ = ["pack_messages"]
+__all__ = ["pack_messages", "together"]
+
+Key = TypeVar("Key")
+Member = TypeVar("Member")
 
 
 def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device: torch.device) -> list[Transfer]:
     """The transfer of all payloads, and their places in what it brings, in ``rows`` of each gather.
 
-    A single payload is sent from where it lies. Several are copied, as bytes, into one message, each on an aligned
-    boundary: one launch costs more than the copy of what is small enough to be packed.
+    A single payload is sent from where it lies. Several are copied into one message, each on an aligned boundary: one
+    launch costs more than the copy of what is small enough to be packed.
     """
     filled = [gather for gather in gathers if gather.payloads]
     payloads = [payload for gather in filled for payload in gather.payloads]
     if not payloads:
         return []
-    num_shards = communicator.size
     if len(payloads) == 1:
-        (payload,) = payloads
-        received = communicator.allocate(num_shards * payload.numel(), payload.dtype, device)
-        filled[0].rows, filled[0].messages = [received.view(num_shards, payload.numel())], [received]
-        return [Transfer(received, payload)]
-    ends, end = [], 0
-    for payload in payloads:
-        end += aligned_bytes(payload.nbytes)
-        ends.append(end)
-    sent = communicator.allocate(end, torch.uint8, device)
-    received = communicator.allocate(num_shards * end, torch.uint8, device)
-    rows = received.view(num_shards, end)
-    start = 0
-    places = []
-    for payload, stop in zip(payloads, ends, strict=True):
-        sent[start : start + payload.nbytes].view(payload.dtype).copy_(payload)
-        places.append(rows[:, start : start + payload.nbytes].view(payload.dtype))
-        start = stop
+        sent, rows = payloads[0], _rows_of(payloads[0], communicator, device)
+        places: Sequence[torch.Tensor] = (rows,)
+    elif _fit_end_to_end(payloads):
+        sent = communicator.allocate(sum(p.numel() for p in payloads), payloads[0].dtype, device)
+        torch.cat(payloads, out=sent)
+        rows = _rows_of(sent, communicator, device)
+        places = torch.split_with_sizes(rows, [p.numel() for p in payloads], dim=1)
+    else:
+        sent, rows, places = _as_bytes(payloads, communicator, device)
     remaining = iter(places)
     for gather in filled:
         gather.rows = [next(remaining) for _ in gather.payloads]
-        gather.messages = [received, sent]
-    return [Transfer(received, sent)]
+        gather.messages = [rows, sent]
+    return [Transfer(rows.view(-1), sent)]
+
+
+def _rows_of(sent: torch.Tensor, communicator: Communicator, device: torch.device) -> torch.Tensor:
+    """Memory for what all ranks send, a row for each."""
+    received = communicator.allocate(communicator.size * sent.numel(), sent.dtype, device)
+    return received.view(communicator.size, sent.numel())
+
+
+def _fit_end_to_end(payloads: Sequence[torch.Tensor]) -> bool:
+    """Whether all have one dtype, and each ends where the next may begin."""
+    dtype = payloads[0].dtype
+    return all(p.dtype == dtype and p.nbytes == aligned_bytes(p.nbytes) for p in payloads)
+
+
+def _as_bytes(
+    payloads: Sequence[torch.Tensor], communicator: Communicator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The message, the memory for all ranks' messages, and in that the places of each payload."""
+    sent = communicator.allocate(sum(aligned_bytes(p.nbytes) for p in payloads), torch.uint8, device)
+    rows = _rows_of(sent, communicator, device)
+    places, start = [], 0
+    for payload in payloads:
+        stop = start + payload.nbytes
+        sent[start:stop].view(payload.dtype).copy_(payload)
+        places.append(rows[:, start:stop].view(payload.dtype))
+        start += aligned_bytes(payload.nbytes)
+    return sent, rows, places
+
+
+def together(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
+    """Members with equal keys, in the order of the first of each: the same on every rank."""
+    found: dict[Key, list[Member]] = {}
+    for key, member in zip(keys, members, strict=True):
+        found.setdefault(key, []).append(member)
+    return list(found.items())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,40 +13,33 @@ from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.runtime.bucket import AnyBucket
 from composable_fsdp.runtime.exchange import EncodedAllReduce, Exchange, Parcel
+from composable_fsdp.runtime.messages import together
 from composable_fsdp.runtime.scatter import ReducedBucket, Scatter
 
 __all__ = ["Job", "launch_reduction"]
 
-Key = TypeVar("Key")
-Member = TypeVar("Member")
-
 
 class Job(NamedTuple):
-    """One bucket's part of a reduction."""
+    """One bucket's part of a reduction. ``hook`` is called with its sum before that is divided."""
 
     bucket: AnyBucket
     reduction: Reduction
     scatter: Scatter
+    hook: Callable[[torch.Tensor], None]
 
 
 def launch_reduction(
-    lanes: Lanes,
-    jobs: Sequence[Job],
-    device: torch.device,
-    hook: Callable[[torch.Tensor], None],
-    *,
-    partial: bool,
+    lanes: Lanes, jobs: Sequence[Job], device: torch.device, *, partial: bool
 ) -> Pending[list[ReducedBucket]]:
     """Reduces over the shard axis, then over the replicate axis where there is one, and gives the shards.
 
     Args:
         lanes: where each leg runs.
-        jobs: of the group's buckets, in the same order on every rank.
+        jobs: of one or several groups' buckets, in the same order on every rank.
         device: where modules compute.
-        hook: called with each bucket's sum before it is divided.
         partial: only over the shard axis; the buckets keep what came for a later reduction, and nothing is given.
     """
-    legs = _Legs(jobs, device, hook)
+    legs = _Legs(jobs, device)
     if partial:
         return lanes.reduce.run(legs.scatter, legs.keep)
     if all(job.bucket.channel.replicate.size == 1 for job in jobs):
@@ -63,10 +56,9 @@ class _Legs:
     after each leg one of the methods that take what came.
     """
 
-    def __init__(self, jobs: Sequence[Job], device: torch.device, hook: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
         self._jobs = jobs
         self._device = device
-        self._hook = hook
         parcels = [(job.bucket.channel.exchange, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
         self._scatters = self._exchange(parcels)
         self._sums: list[Exchange] = []
@@ -74,18 +66,18 @@ class _Legs:
 
     @torch.no_grad()
     def scatter(self) -> Work:
-        plain = [(job.bucket.channel, job.reduction.op) for job in self._jobs]
+        plain = [job for job in self._jobs if job.scatter.transfers]
         works: list[Work] = [
-            channel.scatter.reduce_scatter([t for job in of_channel for t in job.scatter.transfers], op)
-            for (channel, op), of_channel in _together(plain, self._jobs)
-            if any(job.scatter.transfers for job in of_channel)
+            communicator.reduce_scatter([t for job in jobs for t in job.scatter.transfers], op)
+            for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in plain], plain)
         ]
-        return Together((*works, *(exchange.launch() for exchange in self._scatters)))
+        works += [exchange.launch() for exchange in self._scatters]
+        return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Exchange]:
         return [
             Exchange(of_communicator, communicator, self._device)
-            for communicator, of_communicator in _together([c for c, _ in parcels], [p for _, p in parcels])
+            for communicator, of_communicator in together([c for c, _ in parcels], [p for _, p in parcels])
         ]
 
     @torch.no_grad()
@@ -104,7 +96,7 @@ class _Legs:
     @torch.no_grad()
     def all_reduce(self) -> Work:
         works: list[Work] = []
-        for bucket, reduction, scatter in self._jobs:
+        for bucket, reduction, scatter, _ in self._jobs:
             bucket.scatter.add_partial(scatter)
             encoded = bucket.scatter.encode_all_reduce(scatter)
             if encoded is None:
@@ -123,7 +115,7 @@ class _Legs:
 
     @torch.no_grad()
     def gather_sums(self) -> Work:
-        by_communicator = _together([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
+        by_communicator = together([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
         return Together(
             tuple(
                 communicator.all_gather([encoded.gather(communicator) for encoded in of_communicator])
@@ -147,15 +139,7 @@ class _Legs:
     @torch.no_grad()
     def deliver_reduced(self) -> list[ReducedBucket]:
         reduced = []
-        for bucket, reduction, scatter in self._jobs:
-            self._hook(scatter.output)
+        for bucket, reduction, scatter, hook in self._jobs:
+            hook(scatter.output)
             reduced.append(bucket.scatter.finish(scatter, reduction))
         return reduced
-
-
-def _together(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
-    """Members with equal keys, in the order of the first of each: the same on every rank."""
-    together: dict[Key, list[Member]] = {}
-    for key, member in zip(keys, members, strict=True):
-        together.setdefault(key, []).append(member)
-    return list(together.items())

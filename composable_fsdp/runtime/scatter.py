@@ -32,7 +32,7 @@ class Scatter:
 
     transfers: list[Transfer]
     output: torch.Tensor
-    present: set[int]
+    present: frozenset[int]
     parcel: Parcel | None = None
     added: Scatter | None = None
     """An earlier one that is part of this, alive as long as this is in flight."""
@@ -110,10 +110,13 @@ class GradientScatter:
 
     def _make_views(self) -> None:
         layout, rank = self.plan.reduce, self._shard.rank
+        self._everyone = frozenset(range(len(layout.indices)))
         self._reduced_views = [
             _contiguous_view(shards.shard_shape(rank), offset)
             for shards, offset in zip(layout.shards, layout.output.offsets, strict=True)
         ]
+        self._all_flags: dict[torch.dtype, torch.Tensor] = {}
+        """Flags of a rank that has every gradient, for all ranks' rows, by the dtype of the gradients."""
 
     def prepare(self, reduction: Reduction) -> Scatter | None:
         """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
@@ -125,7 +128,9 @@ class GradientScatter:
         if not layout.indices:
             return None
         gradients = [self.parameters[i].take_gradient() for i in layout.indices]
-        present = {k for k, gradient in enumerate(gradients) if gradient is not None}
+        present = self._everyone
+        if any(gradient is None for gradient in gradients):
+            present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         output = torch.empty(layout.output.numel, dtype=plan.sum_dtype, device=self.device)
         scatter = Scatter([], output, present)
         if plan.exchanges:
@@ -138,17 +143,33 @@ class GradientScatter:
         if layout.packed_numel:
             num_shards = self._shard.size
             message = self.channel.scatter.allocate(num_shards * layout.packed_numel, plan.sum_dtype, self.device)
-            if layout.has_padding:
-                message.zero_()
-            rows = message.view(num_shards, layout.packed_numel)
-            self._pack(gradients, rows)
-            self._flag(rows[:, layout.flags_offset :], present)
+            self._fill(gradients, present, message.view(num_shards, layout.packed_numel))
             if reduction.pre_divide != 1.0:
                 message.div_(reduction.pre_divide)
             scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
         return scatter
 
-    def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: set[int]) -> Parcel:
+    def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
+        """Writes packed gradients and flags into ``rows``, one for each rank."""
+        layout = self.plan.reduce
+        pieces = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
+        if layout.in_chunks and present is self._everyone and _are_alike(pieces):
+            if layout.num_flags:
+                pieces.append(self._flags_of_everyone(pieces[0].dtype if pieces else rows.dtype))
+            torch._chunk_cat(pieces, 0, len(rows), out=rows)
+            return
+        if layout.has_padding:
+            rows.zero_()
+        self._pack(gradients, rows)
+        self._flag(rows[:, layout.flags_offset :], present)
+
+    def _flags_of_everyone(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype not in self._all_flags:
+            numel = self._shard.size * self.plan.reduce.flags_width
+            self._all_flags[dtype] = torch.ones(numel, dtype=dtype, device=self.device)
+        return self._all_flags[dtype]
+
+    def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]) -> Parcel:
         """What is added up where it arrives."""
         layout = self.plan.reduce
         flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
@@ -173,7 +194,7 @@ class GradientScatter:
         gradients.clear()
         return message
 
-    def _pack(self, gradients: list[torch.Tensor | None], message: torch.Tensor) -> None:
+    def _pack(self, gradients: Sequence[torch.Tensor | None], message: torch.Tensor) -> None:
         """Copies packed gradients into their columns of ``message``, one row per rank, casting on the way."""
         layout = self.plan.reduce
         columns, sources = [], []
@@ -190,11 +211,11 @@ class GradientScatter:
         if columns:
             torch._foreach_copy_(columns, sources)
 
-    def _flag(self, flags: torch.Tensor, present: set[int]) -> None:
+    def _flag(self, flags: torch.Tensor, present: frozenset[int]) -> None:
         """Fills ``(any, at least num_flags)`` with ones, and zeros for the parameters without gradient."""
         if self.plan.reduce.num_flags:
             flags.fill_(1)
-            for k in set(range(self.plan.reduce.num_flags)) - present:
+            for k in self._everyone - present:
                 flags[:, k].zero_()
 
     def encode_all_reduce(self, scatter: Scatter) -> EncodedAllReduce | None:
@@ -233,7 +254,7 @@ class GradientScatter:
 
     def finish(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
         """Scales what arrived, casts it to the dtype of the gradients and brings it to where the shards rest."""
-        present = sorted(self._present_anywhere(scatter))
+        present = self._present_anywhere(scatter)
         if reduction.post_divide != 1.0:
             scatter.output.div_(reduction.post_divide)
         flat = scatter.output.to(self.plan.gradient_dtype)
@@ -245,21 +266,29 @@ class GradientScatter:
             [self.parameters[indices[k]] for k in present], [flat.as_strided(*views[k]) for k in present]
         )
 
-    def _present_anywhere(self, scatter: Scatter) -> set[int]:
+    def _present_anywhere(self, scatter: Scatter) -> Sequence[int]:
         """Parameters that have a gradient on any rank. Reads the flags, which the host must wait for, only if some have
         none here.
         """
         layout = self.plan.reduce
-        if not layout.num_flags or len(scatter.present) == layout.num_flags:
-            return scatter.present
+        if len(scatter.present) == len(self._everyone):
+            return range(len(self._everyone))
+        if not layout.num_flags:
+            return sorted(scatter.present)
         flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        return set(flags.ne(0).nonzero().flatten().tolist())
+        found: list[int] = flags.ne(0).nonzero().flatten().tolist()
+        return found
 
     def _wire_gradient(self, gradient: torch.Tensor | None, numel: int, reduction: Reduction) -> torch.Tensor:
         if gradient is None:
             return torch.zeros(numel, dtype=self.plan.sum_dtype, device=self.device)
         flat = gradient.reshape(-1).to(self.plan.sum_dtype)
         return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
+
+
+def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one ``torch._chunk_cat`` takes them all."""
+    return all(tensor.dtype == tensors[0].dtype and tensor.is_contiguous() for tensor in tensors)
 
 
 def _contiguous_view(shape: tuple[int, ...], offset: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -17,7 +17,7 @@ from composable_fsdp.runtime.schedule import ForwardRecord
 __all__ = ["Accumulation", "Round", "Unit", "find_owner", "find_unit", "unit_of"]
 
 _UNIT_ATTRIBUTE = "_composable_fsdp_unit"
-REDUCTIONS_IN_FLIGHT = 2
+REDUCTIONS_IN_FLIGHT = 1
 """Groups whose gradients may be on the wire at once; the buffers of that many are alive."""
 
 

@@ -1,0 +1,50 @@
+"""The all-gather of one or several groups: what travels, and where it goes when it came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from composable_fsdp.comm.c10d import Together
+from composable_fsdp.memory.lanes import Lanes, Pending, Work
+from composable_fsdp.runtime.bucket import AnyBucket, Gather
+from composable_fsdp.runtime.messages import pack_messages, together
+
+__all__ = ["launch_gather"]
+
+
+def launch_gather(lanes: Lanes, buckets: Sequence[AnyBucket], device: torch.device) -> Pending[None]:
+    """Gathers the parameters of ``buckets``, with one launch for each communicator.
+
+    Args:
+        lanes: where to launch.
+        buckets: in the same order on every rank.
+        device: where modules compute.
+    """
+    gathering = _Gathering(buckets, device)
+    return lanes.gather.run(gathering.launch, gathering.finish)
+
+
+class _Gathering:
+    """Owns what is sent and received until nobody reads it."""
+
+    def __init__(self, buckets: Sequence[AnyBucket], device: torch.device) -> None:
+        self._buckets = buckets
+        self._device = device
+        self._gathers: list[Gather] = []
+
+    @torch.no_grad()
+    def launch(self) -> Work:
+        self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
+        works = []
+        for communicator, gathers in together([b.channel.gathers_over for b in self._buckets], self._gathers):
+            transfers = [transfer for gather in gathers for transfer in gather.direct]
+            transfers += pack_messages(gathers, communicator, self._device)
+            works.append(communicator.all_gather(transfers))
+        return works[0] if len(works) == 1 else Together(tuple(works))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for bucket, gather in zip(self._buckets, self._gathers, strict=True):
+            bucket.finish_gather(gather)
