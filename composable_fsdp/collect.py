@@ -105,8 +105,8 @@ class Collector:
                 f"already. {_HOW_TO_SHARE}"
             )
         unit.group.reshard()
-        parameter.add_owner(owner, attribute)
-        parameter.register_sharded()
+        parameter.owners = (*parameter.owners, (owner, attribute))
+        unit.group.tensors.register()
 
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
         """How ``parameter`` is cut, once it is clear that it can be."""

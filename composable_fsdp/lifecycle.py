@@ -16,13 +16,20 @@ __all__ = [
     "PARAMETER_TRANSITIONS",
     "GradientOperation",
     "GradientState",
+    "Key",
     "ParameterOperation",
     "ParameterState",
     "advance",
 ]
 
 
-class ParameterState(Enum):
+class Key(Enum):
+    """Members that are hashed by identity, as they are compared: ``Enum`` itself hashes their names, in Python."""
+
+    __hash__ = object.__hash__
+
+
+class ParameterState(Key):
     """Where a group's parameters are."""
 
     SHARDED = "SHARDED"
@@ -32,7 +39,7 @@ class ParameterState(Enum):
     """Resharded after forward to a smaller mesh: the modules show the sharded parameters, a larger slice is kept."""
 
 
-class ParameterOperation(Enum):
+class ParameterOperation(Key):
     """What can be done to a group's parameters."""
 
     UNSHARD = "UNSHARD"
@@ -41,7 +48,7 @@ class ParameterOperation(Enum):
     SHRINK = "SHRINK"
 
 
-class GradientState(Enum):
+class GradientState(Key):
     """Where a group's gradients are."""
 
     NONE = "NONE"
@@ -53,7 +60,7 @@ class GradientState(Enum):
     REDUCED = "REDUCED"
 
 
-class GradientOperation(Enum):
+class GradientOperation(Key):
     """What can happen to a group's gradients."""
 
     ACCUMULATE = "ACCUMULATE"
@@ -105,8 +112,8 @@ GRADIENT_TRANSITIONS: Mapping[tuple[GradientState, GradientOperation], GradientS
     (_G.REDUCED, _GO.DROP): _G.NONE,
 }
 
-S = TypeVar("S", bound=Enum)
-Op = TypeVar("Op", bound=Enum)
+S = TypeVar("S", bound=Key)
+Op = TypeVar("Op", bound=Key)
 
 
 def advance(table: Mapping[tuple[S, Op], S], state: S, operation: Op, group: str) -> S:

@@ -15,6 +15,12 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
 
 __all__ = ["OutsideGraphs", "calling_frame", "mark_managed"]
 
@@ -25,7 +31,8 @@ R = TypeVar("R")
 class OutsideGraphs(Generic[P, R]):
     """A callable that runs as it is, with all that it calls, never traced nor compiled.
 
-    Dynamo takes seconds to import, so it is asked only where somebody has imported it.
+    Dynamo compiles frames only while it has a callback in the interpreter. Between the graphs of a compiled function it
+    has one, and is told to leave the callable alone; elsewhere the callable is called as it is.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -33,12 +40,9 @@ class OutsideGraphs(Generic[P, R]):
         self._disabled: Callable[P, R] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
+        if get_eval_frame_callback() is None:
             return self._function(*args, **kwargs)
         if self._disabled is None:
-            # Dynamo heeds the mark below where it meets the call in a graph. Called between graphs, this is a frame
-            # like any other, which it would compile once for all hooks and then mistake one of them for another.
-            torch._dynamo.decorators.skip(OutsideGraphs.__call__)
             self._disabled = torch.compiler.disable(self._function, recursive=True)
         return self._disabled(*args, **kwargs)
 
@@ -47,7 +51,11 @@ class OutsideGraphs(Generic[P, R]):
         return OutsideGraphs(copy.deepcopy(self._function, memo))
 
 
+# Dynamo heeds the mark where it meets the call in a graph. Called between graphs, this is a frame like any other, which
+# it would compile once for all hooks and then mistake one of them for another: so it is told to skip it. This way of
+# telling does not import Dynamo, which takes seconds.
 cast(Any, OutsideGraphs.__call__)._torchdynamo_disable = True
+set_code_exec_strategy(OutsideGraphs.__call__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 def mark_managed(modules: Iterable[nn.Module]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from composable_fsdp import trace
 from composable_fsdp.errors import LifecycleError
+from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.layout.plan import GroupPlan
 from composable_fsdp.layout.reduction import Reduction, plan_reduction
 from composable_fsdp.lifecycle import (
@@ -160,8 +161,7 @@ class ParameterGroup:
             return
         begin = trace.now() if trace.listeners else None
         self._end_gather()
-        for parameter in self.parameters:
-            parameter.register_unsharded()
+        self.tensors.registration.show_unsharded()
         if trace.listeners:
             trace.emit(trace.Operation.WAIT, self.name, 0, "", begin)
 
@@ -187,7 +187,7 @@ class ParameterGroup:
         if before is not ParameterState.SHRUNK:
             self._release()
 
-    @torch.no_grad()
+    @without_grad
     def shrink(self, mesh_size: int) -> None:
         """As :meth:`reshard`, but keeps a slice from which ``mesh_size`` neighbouring ranks can gather again."""
         self.parameter_state = advance(
@@ -202,8 +202,7 @@ class ParameterGroup:
         self._release()
 
     def _release(self) -> None:
-        for parameter in self.parameters:
-            parameter.register_sharded()
+        self.tensors.registration.show_sharded()
         for bucket in self.buckets:
             bucket.free()
         if trace.listeners:
@@ -214,9 +213,10 @@ class ParameterGroup:
 
     def on_gradient(self) -> None:
         """Autograd has put a gradient on one of the unsharded parameters."""
-        self._advance_gradients(GradientOperation.ACCUMULATE)
+        if self._ready == 0:  # with the second, they are LOCAL already
+            self._advance_gradients(GradientOperation.ACCUMULATE)
         self._ready += 1
-        if self._ready >= self.plan.num_trainable:
+        if self._ready >= self.tensors.plan.num_trainable:
             self._ready = 0
             self.on_last_gradient()
 

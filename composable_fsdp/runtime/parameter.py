@@ -1,4 +1,4 @@
-"""Which tensor is registered on which modules: the sharded one at rest, the unsharded one while modules compute."""
+"""One parameter in its two forms: the sharded one at rest, the unsharded one while modules compute."""
 
 from __future__ import annotations
 
@@ -63,21 +63,17 @@ class ShardedParameter:
         self.shape = tuple(local_part(tensor).shape)
         self._attributes = dict(vars(tensor))
         self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else _SAME
-        self.owners: tuple[tuple[nn.Module, str], ...] = ()
-        self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        self._slots: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        self._intercepting: list[tuple[nn.Module, str]] = []
+        self.owners = source.owners
         self.sharded = nn.Parameter(self.sharding.wrap_shard(local), requires_grad=tensor.requires_grad)
         self.unsharded: nn.Parameter = self.sharded
         self.full = local
         """The plain tensor in ``unsharded``: a view of the unsharded buffer."""
-        self._trainable = self.sharded.requires_grad
+        self.trainable = self.sharded.requires_grad
+        """``requires_grad`` of both forms, as far as the group took note of it."""
         self.local = local
         self.accumulated: torch.Tensor | None = None
         self.set_local(local)
         self._mark(self.sharded)
-        for module, name in source.owners:
-            self.add_owner(module, name)
         _all_parameters.add(self)
 
     def copy_onto(self, sharded: nn.Parameter, owners: Sequence[tuple[nn.Module, str]]) -> ShardedParameter:
@@ -86,24 +82,13 @@ class ShardedParameter:
         copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
         copy.communication = self.communication
         copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
-        copy.owners, copy._places, copy._slots, copy._intercepting = (), [], [], []
+        copy.owners = tuple(owners)
         copy.sharded = copy.unsharded = sharded
         copy.local = copy.full = cast(Any, sharded)._local_tensor
-        copy._trainable, copy.accumulated = sharded.requires_grad, None
+        copy.trainable, copy.accumulated = sharded.requires_grad, None
         copy._mark(sharded)
-        for module, name in owners:
-            copy.add_owner(module, name)
         _all_parameters.add(copy)
         return copy
-
-    def add_owner(self, module: nn.Module, name: str) -> None:
-        """From now on the parameter is registered as ``name`` of ``module`` too."""
-        self.owners = (*self.owners, (module, name))
-        self._places.append((module._parameters, name))
-        if _intercepts(module):
-            self._intercepting.append((module, name))
-        else:
-            self._slots.append((module._parameters, name))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,15 +156,9 @@ class ShardedParameter:
         cast(Any, self.sharded)._local_tensor = local
 
     @property
-    def is_current(self) -> bool:
-        """Whether the sharded parameter, its memory and ``requires_grad`` are what the group was built from."""
-        sharded = self.sharded
-        return cast(Any, sharded)._local_tensor is self.local and not self.was_flipped and self._registered() is sharded
-
-    @property
     def was_flipped(self) -> bool:
         """Whether somebody froze or thawed the parameter, in either form, since the group last took note."""
-        return not (self.sharded.requires_grad == self.unsharded.requires_grad == self._trainable)
+        return not (self.sharded.requires_grad == self.unsharded.requires_grad == self.trainable)
 
     def adopt_replacement(self) -> None:
         """Takes over what somebody else registered or put in place of the local tensor (``to_empty``, ``assign``).
@@ -221,9 +200,9 @@ class ShardedParameter:
 
     def build_unsharded(self, data: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Makes the parameter that modules compute with out of ``data``, a view of the unsharded buffer."""
-        self._trainable = self.sharded.requires_grad
+        self.trainable = self.sharded.requires_grad
         self.full = data
-        self.unsharded = nn.Parameter(self.sharding.wrap_full(data), requires_grad=self._trainable)
+        self.unsharded = nn.Parameter(self.sharding.wrap_full(data), requires_grad=self.trainable)
         self._carry_attributes(self.unsharded)
         if self._gradient_dtype is not _SAME:
             self.unsharded.grad_dtype = self._gradient_dtype
@@ -232,22 +211,12 @@ class ShardedParameter:
 
     def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Freezes or thaws the unsharded parameter after the sharded one."""
-        self._trainable = self.sharded.requires_grad
+        self.trainable = self.sharded.requires_grad
         if self.unsharded is self.sharded:  # never gathered so far
             return
-        self.unsharded.requires_grad_(self._trainable)
-        if self._trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
+        self.unsharded.requires_grad_(self.trainable)
+        if self.trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
-
-    def register_sharded(self) -> None:
-        """Puts the sharded parameter on all owners. Who froze or thawed what was there until now meant this one."""
-        if self.unsharded.requires_grad != self._trainable:
-            self.sharded.requires_grad_(self.unsharded.requires_grad)
-        self._register(self.sharded)
-
-    def register_unsharded(self) -> None:
-        """Puts the unsharded parameter on all owners."""
-        self._register(self.unsharded)
 
     def take_gradient(self) -> torch.Tensor | None:
         """The full gradient that this rank has, accumulated microbatches included; it is no longer here afterwards."""
@@ -269,25 +238,27 @@ class ShardedParameter:
 
     def accept_gradient(self, local: torch.Tensor) -> None:
         """Sets or adds this rank's shard of the reduced gradient, then calls the hooks that users registered for it."""
-        sharded = cast(Any, self.sharded)
-        gradient = DTensor(local, self._gradient_spec(local.dtype), requires_grad=False)
-        for hook in tuple((sharded._backward_hooks or {}).values()):
+        sharded: Any = self.sharded
+        spec = sharded._spec if local.dtype == sharded.dtype else self._gradient_spec(local.dtype)
+        # ``DTensor(...)`` does this too, and then calls an ``__init__`` that costs twice as much and does nothing.
+        gradient: Any = DTensor.__new__(DTensor, local, spec, requires_grad=False)
+        hooks = sharded._backward_hooks
+        for hook in tuple(hooks.values()) if hooks else ():
             replacement = hook(gradient)
             gradient = gradient if replacement is None else replacement
-        if sharded.grad is None:
+        held = sharded.grad
+        if held is None:
             sharded.grad = gradient
         else:
-            sharded.grad._local_tensor.add_(gradient._local_tensor)
-        for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
+            held._local_tensor.add_(gradient._local_tensor)
+        hooks = sharded._post_accumulate_grad_hooks
+        for hook in tuple(hooks.values()) if hooks else ():
             hook(sharded)
 
     def _gradient_spec(self, dtype: torch.dtype) -> Any:
-        """The sharded parameter's own, unless its gradients have another dtype."""
-        sharded = cast(Any, self.sharded)
-        if dtype == sharded.dtype:
-            return sharded._spec
-        meta = sharded._spec.tensor_meta._replace(dtype=dtype)
-        return replace(sharded._spec, tensor_meta=meta)
+        """The sharded parameter's own with another dtype."""
+        spec = cast(Any, self.sharded)._spec
+        return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
     def drop_gradient(self) -> None:
         """Forgets gradients that have not been reduced."""
@@ -297,18 +268,11 @@ class ShardedParameter:
 
     def _registered(self) -> nn.Parameter | None:
         """What is in the sharded parameter's place now, at whichever owner; ``None`` if somebody deleted it."""
-        sharded = self.sharded
-        for parameters, name in self._places:
-            registered = parameters.get(name)
-            if registered is not sharded:
+        for module, name in self.owners:
+            registered = module._parameters.get(name)
+            if registered is not self.sharded:
                 return registered
-        return sharded
-
-    def _register(self, parameter: nn.Parameter) -> None:
-        for parameters, name in self._slots:
-            parameters[name] = parameter
-        for module, name in self._intercepting:
-            setattr(module, name, parameter)
+        return self.sharded
 
     def _mark(self, parameter: nn.Parameter) -> None:
         """Makes ``parameter`` show that it is this sharded parameter."""
@@ -368,8 +332,3 @@ def find_taken(original: torch.Tensor) -> Taken | None:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor itself."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _intercepts(module: nn.Module) -> bool:
-    """Whether the module's class wants to see parameters being set, as ``nn.LSTM`` does; others skip that cost."""
-    return type(module).__setattr__ is not nn.Module.__setattr__

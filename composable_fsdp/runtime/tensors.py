@@ -26,6 +26,7 @@ from composable_fsdp.runtime.extended import ExtendedBucket
 from composable_fsdp.runtime.extension import GatherExtension, PlainExtension, find_extension, hooks_of
 from composable_fsdp.runtime.gradient_extension import GradientExtension, find_gradient_extension
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, local_part
+from composable_fsdp.runtime.registration import Registration
 
 __all__ = ["GroupTensors", "rest_device", "take_shards"]
 
@@ -137,17 +138,20 @@ class GroupTensors:
                 store.local(k).copy_(local)
                 parameter.set_local(store.local(k))
                 parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient)
-                parameter.register_sharded()
             bucket.free()
             self.buckets.append(bucket)
+        self.register()
+
+    def register(self) -> None:
+        """Puts the sharded parameters on all their owners, and notes where these are."""
+        self.registration = Registration(self.parameters)
+        self.registration.show_sharded()
 
     def _extended(self, plan: BucketPlan, channel: Channel) -> ExtendedBucket:
         """Parameters that decide by themselves how they travel keep their local tensors as they are."""
         members = [self.parameters[i] for i in plan.indices]
         found = [self._extensions[parameter] for parameter in members]
         of_gradients = [self._gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
-        for parameter in members:
-            parameter.register_sharded()
         return ExtendedBucket(plan, self.parameters, found, of_gradients, channel, self._device, self._on_gradient)
 
     def _find_gradient_extensions(self) -> dict[ShardedParameter, GradientExtension]:
@@ -252,7 +256,7 @@ class GroupTensors:
         Raises:
             ParameterError: a parameter was replaced by something that is not sharded as it was. Named in the text.
         """
-        if all(p.is_current for p in self.parameters):
+        if self.registration.is_current:
             return
         with torch.inference_mode(False), torch.no_grad():
             for parameter in self.parameters:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # Modules without the package prefix; a sub-package stands for its own __init__.py. Modules in one row are peers,
 # which do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "grad_mode"),
     ("policy",),
     ("trace",),
     ("lifecycle",),
@@ -45,7 +45,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("mesh",),
     ("sharding",),
     ("runtime.parameter", "runtime.channel", "runtime.compile"),
-    ("runtime.containers",),
+    ("runtime.containers", "runtime.registration"),
     ("runtime.exchange", "runtime.gradient_extension"),
     ("runtime.scatter", "runtime.extension"),
     ("runtime.bucket",),
