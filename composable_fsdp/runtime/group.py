@@ -220,9 +220,10 @@ class ParameterGroup:
         self.parameter_state = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.RESHARD, self.name)
         if self.parameter_state is before:
             return
-        self._end_gather()
-        for bucket in self.buckets:
-            bucket.drop_slice()
+        if before is not ParameterState.UNSHARDED:  # a gather is on its way, or slices are kept for one
+            self._end_gather()
+            for bucket in self.buckets:
+                bucket.drop_slice()
         if before is not ParameterState.SHRUNK:
             self._release()
 

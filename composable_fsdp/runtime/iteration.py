@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from composable_fsdp.errors import LifecycleError
-from composable_fsdp.lifecycle import GradientState, ParameterState
+from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
@@ -40,7 +39,7 @@ def note_optimizer_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-class Pass(Enum):
+class Pass(Key):
     """Where an iteration is."""
 
     IDLE = "idle"
@@ -48,7 +47,7 @@ class Pass(Enum):
     BACKWARD = "backward"
 
 
-class Hook(Enum):
+class Hook(Key):
     """What called."""
 
     PRE_FORWARD = "pre-forward"
@@ -224,7 +223,9 @@ class Iteration:
 
     def _unshard(self, unit: Unit, ahead: Iterable[Unit]) -> None:
         needed = (unit, *unit.lenders)
-        for each in (*needed, *ahead):
+        for each in needed:
+            each.group.unshard(self.lanes)
+        for each in ahead:
             each.group.unshard(self.lanes)
         for each in needed:
             each.group.wait()
