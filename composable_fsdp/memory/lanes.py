@@ -36,6 +36,8 @@ class Pending(Generic[T]):
     Invariant: ``launch`` runs exactly once and ``finish`` exactly once, after it, however often the methods are called.
     """
 
+    __slots__ = ("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work")
+
     def __init__(self, launch: Callable[[], Work], finish: Callable[[], T], after: Pending[Any] | None) -> None:
         self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
         self._after = after

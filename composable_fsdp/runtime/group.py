@@ -144,7 +144,8 @@ class ParameterGroup:
     def unshard(self, lanes: Lanes) -> None:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
         before = self.parameter_state
-        self._deliver_before_a_change(lanes)
+        if self.holds_gradients:
+            self._deliver_before_a_change(lanes)
         self.refresh()
         if not self.tensors.are_placed:
             raise self.tensors.misplaced(self.name)
@@ -170,7 +171,7 @@ class ParameterGroup:
 
     def _deliver_before_a_change(self, lanes: Lanes) -> None:
         """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
-        if self.holds_gradients and any(parameter.was_flipped for parameter in self.parameters):
+        if any(parameter.was_flipped for parameter in self.parameters):
             reduction = self.reduce(lanes)
             if reduction is not None:
                 reduction.complete()

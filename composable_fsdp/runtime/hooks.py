@@ -141,7 +141,8 @@ class _ModuleHooks:
         device = unit.group.axes.device if unit is iteration.root else None
         watches = torch.is_grad_enabled() and not frame.is_inner
         if dtype is not None or device is not None or watches:
-            args, kwargs = map_tensors(_InputMap(device, dtype, frame.inputs if watches else None), (args, kwargs))
+            take = _InputMap(device, dtype, frame.inputs if watches else None)
+            args, kwargs = map_tensors(take, args), map_tensors(take, kwargs)
         return args, kwargs
 
     def finish(self, output: Any) -> Any:
@@ -232,7 +233,7 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
 
 
 def _nodes_of(output: Any) -> set[Any]:
-    """The nodes that made the tensors in ``output`` and the bases of views; ``None`` for a leaf that needs gradients."""
+    """The nodes that made the tensors in ``output`` and the bases of views; ``None`` if one is a leaf."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     nodes = {tensor.grad_fn for tensor in tensors}
     for tensor in tensors:
