@@ -131,7 +131,7 @@ class FSDPModule(TorchFSDPModule):
         """Divides the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
         if factor <= 0:
             raise ConfigurationError(f"the gradient divide factor must be positive, not {factor!r}.")
-        _unit(self).group.divide_factor = float(factor)
+        _unit(self).group.gradients.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Older name of :meth:`set_gradient_divide_factor`."""
@@ -139,7 +139,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether to sum on the wire and divide afterwards, also where the backend could average."""
-        _unit(self).group.sum_only = enable
+        _unit(self).group.gradients.sum_only = enable
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the replicate axis of a hybrid mesh too.
@@ -164,7 +164,9 @@ class FSDPModule(TorchFSDPModule):
             unit.group.rebuild()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many groups' gradients may be on the wire at once, 2 unless told. The largest of all modules counts.
+        """How many reductions of gradients may be on the wire at once, 1 unless told: one more waits for the oldest.
+
+        Each has its gradients in memory. The largest number of all modules counts.
 
         Raises:
             ConfigurationError: not an int of at least 1.
@@ -174,6 +176,21 @@ class FSDPModule(TorchFSDPModule):
             raise ConfigurationError(f"max_input_buffers must be an int of at least 1, not {max_input_buffers!r}.")
         for unit in _units(self, recurse):
             unit.reductions_in_flight = max_input_buffers
+
+    def set_max_unsharded_bytes(self, max_unsharded_bytes: int | None) -> None:
+        """Bounds the memory of parameters that are gathered ahead of their turn. Call it on the root.
+
+        What a module needs is always gathered. The next one is gathered ahead, while this one computes, only where all
+        unsharded parameters together then take at most ``max_unsharded_bytes`` on this rank. The same on every rank.
+        ``None``, as it is at first, sets no bound; 0 gathers nothing ahead.
+
+        Raises:
+            ConfigurationError: not an int of at least 0, nor ``None``.
+        """
+        value: object = max_unsharded_bytes
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ConfigurationError(f"max_unsharded_bytes must be an int of at least 0 or None, not {value!r}.")
+        _unit(self).max_unsharded_bytes = max_unsharded_bytes
 
     # -- communication
 
@@ -209,7 +226,7 @@ class FSDPModule(TorchFSDPModule):
                 all-reduce over ranks outside the mesh. Every rank calls it equally often.
             stream: where the hook runs on an accelerator; ``None`` is the stream of the reduction.
         """
-        _unit(self).group.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+        _unit(self).group.gradients.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Makes the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
@@ -256,7 +273,7 @@ class FSDPModule(TorchFSDPModule):
         for iteration in {iteration_of(unit) for unit in units if unit.iteration is not None}:
             iteration.drain()  # what is on the wire would arrive later
         for unit in units:
-            unit.group.drop_gradients()
+            unit.group.gradients.drop()
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

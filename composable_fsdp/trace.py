@@ -102,8 +102,16 @@ class Recorder:
 
     @property
     def peak_groups(self) -> int:
-        """The most groups that held unsharded memory at one time."""
-        return max(len(held) for held in _holdings(self.events))
+        """The most groups whose parameters were in memory or on their way at one time, if anything had to travel."""
+        gathered: set[str] = set()
+        most = 0
+        for event in self.events:
+            if event.operation is Operation.UNSHARD and event.bytes:
+                gathered.add(event.group)
+            elif event.operation is Operation.RESHARD:
+                gathered.discard(event.group)
+            most = max(most, len(gathered))
+        return most
 
 
 def ledger(events: Iterable[TraceEvent]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -80,6 +81,7 @@ class PlanOptions:
         alias: a gather moves nothing, so full parameters may be views of their shards.
         flags_from: groups with at least this many trainable parameters say in their messages which of them had a
             gradient on any rank; ``None``, where there is one rank, says so of none.
+        batch_bytes: full size from which some parameters' gradients are worth a reduction of their own.
     """
 
     num_shards: int
@@ -87,6 +89,7 @@ class PlanOptions:
     reduce_direct_bytes: int
     alias: bool = False
     flags_from: int | None = 2
+    batch_bytes: int = NEVER_DIRECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class BucketPlan:
     reduce_dtype: torch.dtype
     gradient_dtype: torch.dtype
     axes: int
+    batch: int
     extended: bool
     codec: Codec | None
     gradient_codecs: GradientCodecs
@@ -147,10 +151,13 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group's buckets. Invariant: every parameter of the group is in exactly one of them."""
+    """One group's buckets, and how many trainable parameters each batch of them has, in the order in which batches are
+    reduced. Invariant: every parameter of the group is in exactly one bucket.
+    """
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketPlan, ...]
+    batches: tuple[int, ...]
     num_trainable: int
 
     @property
@@ -178,16 +185,43 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
         specs: the parameters.
         options: of each of the group's pairs of axes.
     """
-    members: dict[BucketKey, list[int]] = {}
+    batch_of = _batches(specs, min(option.batch_bytes for option in options))
+    members: dict[tuple[int, BucketKey], list[int]] = {}
     for index, spec in enumerate(specs):
-        members.setdefault(spec.bucket_key, []).append(index)
-    num_trainable = sum(spec.trainable for spec in specs)
-    buckets = tuple(_plan_bucket(specs, tuple(indices), options, num_trainable) for indices in members.values())
-    return GroupPlan(specs, buckets, num_trainable)
+        members.setdefault((batch_of[index], spec.bucket_key), []).append(index)
+    batches = [0] * (1 + max(batch_of, default=0))
+    for batch, spec in zip(batch_of, specs, strict=True):
+        batches[batch] += spec.trainable
+    buckets = tuple(
+        _plan_bucket(specs, tuple(indices), options, batch, sum(batches)) for (batch, _), indices in members.items()
+    )
+    return GroupPlan(specs, buckets, tuple(batches), sum(batches))
+
+
+def _batches(specs: Sequence[ParameterSpec], least: int) -> list[int]:
+    """The batch of each parameter: runs of at least ``least`` bytes, the last parameters in the first batch.
+
+    Backward comes to them in about that order. What is encoded stays together, as codecs work on whole messages.
+    """
+    batch_of = [0] * len(specs)
+    if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
+        return batch_of
+    sizes = [prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs]
+    batch, filled, left = 0, 0, sum(sizes)
+    for index in reversed(range(len(specs))):
+        batch_of[index] = batch
+        filled, left = filled + sizes[index], left - sizes[index]
+        if filled >= least and left >= least:
+            batch, filled = batch + 1, 0
+    return batch_of
 
 
 def _plan_bucket(
-    specs: Sequence[ParameterSpec], indices: tuple[int, ...], options: Sequence[PlanOptions], group_trainable: int
+    specs: Sequence[ParameterSpec],
+    indices: tuple[int, ...],
+    options: Sequence[PlanOptions],
+    batch: int,
+    group_trainable: int,
 ) -> BucketPlan:
     first = specs[indices[0]]
     axes = options[first.axes]
@@ -216,6 +250,7 @@ def _plan_bucket(
         first.reduce_dtype,
         first.gradient_dtype,
         first.axes,
+        batch,
         first.extended,
         first.codec,
         first.gradient_codecs,

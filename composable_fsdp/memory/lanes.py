@@ -36,6 +36,8 @@ class Pending(Generic[T]):
     Invariant: ``launch`` runs exactly once and ``finish`` exactly once, after it, however often the methods are called.
     """
 
+    __slots__ = ("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work")
+
     def __init__(self, launch: Callable[[], Work], finish: Callable[[], T], after: Pending[Any] | None) -> None:
         self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
         self._after = after
@@ -97,11 +99,11 @@ class Lane:
         self.name = name
         self._module = module
         self._stream = module.Stream(priority=priority)
-        self._is_null = self._stream.record_event() is None
+        self.is_null = self._stream.record_event() is None
 
     def wait_event(self, event: Any) -> None:
         """What the lane runs from now on comes after ``event``."""
-        if not self._is_null:
+        if not self.is_null:
             self._stream.wait_event(event)
 
     def run(
@@ -115,7 +117,7 @@ class Lane:
             after: work on another lane that must be done first.
         """
         pending = Pending(launch, finish, after)
-        if not self._is_null:
+        if not self.is_null:
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
                 pending.put_on(self._stream, self._module.current_stream)
@@ -132,3 +134,8 @@ class Lanes:
         self.gather = Lane("gather", module, priority=-1)
         self.reduce = Lane("reduce", module, priority=-1)
         self.replicate = Lane("replicate", module, priority=-1)
+
+    @property
+    def block_the_host(self) -> bool:
+        """Whether waiting for work stops the host, as there are no streams that could wait in its place."""
+        return self.gather.is_null

@@ -26,7 +26,10 @@ def free_storage(tensor: torch.Tensor) -> None:
 class UnshardedBuffer(Protocol):
     """Where the full parameters of one bucket are while they are needed."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes now, beside the shards."""
+        ...
 
     def allocate(self) -> None:
         """Makes the memory usable; contents undefined. Legal when it already is."""
@@ -51,10 +54,14 @@ class OwnedBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(numel, dtype=dtype, device=device)
         self._writable = self._flat.data
-        self.nbytes = numel * dtype.itemsize
+        self._full_nbytes = numel * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self._flat.untyped_storage().nbytes()
 
     def allocate(self) -> None:
-        allocate_storage(self._flat, self.nbytes)
+        allocate_storage(self._flat, self._full_nbytes)
 
     def free(self) -> None:
         free_storage(self._flat)
@@ -71,7 +78,10 @@ class AliasedBuffer:
 
     def __init__(self, store: torch.Tensor) -> None:
         self._flat = store
-        self.nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return 0
 
     def allocate(self) -> None:
         pass

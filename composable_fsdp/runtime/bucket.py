@@ -53,6 +53,11 @@ class AnyBucket(Protocol):
     def version(self) -> int: ...
 
     @property
+    def unsharded_bytes(self) -> int:
+        """Memory that the full parameters take now, beside the shards."""
+        ...
+
+    @property
     def payload_bytes(self) -> list[int]:
         """Of each payload of a gather over the whole shard axis; what hooks send is known once they were called."""
         ...
@@ -123,6 +128,11 @@ class Bucket:
     def version(self) -> int:
         """Changes with in-place changes of shards that torch counts."""
         return self.store.flat._version
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Memory that the full parameters take now, beside the shards."""
+        return self.buffer.nbytes
 
     @property
     def payload_bytes(self) -> list[int]:

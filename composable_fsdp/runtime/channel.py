@@ -12,6 +12,12 @@ from composable_fsdp.mesh import DataParallelAxes
 
 __all__ = ["Channel"]
 
+_BATCH_BYTES = 1 << 26
+_BATCH_BYTES_ON_CPU = 1 << 19
+"""Of parameters whose gradients are reduced together, ahead of the rest of their group, so that they need not wait in
+memory. On accelerators that is for embeddings and the like; what a launch costs there was not measured.
+"""
+
 
 class Channel:
     """All-gathers go over ``gather``, reduce-scatters over ``scatter``: the same ranks, often the same communicator.
@@ -55,6 +61,7 @@ class Channel:
             num_shards=self.axes.shard.size,
             direct_bytes=self.gather.direct_bytes,
             reduce_direct_bytes=self.scatter.direct_bytes,
+            batch_bytes=_BATCH_BYTES_ON_CPU if self.axes.device.type == "cpu" else _BATCH_BYTES,
             alias=self.gather.aliases and not offloaded,
             flags_from=self._flags_from(),
         )

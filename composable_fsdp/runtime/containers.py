@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device
 """Types without tensors in them, told apart here since a pytree walk costs more than the rest of a hook."""
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Every tensor in ``tree``, in order."""
     if isinstance(tree, torch.Tensor):
-        yield tree
-    elif type(tree) not in _ATOMS:
-        for child in _children(tree):
-            yield from tensors_in(child)
+        return [tree]
+    if type(tree) in _ATOMS:
+        return []
+    return [tensor for child in _children(tree) for tensor in tensors_in(child)]
 
 
 def map_tensors(function: Map, tree: Any) -> Any:
@@ -38,7 +39,7 @@ def map_tensors(function: Map, tree: Any) -> Any:
         mapped = [map_tensors(function, child) for child in tree]
         return tree if _same(mapped, tree) else kind(mapped)
     if kind is dict:
-        return tree | changed if (changed := _changed(function, tree)) else tree
+        return tree | changed if tree and (changed := _changed(function, tree)) else tree
     if _is_dataclass_value(tree):
         return _with_fields(tree, _changed(function, _fields(tree)))
     leaves, spec = tree_flatten(tree)
@@ -62,7 +63,7 @@ def _children(tree: Any) -> Any:
 
 
 def _same(mapped: list[Any], originals: Any) -> bool:
-    return all(new is old for new, old in zip(mapped, originals, strict=True))
+    return all(map(is_, mapped, originals))
 
 
 def _changed(function: Map, items: dict[Any, Any]) -> dict[Any, Any]:

@@ -78,6 +78,11 @@ class ExtendedBucket:
         return sum(parameter.local._version for parameter in self.parameters)
 
     @property
+    def unsharded_bytes(self) -> int:
+        """Memory that the full parameters take now, beside the shards."""
+        return sum(tensor.untyped_storage().nbytes() for g in self._gathered for tensor, _ in g.storages)
+
+    @property
     def payload_bytes(self) -> list[int]:
         return [
             max(prod(specs[j][0]) for specs in gathered.specs) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""One group: unshard, wait, reshard, reduce. It carries out; what to do when is decided elsewhere."""
+"""One group: unshard, wait, reshard; ``gradients`` has the way back. What to do when is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -11,29 +11,19 @@ from composable_fsdp import trace
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.layout.plan import GroupPlan
-from composable_fsdp.layout.reduction import Reduction, plan_reduction
-from composable_fsdp.lifecycle import (
-    GRADIENT_TRANSITIONS,
-    PARAMETER_TRANSITIONS,
-    GradientOperation,
-    GradientState,
-    ParameterOperation,
-    ParameterState,
-    advance,
-)
+from composable_fsdp.lifecycle import PARAMETER_TRANSITIONS, ParameterOperation, ParameterState, advance
 from composable_fsdp.memory.lanes import Lanes, Pending
 from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.policy import MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.runtime.bucket import AnyBucket
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.gathering import launch_gather
+from composable_fsdp.runtime.gradients import GroupGradients, reduce_together
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
-from composable_fsdp.runtime.reduction import Job, launch_reduction
-from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors, take_shards
-from composable_fsdp.runtime.traffic import gather_traffic, reduce_traffic, smaller_gather_traffic
+from composable_fsdp.runtime.traffic import gather_traffic, smaller_gather_traffic
 
-__all__ = ["ParameterGroup", "PendingReduction", "no_hook", "reduce_together", "unshard_together"]
+__all__ = ["ParameterGroup", "unshard_together"]
 
 
 class ParameterGroup:
@@ -44,8 +34,8 @@ class ParameterGroup:
         sources: the parameters as ``fully_shard`` found them, or ``parameters`` that are sharded already.
         axes: where modules compute, and the axes of a group without parameters.
 
-    Invariants: ``parameter_state`` and ``gradient_state`` change only through the tables of ``lifecycle``; a gather is
-    pending exactly while the former is UNSHARDING.
+    Invariants: ``parameter_state`` changes only through the table of ``lifecycle``; a gather is pending exactly while
+    that is UNSHARDING.
     """
 
     def __init__(
@@ -58,23 +48,28 @@ class ParameterGroup:
         *,
         parameters: Sequence[ShardedParameter] | None = None,
     ) -> None:
-        self.name = name
+        self._name = name
         self.axes = axes
         self.offload = offload
         if parameters is None:
             parameters = take_shards(sources, offload)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
         self.channels = [Channel(each) for each in used or (axes,)]
-        self.tensors = GroupTensors(parameters, self.channels, axes.device, precision, offload, _gradient_hook(self))
-        self.divide_factor: float | None = None
-        self.sum_only = False
-        self.all_reduce_hook: Callable[[torch.Tensor], None] = no_hook
-        self.on_last_gradient: Callable[[], None] = _nothing
+        self.tensors = GroupTensors(parameters, self.channels, axes.device, precision, offload, _gradient_hooks(self))
+        self.gradients = GroupGradients(name, self.tensors)
         self.parameter_state = ParameterState.SHARDED
-        self.gradient_state = GradientState.NONE
-        self._ready = 0
         self._pending_gather: Pending[None] | None = None
-        self._pending_partial: Pending[list[ReducedBucket]] | None = None
+        self._noted_bytes = 0
+        """Unsharded memory as the trace knows it."""
+
+    @property
+    def name(self) -> str:
+        """For messages and the trace."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = self.gradients.name = name
 
     @property
     def parameters(self) -> list[ShardedParameter]:
@@ -90,8 +85,7 @@ class ParameterGroup:
 
     def follow_choices(self, other: ParameterGroup) -> None:
         """Takes over what was chosen for ``other``, of which this is a copy, communicators included."""
-        self.divide_factor, self.sum_only = other.divide_factor, other.sum_only
-        self.all_reduce_hook = other.all_reduce_hook
+        self.gradients.follow_choices(other.gradients)
         for channel, original in zip(self.channels, other.channels, strict=True):
             channel.follow(original)
         self.tensors.build()
@@ -109,7 +103,7 @@ class ParameterGroup:
 
     def check_nothing_held(self) -> None:
         """New tensors know nothing of gradients that the old ones hold."""
-        if self.holds_gradients:
+        if self.gradients.are_held:
             raise LifecycleError(
                 f"{self.name!r} holds gradients that were accumulated and not delivered yet, which this change would "
                 "lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
@@ -128,7 +122,8 @@ class ParameterGroup:
 
     def _needs_gather(self, lanes: Lanes) -> bool:
         """Whether the parameters are neither in memory nor on their way."""
-        self._deliver_before_a_change(lanes)
+        if self.gradients.are_held:
+            self._deliver_before_a_change(lanes)
         self.refresh()
         if not self.tensors.are_placed:
             raise self.tensors.misplaced(self.name)
@@ -141,16 +136,15 @@ class ParameterGroup:
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
         )
         if trace.listeners:
-            trace.emit(trace.Operation.ALLOCATE, self.name, self.plan.unsharded_bytes)
+            self._note_memory()
             smaller = self.channels[0].smaller
             moved = smaller_gather_traffic(self.buckets, smaller.size) if smaller else gather_traffic(self.buckets)
             trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, lane, begin, moved.plain_bytes)
 
     def _deliver_before_a_change(self, lanes: Lanes) -> None:
         """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
-        if self.holds_gradients and any(parameter.was_flipped for parameter in self.parameters):
-            reduction = self.reduce(lanes)
-            if reduction is not None:
+        if any(parameter.was_flipped for parameter in self.parameters):
+            for reduction in reduce_together((self.gradients,), lanes):
                 reduction.complete()
 
     def wait(self) -> None:
@@ -163,6 +157,7 @@ class ParameterGroup:
         self._end_gather()
         self.tensors.registration.show_unsharded()
         if trace.listeners:
+            self._note_memory()
             trace.emit(trace.Operation.WAIT, self.name, 0, "", begin)
 
     def _end_gather(self) -> None:
@@ -181,9 +176,10 @@ class ParameterGroup:
         self.parameter_state = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.RESHARD, self.name)
         if self.parameter_state is before:
             return
-        self._end_gather()
-        for bucket in self.buckets:
-            bucket.drop_slice()
+        if before is not ParameterState.UNSHARDED:  # a gather is on its way, or slices are kept for one
+            self._end_gather()
+            for bucket in self.buckets:
+                bucket.drop_slice()
         if before is not ParameterState.SHRUNK:
             self._release()
 
@@ -206,102 +202,15 @@ class ParameterGroup:
         for bucket in self.buckets:
             bucket.free()
         if trace.listeners:
-            trace.emit(trace.Operation.FREE, self.name, self.plan.unsharded_bytes)
+            self._note_memory()
             trace.emit(trace.Operation.RESHARD, self.name)
 
-    # -- gradients
-
-    def on_gradient(self) -> None:
-        """Autograd has put a gradient on one of the unsharded parameters."""
-        if self._ready == 0:  # with the second, they are LOCAL already
-            self._advance_gradients(GradientOperation.ACCUMULATE)
-        self._ready += 1
-        if self._ready >= self.tensors.plan.num_trainable:
-            self._ready = 0
-            self.on_last_gradient()
-
-    @property
-    def has_new_gradients(self) -> bool:
-        """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
-        return self._ready > 0
-
-    def contribute(self) -> None:
-        """This rank takes part in the next reduction even if it has no gradient: the others may have some."""
-        if self.plan.num_trainable:
-            self._advance_gradients(GradientOperation.ACCUMULATE)
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether there are gradients that have not become those of the sharded parameters yet."""
-        return self.gradient_state in (GradientState.LOCAL, GradientState.PARTIAL)
-
-    def hold_gradients(self) -> None:
-        """Keeps this microbatch's gradients unreduced, summed in the reduce dtype."""
-        self._ready = 0
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.hold_gradient(bucket.plan.sum_dtype)
-
-    def reduce(self, lanes: Lanes, *, partial: bool = False) -> PendingReduction | None:
-        """Launches the reduction of whatever gradients there are; ``None`` where there are none.
-
-        Args:
-            lanes: where to launch.
-            partial: only over the shard axis. The result is kept, in the reduce dtype, and part of a later reduction.
-        """
-        return reduce_together((self,), lanes, partial=partial)
-
-    def _take_jobs(self) -> list[Job] | None:
-        """What is to be reduced; ``None`` where there is nothing."""
-        self._ready = 0
-        if self._pending_partial is not None:  # what it keeps is part of this one
-            self._pending_partial.wait()
-        before = self.gradient_state
-        if self._advance_gradients(GradientOperation.REDUCE) is before:
-            return None
-        jobs: list[Job] = []
-        for bucket in self.buckets:
-            reduction = self._reduction(bucket)
-            scatter = bucket.scatter.prepare(reduction)
-            if scatter is not None:
-                jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook))
-        return jobs
-
-    def _await_reduction(
-        self, pending: Pending[list[ReducedBucket]], lane: str, begin: float | None, *, partial: bool
-    ) -> None:
-        self._pending_partial = pending if partial else None
-        if trace.listeners:
-            moved = reduce_traffic(self.buckets)
-            trace.emit(trace.Operation.REDUCE, self.name, moved.bytes, lane, begin, moved.plain_bytes)
-
-    def _reduction(self, bucket: AnyBucket) -> Reduction:
-        return plan_reduction(
-            bucket.plan.sum_dtype,
-            bucket.channel.axes.num_ranks,
-            averages=bucket.channel.averages,
-            divide_factor=self.divide_factor,
-            sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
-        )
-
-    def _end_reduction(self, *, partial: bool) -> None:
-        self._advance_gradients(GradientOperation.KEEP if partial else GradientOperation.COMPLETE)
-        if trace.listeners and not partial:
-            trace.emit(trace.Operation.REDUCED, self.name)
-
-    def drop_gradients(self) -> None:
-        """Forgets gradients that have not been reduced, accumulated microbatches included."""
-        self._ready = 0
-        for parameter in self.parameters:
-            parameter.drop_gradient()
-        for bucket in self.buckets:
-            bucket.scatter.drop_partial()
-        self._pending_partial = None  # complete by now, or ended by an exception, which waiting again would repeat
-        self._advance_gradients(GradientOperation.DROP)
-
-    def _advance_gradients(self, operation: GradientOperation) -> GradientState:
-        self.gradient_state = advance(GRADIENT_TRANSITIONS, self.gradient_state, operation, self.name)
-        return self.gradient_state
+    def _note_memory(self) -> None:
+        held = sum(bucket.unsharded_bytes for bucket in self.buckets)
+        if held != self._noted_bytes:
+            operation = trace.Operation.ALLOCATE if held > self._noted_bytes else trace.Operation.FREE
+            trace.emit(operation, self.name, abs(held - self._noted_bytes))
+        self._noted_bytes = held
 
 
 def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes) -> None:
@@ -321,67 +230,18 @@ def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes) -> None:
         group._await_gather(pending, lanes.gather.name, begin)
 
 
-@torch.no_grad()
-def reduce_together(
-    groups: Sequence[ParameterGroup], lanes: Lanes, *, partial: bool = False
-) -> PendingReduction | None:
-    """As :meth:`ParameterGroup.reduce`, for all of ``groups`` at once."""
-    begin = trace.now() if trace.listeners else None
-    taken = [(group, jobs) for group in groups if (jobs := group._take_jobs()) is not None]
-    if not taken:
-        return None
-    members = [group for group, _ in taken]
-    pending = launch_reduction(
-        lanes, [job for _, jobs in taken for job in jobs], members[0].axes.device, partial=partial
-    )
-    for group in members:
-        group._await_reduction(pending, lanes.reduce.name, begin, partial=partial)
-    return PendingReduction(members, pending, partial=partial)
-
-
-class PendingReduction:
-    """Gradients of some groups on their way. Owned by the queue that completes it."""
-
-    def __init__(
-        self, groups: Sequence[ParameterGroup], pending: Pending[list[ReducedBucket]], *, partial: bool
-    ) -> None:
-        self._groups = groups
-        self._pending = pending
-        self._partial = partial
-
-    def start(self) -> None:
-        """Launches a second stage that had to wait for the first."""
-        self._pending.start()
-
-    @torch.no_grad()
-    def complete(self) -> None:
-        """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""
-        offloaded = any(group.tensors.is_offloaded for group in self._groups)
-        reduced = self._pending.synchronize() if offloaded else self._pending.wait()
-        for bucket in reduced:
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
-                parameter.accept_gradient(gradient)
-        for group in self._groups:
-            group._end_reduction(partial=self._partial)
-
-
-def _gradient_hook(group: ParameterGroup) -> Callable[[torch.Tensor], None]:
-    """Knows the group weakly: Python's collector does not see what hooks of a tensor hold, so that a group which its
-    own parameters held would never be freed.
+def _gradient_hooks(group: ParameterGroup) -> Callable[[int], Callable[[torch.Tensor], None]]:
+    """Makes the hooks of parameters of a batch. They know the group weakly: Python's collector does not see what hooks
+    of a tensor hold, so that a group which its own parameters held would never be freed.
     """
     weakly = ref(group)
 
-    def hook(_: torch.Tensor) -> None:
-        alive = weakly()
-        if alive is not None:
-            alive.on_gradient()
+    def hook_of(batch: int) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            alive = weakly()
+            if alive is not None:
+                alive.gradients.arrive(batch)
 
-    return hook
+        return hook
 
-
-def no_hook(output: torch.Tensor) -> None:
-    """The all-reduce hook of a group for which none was set."""
-
-
-def _nothing() -> None:
-    pass
+    return hook_of

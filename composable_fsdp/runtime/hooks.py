@@ -141,7 +141,8 @@ class _ModuleHooks:
         device = unit.group.axes.device if unit is iteration.root else None
         watches = torch.is_grad_enabled() and not frame.is_inner
         if dtype is not None or device is not None or watches:
-            args, kwargs = map_tensors(_InputMap(device, dtype, frame.inputs if watches else None), (args, kwargs))
+            take = _InputMap(device, dtype, frame.inputs if watches else None)
+            args, kwargs = map_tensors(take, args), map_tensors(take, kwargs)
         return args, kwargs
 
     def finish(self, output: Any) -> Any:
@@ -205,15 +206,10 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
     """Hooks the nodes where gradients enter ``call`` and the tensors where they leave it."""
     unit = call.unit
-    if any(tensor.requires_grad and tensor.grad_fn is None for tensor in tensors_in(output)):
+    nodes = _nodes_of(output)
+    if None in nodes:
         output = map_tensors(_off_the_leaf, output)
-    nodes: dict[int, Any] = {}
-    for tensor in tensors_in(output):
-        if not tensor.requires_grad:
-            continue
-        for made in (tensor, tensor._base if tensor._is_view() else None):
-            if made is not None and made.grad_fn is not None:
-                nodes[id(made.grad_fn)] = made.grad_fn
+        nodes = _nodes_of(output)
     if not nodes and not inputs:
         return output
 
@@ -223,7 +219,7 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
     def left(_: Any) -> None:
         iteration_of(unit).post_backward(call)
 
-    for node in nodes.values():
+    for node in nodes:
         node.register_prehook(entered)
     if inputs:
         call.await_inputs()
@@ -234,6 +230,17 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
     else:
         call.round.ends_unseen = True
     return output
+
+
+def _nodes_of(output: Any) -> set[Any]:
+    """The nodes that made the tensors in ``output`` and the bases of views; ``None`` if one is a leaf."""
+    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    nodes = {tensor.grad_fn for tensor in tensors}
+    for tensor in tensors:
+        base = tensor._base
+        if base is not None and base.grad_fn is not None:
+            nodes.add(base.grad_fn)
+    return nodes
 
 
 def _off_the_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,7 @@ or held where its unit does not synchronise, and every unit is sharded unless it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +19,11 @@ from torch import nn
 from torch.autograd import Variable
 
 from composable_fsdp.errors import LifecycleError
-from composable_fsdp.lifecycle import GradientState, ParameterState
+from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
-from composable_fsdp.runtime.group import PendingReduction
+from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
@@ -40,7 +39,7 @@ def note_optimizer_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-class Pass(Enum):
+class Pass(Key):
     """Where an iteration is."""
 
     IDLE = "idle"
@@ -48,7 +47,7 @@ class Pass(Enum):
     BACKWARD = "backward"
 
 
-class Hook(Enum):
+class Hook(Key):
     """What called."""
 
     PRE_FORWARD = "pre-forward"
@@ -76,13 +75,16 @@ class Iteration:
         self._seen_steps = _optimizer_steps
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = root.reductions_in_flight
+        self._held_back: list[Unit] = []
+        """To be gathered ahead once a reduction that takes more memory has been completed."""
         self._unseen: list[Call] = []
         self._grad_mode = True
         """Of the outermost module's forward."""
         self._in_step: InStep | None = None
         """Set while the order of groups must not depend on what this rank runs."""
         for unit in units.values():
-            unit.group.on_last_gradient = _bound(self._last_gradient, unit)
+            unit.group.gradients.on_batch = _bound(self._batch_of_gradients, unit)
+            unit.group.gradients.on_last = _bound(self._last_gradient, unit)
 
     # -- what hooks call
 
@@ -157,6 +159,19 @@ class Iteration:
                 if done.reshard_after_backward and not done.borrowers:
                     done.group.reshard()
 
+    def _batch_of_gradients(self, unit: Unit) -> None:
+        """All gradients of ``unit``'s next batch are there: they need not wait for the rest of the group."""
+        if (
+            self._pass is Pass.BACKWARD
+            and self._in_step is None
+            and unit.accumulation is Accumulation.REDUCE
+            and not unit.keeps_partial
+            and self._was_seen(unit)
+            and torch._C._current_graph_task_id() == self._graph_task
+        ):
+            self._make_room()
+            self._enqueue(unit.group.gradients.reduce_batch(self.lanes))
+
     def _last_gradient(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient: reduction need not wait for anything else."""
         if self._pass is not Pass.BACKWARD:
@@ -223,11 +238,37 @@ class Iteration:
         self._unshard(unit, ())
 
     def _unshard(self, unit: Unit, ahead: Iterable[Unit]) -> None:
+        """Brings ``unit`` into memory, and those of ``ahead`` on their way.
+
+        They are launched before what is needed now arrives, unless that was on its way already: what arrives is in
+        memory twice for a moment, as a message and in its place, and need not meet the next message there.
+        """
         needed = (unit, *unit.lenders)
-        for each in (*needed, *ahead):
+        was_ahead = all(each.group.parameter_state is not ParameterState.SHARDED for each in needed)
+        for each in needed:
             each.group.unshard(self.lanes)
+        if not was_ahead:
+            self._unshard_ahead(ahead)
         for each in needed:
             each.group.wait()
+        if was_ahead:
+            self._unshard_ahead(ahead)
+
+    def _unshard_ahead(self, ahead: Iterable[Unit]) -> None:
+        self._held_back.clear()
+        for unit in ahead:
+            if self.lanes.block_the_host and sum(r.nbytes for r in self._reductions) > unit.group.plan.unsharded_bytes:
+                self._held_back.append(unit)
+            elif self._fits(unit):
+                unit.group.unshard(self.lanes)
+
+    def _fits(self, unit: Unit) -> bool:
+        """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
+        limit = self.root.max_unsharded_bytes
+        if limit is None:
+            return True
+        held = (u for u in self.units.values() if u.group.parameter_state is not ParameterState.SHARDED)
+        return sum(u.group.plan.unsharded_bytes for u in {*held, unit}) <= limit
 
     def gather_in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None:
         """Brings ``unit``, which ended its forward at ``position``, into memory, and on their way those before it."""
@@ -283,6 +324,7 @@ class Iteration:
             if call.entered != self._backwards:
                 raise _unseen_output(call.unit)
         self._unseen.clear()
+        self._held_back.clear()
         for unit in self.units.values():
             unit.open_calls = 0
             self.settle_gradients(unit, at_end=True)
@@ -300,23 +342,36 @@ class Iteration:
         At the end of backward, also what earlier backwards left partly reduced. With ``contributes``, zeros where there
         are none.
         """
-        group = unit.group
+        gradients = unit.group.gradients
         if contributes and unit.accumulation is not Accumulation.UNSHARDED:
-            group.contribute()
-        is_local = group.gradient_state is GradientState.LOCAL
-        if not is_local and not (at_end and group.gradient_state is GradientState.PARTIAL and not unit.keeps_partial):
+            gradients.contribute()
+        is_local = gradients.state is GradientState.LOCAL
+        if not is_local and not (at_end and gradients.state is GradientState.PARTIAL and not unit.keeps_partial):
             return
-        if group.has_new_gradients and not self._was_seen(unit):  # those held since an earlier backward are right
+        if gradients.is_new and not self._was_seen(unit):  # those held since an earlier backward are right
             raise _unseen_output(unit)
         if unit.accumulation is Accumulation.UNSHARDED:
-            group.hold_gradients()
+            gradients.hold()
             return
-        while len(self._reductions) >= self._reductions_limit:  # before the next one takes memory
+        self._reduce((gradients,), partial=unit.keeps_partial)
+
+    def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
+        launches = reduce_together(members, self.lanes, partial=partial)
+        self._make_room()
+        while (reduction := next(launches, None)) is not None:
+            self._enqueue(reduction)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Completes reductions before the next one takes memory."""
+        while len(self._reductions) >= self._reductions_limit:
             self._reductions.popleft().complete()
-        reduction = group.reduce(self.lanes, partial=unit.keeps_partial)
-        if reduction is not None:
-            self._start_reductions()
-            self._reductions.append(reduction)
+        if self._held_back:
+            self._unshard_ahead(tuple(self._held_back))
+
+    def _enqueue(self, reduction: PendingReduction) -> None:
+        self._start_reductions()
+        self._reductions.append(reduction)
 
     # -- endings
 
@@ -339,7 +394,7 @@ class Iteration:
         """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced."""
         self.drain()
         for unit in self.units.values():
-            unit.group.drop_gradients()
+            unit.group.gradients.drop()
         self._back_to_idle()
 
     def _back_to_idle(self) -> None:

@@ -239,7 +239,9 @@ class ShardedParameter:
     def accept_gradient(self, local: torch.Tensor) -> None:
         """Sets or adds this rank's shard of the reduced gradient, then calls the hooks that users registered for it."""
         sharded: Any = self.sharded
-        spec = sharded._spec if local.dtype == sharded.dtype else self._gradient_spec(local.dtype)
+        spec = sharded._spec
+        if local.dtype != spec.tensor_meta.dtype:
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
         # ``DTensor(...)`` does this too, and then calls an ``__init__`` that costs twice as much and does nothing.
         gradient: Any = DTensor.__new__(DTensor, local, spec, requires_grad=False)
         hooks = sharded._backward_hooks
@@ -254,11 +256,6 @@ class ShardedParameter:
         hooks = sharded._post_accumulate_grad_hooks
         for hook in tuple(hooks.values()) if hooks else ():
             hook(sharded)
-
-    def _gradient_spec(self, dtype: torch.dtype) -> Any:
-        """The sharded parameter's own with another dtype."""
-        spec = cast(Any, self.sharded)._spec
-        return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
     def drop_gradient(self) -> None:
         """Forgets gradients that have not been reduced."""

@@ -6,7 +6,7 @@ They come and go together, several times in a step, so all their places are list
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -50,11 +50,11 @@ class Registration:
     @property
     def is_current(self) -> bool:
         """Whether the sharded parameters, their memory and ``requires_grad`` are what the group was built from, and
-        are what is registered.
+        are what is registered. Who changed the unsharded ones was heard when these were taken off.
         """
         for parameter in self._parameters:
-            sharded = cast(Any, parameter.sharded)
-            if sharded._local_tensor is not parameter.local or parameter.was_flipped:
+            sharded: Any = parameter.sharded
+            if sharded._local_tensor is not parameter.local or sharded.requires_grad != parameter.trainable:
                 return False
         return all(registered.get(name) is parameter.sharded for registered, name, parameter in self._places)
 

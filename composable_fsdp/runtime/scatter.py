@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -115,8 +115,6 @@ class GradientScatter:
             _contiguous_view(shards.shard_shape(rank), offset)
             for shards, offset in zip(layout.shards, layout.output.offsets, strict=True)
         ]
-        self._all_flags: dict[torch.dtype, torch.Tensor] = {}
-        """Flags of a rank that has every gradient, for all ranks' rows, by the dtype of the gradients."""
 
     def prepare(self, reduction: Reduction) -> Scatter | None:
         """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
@@ -153,9 +151,10 @@ class GradientScatter:
         """Writes packed gradients and flags into ``rows``, one for each rank."""
         layout = self.plan.reduce
         pieces = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
-        if layout.in_chunks and present is self._everyone and _are_alike(pieces):
+        if layout.in_chunks and present is self._everyone and _are_alike(pieces) and self._chunks_into(rows, pieces):
             if layout.num_flags:
-                pieces.append(self._flags_of_everyone(pieces[0].dtype if pieces else rows.dtype))
+                numel = len(rows) * layout.flags_width
+                pieces.append(_ones(numel, pieces[0].dtype if pieces else rows.dtype, self.device))
             torch._chunk_cat(pieces, 0, len(rows), out=rows)
             return
         if layout.has_padding:
@@ -163,11 +162,9 @@ class GradientScatter:
         self._pack(gradients, rows)
         self._flag(rows[:, layout.flags_offset :], present)
 
-    def _flags_of_everyone(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype not in self._all_flags:
-            numel = self._shard.size * self.plan.reduce.flags_width
-            self._all_flags[dtype] = torch.ones(numel, dtype=dtype, device=self.device)
-        return self._all_flags[dtype]
+    def _chunks_into(self, rows: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:
+        """Whether ``torch._chunk_cat`` casts on the way, as it does on accelerators, or has nothing to cast."""
+        return not pieces or pieces[0].dtype == rows.dtype or self.device.type != "cpu"
 
     def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]) -> Parcel:
         """What is added up where it arrives."""
@@ -284,6 +281,12 @@ class GradientScatter:
             return torch.zeros(numel, dtype=self.plan.sum_dtype, device=self.device)
         flat = gradient.reshape(-1).to(self.plan.sum_dtype)
         return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
+
+
+@lru_cache(maxsize=64)
+def _ones(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What nobody writes to, so that groups can share it."""
+    return torch.ones(numel, dtype=dtype, device=device)
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:

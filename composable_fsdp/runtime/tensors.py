@@ -73,7 +73,7 @@ class GroupTensors:
         device: where modules compute.
         precision: which dtypes the plan is made for.
         offload: where shards rest.
-        on_gradient: called by autograd when a parameter's full gradient is there.
+        on_gradient: makes, for a batch, the hook that autograd calls when a parameter's full gradient is there.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class GroupTensors:
         device: torch.device,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
-        on_gradient: Callable[[torch.Tensor], None],
+        on_gradient: Callable[[int], Callable[[torch.Tensor], None]],
     ) -> None:
         self.parameters = list(parameters)
         self.buckets: list[AnyBucket] = []
         self._channels = channels
         self._axes = [channel.axes for channel in channels]
-        self._device = device
+        self.device = device
         self._precision = precision
         self._on_gradient = on_gradient
         self.rest_device = rest_device(offload, device)
@@ -99,7 +99,7 @@ class GroupTensors:
     @property
     def is_offloaded(self) -> bool:
         """Whether shards rest elsewhere than where modules compute."""
-        return self.rest_device != self._device
+        return self.rest_device != self.device
 
     @property
     def version(self) -> int:
@@ -133,11 +133,11 @@ class GroupTensors:
                 locals_[0].device,
                 pin_memory=self._pin_memory and not locals_[0].is_meta,
             )
-            bucket = Bucket(plan, self.parameters, channel, store, self._device)
+            bucket = Bucket(plan, self.parameters, channel, store, self.device)
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
                 store.local(k).copy_(local)
                 parameter.set_local(store.local(k))
-                parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient)
+                parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient(plan.batch))
             bucket.free()
             self.buckets.append(bucket)
         self.register()
@@ -152,7 +152,9 @@ class GroupTensors:
         members = [self.parameters[i] for i in plan.indices]
         found = [self._extensions[parameter] for parameter in members]
         of_gradients = [self._gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
-        return ExtendedBucket(plan, self.parameters, found, of_gradients, channel, self._device, self._on_gradient)
+        return ExtendedBucket(
+            plan, self.parameters, found, of_gradients, channel, self.device, self._on_gradient(plan.batch)
+        )
 
     def _find_gradient_extensions(self) -> dict[ShardedParameter, GradientExtension]:
         extensions = {}
@@ -280,8 +282,9 @@ class GroupTensors:
         return all(local.device.type == self.rest_device.type for local in locals_)
 
     def _follow_requires_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.follow_requires_grad(self._on_gradient)
+        for plan in self.plan.buckets:
+            for i in plan.indices:
+                self.parameters[i].follow_requires_grad(self._on_gradient(plan.batch))
         self.plan = self._make_plan()
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
             bucket.follow(plan)

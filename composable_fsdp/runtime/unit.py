@@ -36,6 +36,7 @@ _CHOICES = (
     "accumulation",
     "all_reduce",
     "has_nested_units",
+    "max_unsharded_bytes",
     "reductions_in_flight",
     "reshard_after_backward",
     "unshard_in_backward",
@@ -89,6 +90,8 @@ class Unit:
         self.accumulation = Accumulation.REDUCE
         self.all_reduce = True
         self.reductions_in_flight = REDUCTIONS_IN_FLIGHT
+        self.max_unsharded_bytes: int | None = None
+        """Of a root: up to which groups are gathered ahead of their turn."""
         self.forward_prefetch: Sequence[Unit] | None = None
         self.backward_prefetch: Sequence[Unit] | None = None
         self.lenders = tuple(lenders)

@@ -149,7 +149,7 @@ def everything_is_kept() -> None:
         assert twin.get_parameter("head.weight").tag == "mine"  # type: ignore[attr-defined]
         assert twin.get_buffer("steps") is not model.get_buffer("steps")
         unit, others = unit_of(twin.layers[1]), unit_of(twin.layers[0])
-        assert (unit.group.divide_factor, unit.reshard_after_backward) == (5.0, False)
+        assert (unit.group.gradients.divide_factor, unit.reshard_after_backward) == (5.0, False)
         assert (unit.reshard.kind, unit.reductions_in_flight) == (ReshardKind.NEVER, 7)
         assert others.forward_prefetch == [unit]
         assert unit.precision == policy

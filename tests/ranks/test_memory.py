@@ -171,7 +171,7 @@ def count_groups_in_memory() -> None:
     for step in range(3):
         with Recorder() as forward, CheckedLedger(model) as checked:
             loss = task.loss(model, task.batch_of(step, rank))
-        assert checked.most_unsharded == forward.peak_groups
+        assert checked.most_unsharded == 1  # what is on its way takes its place when it has arrived
         # In the first iteration nobody knows yet what comes next, so nothing is gathered ahead.
         assert forward.peak_groups == (1 if step == 0 else 2)
         assert forward.allocated == {}

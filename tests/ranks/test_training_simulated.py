@@ -17,6 +17,7 @@ from composable_fsdp import MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.lifecycle import ParameterState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.mesh import DataParallelAxes
+from composable_fsdp.runtime.gradients import reduce_together
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.parameter import ParameterSource
 from composable_fsdp.sharding import shard_over_axes
@@ -89,7 +90,7 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
                 torch.stack(products).sum().mul(rank + 1).backward()
                 group.reshard()
                 assert group.parameter_state is ParameterState.SHARDED
-            pending = [reduction for group in groups if (reduction := group.reduce(lanes)) is not None]
+            pending = [reduction for group in groups for reduction in reduce_together((group.gradients,), lanes)]
             assert len(pending) == size
             for reduction in pending:
                 reduction.complete()

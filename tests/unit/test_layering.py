@@ -53,6 +53,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.messages", "runtime.traffic"),
     ("runtime.gathering", "runtime.reduction"),
     ("runtime.tensors",),
+    ("runtime.gradients",),
     ("runtime.group",),
     ("runtime.schedule",),
     ("runtime.unit",),

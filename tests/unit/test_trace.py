@@ -135,12 +135,18 @@ def test_the_ledger_leaves_out_groups_that_hold_nothing_and_ignores_other_operat
     assert recorded(allocate("a", 8), free("a", 8), allocate("a", 2)).allocated == {"a": 2}
 
 
-def test_the_peak_is_the_most_groups_that_held_memory_at_one_time() -> None:
+def test_the_peak_is_the_most_groups_that_were_in_memory_or_on_their_way_at_one_time() -> None:
+    def unshard(group: str) -> TraceEvent:
+        return TraceEvent(Operation.UNSHARD, group, 8, "", 0.0, 0.0)
+
+    def reshard(group: str) -> TraceEvent:
+        return TraceEvent(Operation.RESHARD, group, 0, "", 0.0, 0.0)
+
     assert recorded().peak_groups == 0
-    a, b, c = allocate("a", 1), allocate("b", 1), allocate("c", 1)
-    assert recorded(a, free("a", 1), b, free("b", 1), c).peak_groups == 1
-    assert recorded(a, b, free("a", 1), c, free("b", 1), free("c", 1)).peak_groups == 2
-    assert recorded(a, b).peak_groups == 2
+    a, b, c = map(unshard, "abc")
+    assert recorded(a, reshard("a"), b, reshard("b"), c).peak_groups == 1
+    assert recorded(a, b, reshard("a"), c, reshard("b"), reshard("c")).peak_groups == 2
+    assert recorded(reshard("c"), a, b).peak_groups == 2
     assert recorded(a, a, a).peak_groups == 1
 
 

@@ -1,0 +1,253 @@
+"""The gradients of one group, from autograd's to those of the sharded parameters.
+
+They travel in *batches*, each as soon as its gradients are there, so that a large group need not have all its gradients
+in memory at once. The order of batches is part of the plan. A batch goes once those before it went, or at the end:
+every rank makes the same launches in the same order, whichever parameters it used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from composable_fsdp import trace
+from composable_fsdp.grad_mode import without_grad
+from composable_fsdp.layout.reduction import Reduction, plan_reduction
+from composable_fsdp.lifecycle import GRADIENT_TRANSITIONS, GradientOperation, GradientState, advance
+from composable_fsdp.memory.lanes import Lanes, Pending
+from composable_fsdp.runtime.bucket import AnyBucket
+from composable_fsdp.runtime.reduction import Job, launch_reduction
+from composable_fsdp.runtime.scatter import ReducedBucket
+from composable_fsdp.runtime.tensors import GroupTensors
+from composable_fsdp.runtime.traffic import reduce_traffic
+
+__all__ = ["GroupGradients", "PendingReduction", "no_hook", "reduce_together"]
+
+
+class GroupGradients:
+    """What became of the gradients of ``tensors``.
+
+    Invariants: ``state`` changes only through the table of ``lifecycle``. The first ``_launched`` batches of the plan's
+    order have been launched in this round; a round ends when the last one has.
+    """
+
+    def __init__(self, name: str, tensors: GroupTensors) -> None:
+        self.name = name
+        self.divide_factor: float | None = None
+        self.sum_only = False
+        self.all_reduce_hook: Callable[[torch.Tensor], None] = no_hook
+        self.on_batch: Callable[[], None] = _nothing
+        """Called when the next batch, not the last one, is complete."""
+        self.on_last: Callable[[], None] = _nothing
+        """Called when all gradients of the group are there."""
+        self.state = GradientState.NONE
+        self._tensors = tensors
+        self._ready = 0
+        self._arrived: list[int] = []
+        """Gradients of each batch that are there and have not been launched."""
+        self._launched = 0
+        self._pending_partial: Pending[list[ReducedBucket]] | None = None
+
+    def follow_choices(self, other: GroupGradients) -> None:
+        """Takes over what was chosen for ``other``."""
+        self.divide_factor, self.sum_only = other.divide_factor, other.sum_only
+        self.all_reduce_hook = other.all_reduce_hook
+
+    def arrive(self, batch: int) -> None:
+        """Autograd has put a gradient on an unsharded parameter of ``batch``."""
+        plan = self._tensors.plan
+        if self._ready == 0:  # with the second, they are LOCAL already
+            self._advance(GradientOperation.ACCUMULATE)
+            if self._launched == 0:
+                self._arrived = [0] * len(plan.batches)
+        self._ready += 1
+        self._arrived[batch] += 1
+        if self._ready >= plan.num_trainable:
+            self._ready = 0
+            self.on_last()
+        elif self._launched + 1 < len(plan.batches) and self._arrived[self._launched] >= plan.batches[self._launched]:
+            self.on_batch()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
+        return self._ready > 0
+
+    def contribute(self) -> None:
+        """This rank takes part in the next reduction even if it has no gradient: the others may have some."""
+        if self._tensors.plan.num_trainable:
+            self._advance(GradientOperation.ACCUMULATE)
+
+    @property
+    def are_held(self) -> bool:
+        """Whether there are gradients that have not become those of the sharded parameters yet."""
+        return self.state in (GradientState.LOCAL, GradientState.PARTIAL)
+
+    def hold(self) -> None:
+        """Keeps this microbatch's gradients unreduced, summed in the reduce dtype."""
+        self._end_round()
+        for bucket in self._tensors.buckets:
+            for parameter in bucket.parameters:
+                parameter.hold_gradient(bucket.plan.sum_dtype)
+
+    def drop(self) -> None:
+        """Forgets gradients that have not been reduced, accumulated microbatches included."""
+        self._end_round()
+        for parameter in self._tensors.parameters:
+            parameter.drop_gradient()
+        for bucket in self._tensors.buckets:
+            bucket.scatter.drop_partial()
+        self._pending_partial = None  # complete by now, or ended by an exception, which waiting again would repeat
+        self._advance(GradientOperation.DROP)
+
+    def _end_round(self) -> None:
+        self._ready = self._launched = 0
+        self._arrived = []
+
+    # -- reductions
+
+    @without_grad
+    def reduce_batch(self, lanes: Lanes) -> PendingReduction:
+        """Launches the reduction of the next batch ahead of the others, which are not complete yet."""
+        batch = self._launched
+        self._launched += 1
+        self._arrived[batch] = 0
+        return _launch([(self, [batch])], lanes, partial=False, ends_round=False)
+
+    def take_rest(self) -> list[int]:
+        """Begins the end of a round: the batches still to go, the late ones last; none where nothing was there."""
+        if self._pending_partial is not None:  # what it keeps is part of this one
+            self._pending_partial.wait()
+        before = self.state
+        if self._advance(GradientOperation.REDUCE) is before:
+            self._end_round()
+            return []
+        late = [batch for batch in range(self._launched) if self._arrived[batch]]
+        rest = [*range(self._launched, len(self._tensors.plan.batches)), *late]
+        self._end_round()
+        return rest
+
+    def jobs_of(self, batches: Sequence[int]) -> list[Job]:
+        """What is to be reduced of ``batches``. Takes the gradients."""
+        jobs = []
+        for bucket in self._tensors.buckets:
+            if bucket.plan.batch not in batches:
+                continue
+            reduction = self._reduction(bucket)
+            scatter = bucket.scatter.prepare(reduction)
+            if scatter is not None:
+                jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook))
+        return jobs
+
+    def _reduction(self, bucket: AnyBucket) -> Reduction:
+        return plan_reduction(
+            bucket.plan.sum_dtype,
+            bucket.channel.axes.num_ranks,
+            averages=bucket.channel.averages,
+            divide_factor=self.divide_factor,
+            sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
+        )
+
+    def begin_reduction(self, pending: Pending[list[ReducedBucket]], *, partial: bool) -> None:
+        """``pending`` has been launched."""
+        if partial:
+            self._pending_partial = pending
+
+    def end_reduction(self, *, partial: bool) -> None:
+        """All that was launched in a round has come."""
+        self._advance(GradientOperation.KEEP if partial else GradientOperation.COMPLETE)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether reduced gradients end elsewhere than where modules compute."""
+        return self._tensors.is_offloaded
+
+    def _advance(self, operation: GradientOperation) -> GradientState:
+        self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
+        return self.state
+
+
+def reduce_together(
+    members: Sequence[GroupGradients], lanes: Lanes, *, partial: bool = False
+) -> Iterator[PendingReduction]:
+    """Launches what is left of this round's gradients, one launch each time the next one is asked for.
+
+    Args:
+        members: of one group, batch by batch; of several, all at once. Those that have no gradients take no part.
+        lanes: where to launch.
+        partial: only over the shard axis, all at once. The result is kept, in the reduce dtype, and part of a later
+            reduction.
+    """
+    taken = [(member, rest) for member in members if (rest := member.take_rest())]
+    if not taken:
+        return
+    portions = [taken]
+    if len(taken) == 1 and not partial:
+        ((member, rest),) = taken
+        portions = [[(member, [batch])] for batch in rest]
+    for portion in portions:
+        yield _launch(portion, lanes, partial=partial, ends_round=portion is portions[-1])
+
+
+@without_grad
+def _launch(
+    portion: Sequence[tuple[GroupGradients, Sequence[int]]], lanes: Lanes, *, partial: bool, ends_round: bool
+) -> PendingReduction:
+    begin = trace.now() if trace.listeners else None
+    members = [member for member, _ in portion]
+    jobs = [member.jobs_of(batches) for member, batches in portion]
+    device = members[0]._tensors.device
+    pending = launch_reduction(lanes, [job for of_member in jobs for job in of_member], device, partial=partial)
+    for member, of_member in zip(members, jobs, strict=True):
+        member.begin_reduction(pending, partial=partial)
+        if trace.listeners:
+            moved = reduce_traffic([job.bucket for job in of_member])
+            trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)
+    nbytes = sum(t.input.nbytes for of_member in jobs for job in of_member for t in job.scatter.transfers)
+    return PendingReduction(members, pending, nbytes=nbytes, partial=partial, ends_round=ends_round)
+
+
+class PendingReduction:
+    """Gradients of some groups on their way, ``nbytes`` of them. Owned by the queue that completes it."""
+
+    def __init__(
+        self,
+        members: Sequence[GroupGradients],
+        pending: Pending[list[ReducedBucket]],
+        *,
+        nbytes: int,
+        partial: bool,
+        ends_round: bool,
+    ) -> None:
+        self._members = members
+        self._pending = pending
+        self._partial = partial
+        self._ends_round = ends_round
+        self.nbytes = nbytes
+
+    def start(self) -> None:
+        """Launches a second stage that had to wait for the first."""
+        self._pending.start()
+
+    @without_grad
+    def complete(self) -> None:
+        """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""
+        offloaded = any(member.is_offloaded for member in self._members)
+        reduced = self._pending.synchronize() if offloaded else self._pending.wait()
+        for bucket in reduced:
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                parameter.accept_gradient(gradient)
+        for member in self._members:
+            if self._ends_round:
+                member.end_reduction(partial=self._partial)
+            if trace.listeners and not self._partial:
+                trace.emit(trace.Operation.REDUCED, member.name)
+
+
+def no_hook(output: torch.Tensor) -> None:
+    """The all-reduce hook of a group for which none was set."""
+
+
+def _nothing() -> None:
+    pass
