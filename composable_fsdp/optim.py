@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ConfigurationError, LifecycleError
 
 __all__ = ["local_optimizer"]
 
@@ -72,7 +72,7 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
             for a parameter must be a dict. Tensors in there of the shard's shape are taken for sharded like it.
 
     Returns:
-        The same object.
+        The same object. Keep it: its ``step`` alone does not keep it alive.
 
     Raises:
         ConfigurationError: the class is not element-wise, or not known to be; or the ``step`` of the object is not its
@@ -86,11 +86,17 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
     _check(optimizer, elementwise)
     update = cast(Any, type(optimizer)).step.__wrapped__  # torch wraps the step of every class for its hooks
     hooked = Optimizer.profile_hook_step(_on_shards(update))
-    itself = ref(optimizer)  # no cycle, which would keep the state alive until the next garbage collection
+    # No cycle, which would keep the state alive until the next garbage collection.
+    itself, name = ref(optimizer), type(optimizer).__name__
 
     @wraps(hooked)
     def step(*args: Any, **kwargs: Any) -> Any:
-        return hooked(itself(), *args, **kwargs)
+        this = itself()
+        if this is None:
+            raise LifecycleError(
+                f"this step of {name} belongs to an object that is gone. Keep the optimizer, not only its step method."
+            )
+        return hooked(this, *args, **kwargs)
 
     cast(Any, step).__func__ = hooked  # learning-rate schedulers take it from what should be a bound method
     cast(Any, optimizer).step = step

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from composable_fsdp import ConfigurationError, fully_shard, local_optimizer
+from composable_fsdp import ConfigurationError, LifecycleError, fully_shard, local_optimizer
 from tests.ranks._sharding import single_rank, whole
 
 
@@ -126,9 +126,13 @@ def test_an_optimizer_and_its_state_go_with_the_last_reference() -> None:
     optimizer.step()
     gc.disable()
     try:
-        gone = weakref.ref(optimizer)
+        gone, step = weakref.ref(optimizer), optimizer.step
         del optimizer
         assert gone() is None
+        with pytest.raises(
+            LifecycleError, match=r"this step of AdamW belongs to an object that is gone\. Keep the optimizer"
+        ):
+            step()
     finally:
         gc.enable()
 
