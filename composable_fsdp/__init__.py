@@ -31,6 +31,7 @@ from composable_fsdp.errors import (
 from composable_fsdp.full_params import unsharded_params
 from composable_fsdp.initialize import to_empty
 from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
+from composable_fsdp.optim import local_optimizer
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
 
@@ -62,6 +63,7 @@ __all__ = [
     "communication_report",
     "fully_shard",
     "get_total_norm",
+    "local_optimizer",
     "no_sync",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -62,12 +62,12 @@ def clip_grad_norm_(
         MeshError: this rank is not in the mesh of a gradient.
     """
     items = _parameters(parameters)
-    gradients = [p.grad for p in items if p.grad is not None]
-    cuts = [p if p.grad is None else p.grad for p in items if p.requires_grad or p.grad is not None]
-    total = _total_norm(gradients, cuts, norm_type, foreach is not False)
+    places = [(p if g is None else g, g) for p in items if (g := p.grad) is not None or p.requires_grad]
+    total = _total_norm(places, norm_type, foreach is not False)
     if error_if_nonfinite:
         _check_finite(total, norm_type)
-    _scale([_local(g) for g in gradients], torch.clamp(float(max_norm) / (total + 1e-6), max=1.0), foreach is not False)
+    gradients = [_local(g) for _, g in places if g is not None]
+    _scale(gradients, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0), foreach is not False)
     return total
 
 
@@ -88,7 +88,7 @@ def get_total_norm(tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite:
         GradientError: the norm is not finite, with ``error_if_nonfinite``. On every rank alike.
     """
     items = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    total = _total_norm(items, items, norm_type, foreach=True)
+    total = _total_norm([(item, item) for item in items], norm_type, foreach=True)
     if error_if_nonfinite:
         _check_finite(total, norm_type)
     return total
@@ -132,25 +132,41 @@ class _Exchange:
     cuts: list[int] = field(default_factory=list)
 
 
-def _total_norm(
-    tensors: Sequence[torch.Tensor], cuts: Iterable[torch.Tensor], norm_type: float, foreach: bool
-) -> torch.Tensor:
-    """The norm of ``tensors``; ``cuts`` are tensors whose meshes and placements are the same on every rank."""
+Place = tuple[torch.Tensor, torch.Tensor | None]
+"""A tensor whose mesh and placements are the same on every rank, and the one to count that lies so, if there is any."""
+
+
+def _total_norm(places: Sequence[Place], norm_type: float, foreach: bool) -> torch.Tensor:
+    """The norm of the tensors at ``places``."""
     order = float(norm_type)
     if not order > 0:
         raise ConfigurationError(f"norm_type must be positive or inf, not {norm_type!r}.")
-    locals_: dict[_Cut, list[torch.Tensor]] = {_cut(tensor): [] for tensor in cuts}
-    for tensor in tensors:
-        locals_.setdefault(_cut(tensor), []).append(_local(_summed(tensor)))
-    here = _local(tensors[0]).device if tensors else torch.device("cpu")
+    shards = _by_cut(places)
+    tensors = [tensor for part in shards.values() for tensor in part]
+    here = next((_local(tensor).device for _, tensor in places if tensor is not None), torch.device("cpu"))
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
-    sums = [_sum_of_powers(shards, order, foreach, here) for shards in locals_.values()]
+    sums = [_sum_of_powers(part, order, foreach, here) for part in shards.values()]
     total = torch.stack(sums) if sums else torch.zeros(0, 2, device=here)
-    for exchange in _exchanges(list(locals_)):
+    for exchange in _exchanges(list(shards)):
         numbers = total[exchange.cuts].to(exchange.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX if order == inf else dist.ReduceOp.SUM, exchange.group)
         total[exchange.cuts] = numbers.to(here)
     return _from_powers(total, order).to(torch.float64 if wide else torch.float32)
+
+
+def _by_cut(places: Sequence[Place]) -> dict[_Cut, list[torch.Tensor]]:
+    """The local parts of the tensors, by how they are cut. That is worked out once for all that are placed alike."""
+    shards: dict[_Cut, list[torch.Tensor]] = {}
+    known: dict[object, tuple[list[torch.Tensor], bool]] = {}
+    for like, tensor in places:
+        placement = (like.device_mesh, like.placements) if isinstance(like, DTensor) else None
+        if placement not in known:
+            pending = isinstance(like, DTensor) and any(p.is_partial() for p in like.placements)
+            known[placement] = shards.setdefault(_cut(like), []), pending
+        part, pending = known[placement]
+        if tensor is not None:
+            part.append(_local(_summed(tensor) if pending else tensor))
+    return shards
 
 
 def _cut(tensor: torch.Tensor) -> _Cut:
@@ -186,10 +202,9 @@ def _exchanges(cuts: Sequence[_Cut]) -> list[_Exchange]:
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with pending sums done. Collective, on every rank alike, where there are any."""
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-        return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
-    return tensor
+    """The DTensor ``tensor`` with pending sums done. Collective."""
+    assert isinstance(tensor, DTensor)
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,13 +218,12 @@ def _sum_of_powers(tensors: Sequence[torch.Tensor], order: float, foreach: bool,
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     norms = [
-        norm.to(device, dtype)
+        torch.stack(tuple(_norms(group, order, foreach))).to(device, dtype)
         for group in _by_device_and_dtype(tensors).values()
-        for norm in _norms(group, order, foreach)
     ]
     if not norms:
         return torch.zeros(2 if order == inf else 1, dtype=dtype, device=device)
-    stacked = torch.stack(norms)
+    stacked = torch.cat(norms)
     if order != inf:
         return stacked.pow(order).sum(0, keepdim=True)
     return torch.stack([stacked.nan_to_num(nan=0.0, posinf=inf).amax(), stacked.isnan().any().to(dtype)])

@@ -77,7 +77,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("collect", "copying"),
     ("module",),
     ("broadcast", "registered", "whole"),
-    ("clip", "communication", "full_params", "initialize"),
+    ("clip", "communication", "full_params", "initialize", "optim"),
     ("communication_state",),
     ("api",),
     (PACKAGE,),

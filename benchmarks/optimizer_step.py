@@ -1,0 +1,130 @@
+"""CPU time of an optimizer's step and of clipping, per parameter: on plain tensors, on DTensors, on local shards.
+
+    OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py
+
+One group of 200 parameters on the fake process group, so nothing is sent. Variants take turns. "local" is what this
+library offers for it. The last rows are why clipping takes no single norm of a flat store: its error in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from report import show, spread, store
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composable_fsdp import clip_grad_norm_, fully_shard, local_optimizer
+
+WORLD = 2
+PARAMETERS = 200
+OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+class Scales(nn.Module):
+    """One group of equal vectors."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(numel) for _ in range(PARAMETERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x * scale).sum() for scale in self.scales]).sum()
+
+
+def sharded(numel: int) -> nn.Module:
+    """With shards of ``numel`` elements, and gradients as a backward leaves them."""
+    model = fully_shard(Scales(numel * WORLD))
+    model(torch.randn(numel * WORLD)).backward()
+    return model
+
+
+def plain(numel: int) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.ones(numel)) for _ in range(PARAMETERS)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(numel)
+    return parameters
+
+
+def microseconds(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """CPU time of each call, per parameter: nothing here waits for anybody."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds + 2):
+        for name, variant in variants.items():
+            begin = time.process_time()
+            variant()
+            if turn >= 2:
+                samples[name].append((time.process_time() - begin) * 1e6 / PARAMETERS)
+    return samples
+
+
+def steps(numel: int, option: str, rounds: int) -> dict[str, Any]:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, **OPTIONS[option])
+
+    models = sharded(numel), sharded(numel)
+    optimizers = {
+        "plain": make(plain(numel)),
+        "DTensor": make(models[0].parameters()),
+        "local": local_optimizer(make(models[1].parameters())),
+    }
+    taken = microseconds({name: optimizer.step for name, optimizer in optimizers.items()}, rounds)
+    ratio = [a / b for a, b in zip(taken["local"], taken["DTensor"], strict=True)]
+    return {"what": f"AdamW {option}", "ratio": spread(ratio), **{f"{n} us": spread(t) for n, t in taken.items()}}
+
+
+def clips(numel: int, rounds: int) -> dict[str, Any]:
+    """``flat`` is the floor: one norm and one multiplication for all gradients, neither found nor checked."""
+    lists = plain(numel), list(sharded(numel).parameters()), list(sharded(numel).parameters())
+    flat = torch.randn(numel * PARAMETERS)
+    taken = microseconds(
+        {
+            "plain": lambda: nn.utils.clip_grad_norm_(lists[0], 1.0),
+            "DTensor": lambda: nn.utils.clip_grad_norm_(lists[1], 1.0),
+            "local": lambda: clip_grad_norm_(lists[2], 1.0),
+            "flat": lambda: flat.mul_(torch.clamp(1.0 / torch.linalg.vector_norm(flat), max=1.0)),
+        },
+        rounds,
+    )
+    ratio = [a / b for a, b in zip(taken["local"], taken["DTensor"], strict=True)]
+    return {"what": "clip", "ratio": spread(ratio), **{f"{n} us": spread(t) for n, t in taken.items()}}
+
+
+def norm_errors(numel: int) -> dict[str, Any]:
+    """Relative errors of the fp32 norm of ``numel`` random elements: of one norm, and of norms of 16 Ki elements."""
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    exact = flat.double().norm()
+    pieces = torch.stack(torch._foreach_norm(list(flat.split(1 << 14)))).double().norm()
+    errors = {"one norm": torch.linalg.vector_norm(flat), "norms of pieces": pieces}
+    return {"what": "error", "elements": numel} | {n: abs(float(v / exact) - 1) for n, v in errors.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    rows: list[dict[str, Any]] = []
+    for numel in (16, 16384):
+        for row in (*(steps(numel, option, arguments.rounds) for option in OPTIONS), clips(numel, arguments.rounds)):
+            rows.append({"elements": numel, **row})
+            times = "  ".join(f"{n[:-3]} {show(value, 1)}" for n, value in row.items() if n.endswith(" us"))
+            print(f"{numel:6d} elements, {row['what']}, us: {times}  local/DTensor {show(row['ratio'])}", flush=True)
+    for numel in (10**5, 10**6, 10**7, 3 * 10**7):
+        rows.append(norm_errors(numel))
+        print("  ".join(f"{n} {v:.1e}" if isinstance(v, float) else f"{n} {v}" for n, v in rows[-1].items()))
+    store("optimizer step and clipping per parameter", " ".join(sys.argv), rows, arguments.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""``local_optimizer``: the same to the bit as the optimizer itself on DTensors, and nobody can tell by looking."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from composable_fsdp import fully_shard, local_optimizer, to_empty
+from composable_fsdp.testing import run_ranks
+from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.ranks._models import seeded
+from tests.ranks._sharding import exactly
+
+Make = Callable[[Iterable[Any]], Optimizer]
+
+ADAM: tuple[dict[str, Any], ...] = (
+    {},
+    {"foreach": True, "amsgrad": True, "weight_decay": 0.1},
+    {"fused": True, "maximize": True},
+    {"fused": True, "amsgrad": True},
+    {"lr": torch.tensor(0.01)},
+)
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "ASGD": ({}, {"foreach": True, "weight_decay": 0.1, "t0": 1}),
+    "Adadelta": ({}, {"foreach": True, "weight_decay": 0.1}),
+    "Adagrad": ({}, {"foreach": True, "lr_decay": 0.1}, {"initial_accumulator_value": 0.2}),
+    "Adam": ADAM,
+    "AdamW": ADAM,
+    "Adamax": ({}, {"foreach": True, "maximize": True}),
+    "NAdam": ({}, {"foreach": True, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RAdam": ({}, {"foreach": True, "weight_decay": 0.1}),
+    "RMSprop": ({}, {"foreach": True, "centered": True, "momentum": 0.9}),
+    "SGD": (
+        {"lr": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.1},
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True},
+    ),
+}
+
+# What torch has no sharding rules for runs on shards all the same.
+NOT_ON_DTENSORS: dict[str, tuple[dict[str, Any], ...]] = {
+    "Adagrad": ({"fused": True, "initial_accumulator_value": 0.2},),
+    "Rprop": ({}, {"foreach": True, "maximize": True}),
+    "SGD": ({"fused": True, "lr": 0.1}, {"fused": True, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+}
+
+
+class Mixed(nn.Module):
+    """Uneven layers, a parameter of one element, a shared, a frozen and an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 3)])
+        self.layers[2].weight = self.layers[1].weight
+        self.layers[0].bias.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+build = seeded(Mixed)
+
+
+def backward(model: nn.Module, step: int = 0) -> torch.Tensor:
+    """On a batch of this step and this rank."""
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    dtype = next(model.parameters()).dtype
+    loss: torch.Tensor = model(torch.randn(4, 5, generator=generator).to(dtype)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def assert_same_tensor(ours: Any, expected: Any, what: str) -> None:
+    """The same to the bit, and sharded the same way."""
+    assert type(ours) is type(expected), what
+    if isinstance(expected, DTensor):
+        assert (ours.shape, ours.stride()) == (expected.shape, expected.stride()), what
+        assert (ours.device_mesh, ours.placements) == (expected.device_mesh, expected.placements), what
+    if isinstance(expected, torch.Tensor):
+        exactly(local(ours), local(expected), what)
+    else:
+        assert ours == expected, what
+
+
+def assert_same(models: tuple[nn.Module, nn.Module], optimizers: tuple[Optimizer, Optimizer], what: str = "") -> None:
+    """Equal parameters, and equal state of the optimizers by parameter and name."""
+    for (name, ours), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert_same_tensor(ours, expected, f"{what} {name}")
+    assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict(), what)
+
+
+def assert_same_state(ours: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, dict):
+        assert ours.keys() == expected.keys(), what
+        for key, value in expected.items():
+            assert_same_state(ours[key], value, f"{what} {key}")
+    else:
+        assert_same_tensor(ours, expected, what)
+
+
+def pair(
+    make: Make, dtype: torch.dtype = torch.float32
+) -> tuple[tuple[nn.Module, nn.Module], tuple[Optimizer, Optimizer]]:
+    """Two equal sharded models, with a local optimizer for the first and the same as it is for the other."""
+    models = (build().to(dtype), build().to(dtype))
+    for model in models:
+        fully_shard(model)
+    return models, (local_optimizer(make(models[0].parameters())), make(models[1].parameters()))
+
+
+def adamw(parameters: Iterable[Any]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def every_variant(name: str, dtype: torch.dtype) -> None:
+    for options in VARIANTS[name]:
+        models, optimizers = pair(partial(getattr(torch.optim, name), **options), dtype)
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                backward(model, step)
+                if step == 2:
+                    model.scale.grad = None
+                optimizer.step()
+        assert_same(models, optimizers, f"{name} {options}")
+
+
+@pytest.mark.behaviour("C-01", "C-05")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    run_ranks(every_variant, 2, name, dtype)
+
+
+def variants_without_dtensors(name: str) -> None:
+    for options in NOT_ON_DTENSORS[name]:
+        model = build()
+        fully_shard(model)
+        parameters = list(model.parameters())
+        plain = [local(p).detach().clone() for p in parameters]
+        kind = getattr(torch.optim, name)
+        optimizers = local_optimizer(kind(parameters, **options)), kind(plain, **options)
+        for step in range(4):
+            optimizers[0].zero_grad()
+            backward(model, step)
+            for sharded, shard in zip(parameters, plain, strict=True):
+                shard.grad = None if sharded.grad is None else local(sharded.grad).clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        for sharded, shard in zip(parameters, plain, strict=True):
+            exactly(local(sharded).detach(), shard, f"{name} {options}")
+            state, expected = optimizers[0].state.get(sharded, {}), optimizers[1].state.get(shard, {})
+            assert state.keys() == expected.keys()
+            for key, value in expected.items():
+                exactly(local(state[key]), value, f"{name} {options} {key}")
+                assert isinstance(state[key], DTensor) == (value.shape == shard.shape)
+
+
+@pytest.mark.parametrize("name", NOT_ON_DTENSORS)
+def test_what_torch_cannot_do_on_dtensors_gives_the_bits_of_plain_shards(name: str) -> None:
+    run_ranks(variants_without_dtensors, 2, name)
+
+
+def tensor_parallel(options: dict[str, Any]) -> None:
+    mesh = named_mesh(dp=2, tp=2)
+    models = (PAIRS.build(), PAIRS.build())
+    for model in models:
+        parallelize_pairs(model, mesh["tp"])
+        # Parameters on one mesh only, as foreach on DTensors wants: the head and the scale stay unsharded here.
+        for layer in model.get_submodule("layers").children():
+            fully_shard(layer, mesh=mesh["dp"])
+    parameters = [[p for p in model.parameters() if isinstance(p, DTensor)] for model in models]
+    ours = local_optimizer(torch.optim.AdamW(parameters[0], **options))
+    optimizers = ours, torch.optim.AdamW(parameters[1], **options)
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            PAIRS.loss(model, PAIRS.batch_of(step, mesh.get_local_rank("dp"))).backward()
+            optimizer.step()
+    assert_same(models, optimizers, str(options))
+
+
+@pytest.mark.behaviour("C-02")
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_shards_of_tensor_parallel_parameters(options: dict[str, Any]) -> None:
+    run_ranks(tensor_parallel, 4, options)
+
+
+def odd_tensors() -> None:
+    """No dim at all, a plain tensor, a gradient placed otherwise or in another dtype, a pending sum: in one group."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def make() -> list[nn.Parameter]:
+        scalar = nn.Parameter(distribute_tensor(torch.tensor(2.0), mesh, [Replicate()]))
+        scalar.grad = distribute_tensor(torch.tensor(0.5), mesh, [Replicate()])
+        plain = nn.Parameter(torch.ones(3))
+        plain.grad = torch.arange(3.0)
+        turned = nn.Parameter(distribute_tensor(torch.ones(3, 5), mesh, [Shard(0)]))
+        turned.grad = distribute_tensor(torch.arange(15.0).view(3, 5), mesh, [Replicate()])
+        narrow = nn.Parameter(distribute_tensor(torch.ones(5, dtype=torch.bfloat16), mesh, [Shard(0)]))
+        narrow.grad_dtype = torch.float32
+        narrow.grad = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])
+        return [scalar, plain, turned, narrow]
+
+    for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW):
+        parameters = make(), make()
+        if kind is not torch.optim.SGD:
+            parameters = parameters[0][:3], parameters[1][:3]  # torch's others want gradients in the parameter's dtype
+        optimizers = local_optimizer(kind(parameters[0], lr=0.1)), kind(parameters[1], lr=0.1)
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_same((nn.ParameterList(parameters[0]), nn.ParameterList(parameters[1])), optimizers, kind.__name__)
+
+
+def test_plain_and_unusual_parameters_are_updated_as_before() -> None:
+    run_ranks(odd_tensors, 2)
+
+
+def bystanders() -> None:
+    """Scheduler, hooks, closures, accumulation and a later group: what they see and do is the same."""
+    models, optimizers = pair(adamw)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+    seen: list[list[object]] = [[], []]
+
+    for optimizer, events in zip(optimizers, seen, strict=True):
+
+        def look(self: Optimizer, *_: object, events: list[object] = events) -> None:
+            held = [p for group in self.param_groups for p in group["params"]]
+            states = [v for p in self.state for v in self.state[p].values()]
+            events.append((len(self.state), [type(t) for t in (*held, *self.state, *states)]))
+
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+    for step in range(3):
+        for model, optimizer, scheduler, events in zip(models, optimizers, schedulers, seen, strict=True):
+
+            def closure(model: nn.Module = model, optimizer: Optimizer = optimizer, step: int = step) -> Any:
+                optimizer.zero_grad()
+                return backward(model, step)
+
+            version = model.scale._version
+            events.append(optimizer.step(closure))
+            assert model.scale._version > version
+            scheduler.step()
+            if step == 0:
+                extra = nn.Parameter(distribute_tensor(torch.ones(5), init_device_mesh("cpu", (2,)), [Shard(0)]))
+                extra.grad = extra.detach().clone()
+                optimizer.add_param_group({"params": [extra], "lr": 0.3})
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 9
+    assert_same(models, optimizers)
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.filterwarnings("error")
+def test_schedulers_hooks_closures_and_groups_see_no_difference() -> None:
+    run_ranks(bystanders, 2)
+
+
+def scaled(fused: bool) -> None:
+    models, optimizers = pair(partial(torch.optim.AdamW, fused=fused))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
+    for step in range(4):
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+            scaler.scale(model(inputs * (float("inf") if step == 1 else 1)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert_same(models, optimizers, f"fused={fused}")
+
+
+@pytest.mark.behaviour("C-11")
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaled_losses_skip_the_same_steps(fused: bool) -> None:
+    run_ranks(scaled, 2, fused)
+
+
+def in_backward() -> None:
+    models = build(), build()
+    for model in models:
+        fully_shard(model)
+    made: tuple[list[Optimizer], list[Optimizer]] = ([], [])
+    for model, optimizers, wrap in zip(models, made, (local_optimizer, lambda optimizer: optimizer), strict=True):
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            optimizers.append(wrap(adamw([parameter])))
+
+            def step(parameter: torch.Tensor, optimizer: Optimizer = optimizers[-1]) -> None:
+                optimizer.step()
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
+    for step_index in range(3):
+        for model in models:
+            backward(model, step_index)
+    for ours, expected in zip(*made, strict=True):
+        assert_same(models, (ours, expected))
+
+
+@pytest.mark.behaviour("C-12")
+def test_steps_inside_backward() -> None:
+    run_ranks(in_backward, 2)
+
+
+def saved_and_loaded(full: bool) -> None:
+    """By torch's own checkpoint functions, which initialise the state of an optimizer that has none by a step."""
+    models, optimizers = pair(adamw)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model)
+        optimizer.step()
+    options = StateDictOptions(full_state_dict=full)
+    loading = StateDictOptions(full_state_dict=full, strict=False)  # what was never used has no state
+    saved = [get_optimizer_state_dict(m, o, options=options) for m, o in zip(models, optimizers, strict=True)]
+    assert_same_state(saved[0]["state"], saved[1]["state"], "saved")
+    others, fresh = pair(adamw)
+    for model, optimizer, state in zip(others, fresh, saved, strict=True):
+        set_optimizer_state_dict(model, optimizer, state, options=loading)
+    assert_same(others, fresh, "loaded")
+    for model, optimizer in zip(others, fresh, strict=True):
+        backward(model, 1)
+        optimizer.step()
+    assert_same(others, fresh, "trained on")
+
+
+@pytest.mark.behaviour("F-09")
+@pytest.mark.parametrize("full", [False, True])
+def test_state_is_saved_and_loaded_as_dtensors(full: bool) -> None:
+    run_ranks(saved_and_loaded, 2, full)
+
+
+def replaced_memory() -> None:
+    """Shards that a load with ``assign`` or ``to_empty`` put in the place of the first ones are what is updated."""
+    models, optimizers = pair(adamw)
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            if step == 1:
+                model.load_state_dict(state, assign=True)
+                optimizer.param_groups[0]["params"] = list(model.parameters())
+                optimizer.state.clear()
+            if step == 2:
+                to_empty(model, device="cpu")
+                model.load_state_dict(state)
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    assert_same(models, optimizers)
+
+
+@pytest.mark.behaviour("F-04")
+def test_memory_that_was_replaced_is_followed() -> None:
+    run_ranks(replaced_memory, 2)
