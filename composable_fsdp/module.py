@@ -192,6 +192,21 @@ class FSDPModule(TorchFSDPModule):
             raise ConfigurationError(f"max_unsharded_bytes must be an int of at least 0 or None, not {value!r}.")
         _unit(self).max_unsharded_bytes = max_unsharded_bytes
 
+    def set_max_merged_bytes(self, max_merged_bytes: int) -> None:
+        """How many bytes of full parameters of small groups next to each other share one all-gather and one reduction.
+
+        1 MiB unless told; 0 merges nothing. Groups count as small up to 512 KiB. They are found in the order in which
+        the last forward ran, so merging begins with the second. Nothing else changes: each module still has its own
+        parameters unsharded only while it runs. Call it on the root, with the same number on every rank.
+
+        Raises:
+            ConfigurationError: not an int of at least 0.
+        """
+        value: object = max_merged_bytes
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigurationError(f"max_merged_bytes must be an int of at least 0, not {value!r}.")
+        _unit(self).max_merged_bytes = max_merged_bytes
+
     # -- communication
 
     def set_custom_all_gather(self, comm: object) -> None:

@@ -69,18 +69,24 @@ def all_gather(
 def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Transfer]) -> Work:
     """The sum, as :meth:`~composable_fsdp.comm.protocol.Communicator.reduce_scatter`."""
     works: list[Work] = []
-    sums: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    sums: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+    small = [transfer for transfer in transfers if transfer.output.nbytes < _REDUCE_DIRECT_BYTES]
+    for dtype in dict.fromkeys(transfer.input.dtype for transfer in small):
+        alike = [transfer for transfer in small if transfer.input.dtype == dtype]
+        sent = (
+            torch.cat([t.input.view(-1, t.output.numel()) for t in alike], dim=1) if len(alike) > 1 else alike[0].input
+        )
+        received = torch.empty_like(sent).view(dist.get_world_size(group), -1)
+        works.append(_all_to_all(group, received.view(-1), sent.view(-1)))
+        columns = received.split([t.output.numel() for t in alike], dim=1)
+        sums += [(t.output, column.unbind(0)) for t, column in zip(alike, columns, strict=True)]
     for output, full in transfers:
         if output.nbytes < _REDUCE_DIRECT_BYTES:
-            received = torch.empty_like(full)
-            works.append(_all_to_all(group, received, full))
-            summands = list(received.chunk(dist.get_world_size(group)))
-        else:
-            parts = list(full.view(-1, output.numel()).unbind(0))
-            own = parts[rank]
-            summands = list(output.new_empty(len(parts) - 1, output.numel()).unbind(0))
-            summands.insert(rank, own)
-            works += _exchange(group, rank, parts, summands)
+            continue
+        parts = list(full.view(-1, output.numel()).unbind(0))
+        summands = list(output.new_empty(len(parts) - 1, output.numel()).unbind(0))
+        summands.insert(rank, parts[rank])
+        works += _exchange(group, rank, parts, summands)
         sums.append((output, summands))
 
     def finish() -> None:

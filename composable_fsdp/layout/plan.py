@@ -15,7 +15,11 @@ from composable_fsdp.codec.protocol import Codec
 from composable_fsdp.layout.bucket import NEVER_DIRECT, GatherLayout, ReduceLayout, plan_gather, plan_reduce
 from composable_fsdp.layout.shard import TensorShards
 
-__all__ = ["BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptions", "plan_group", "plan_smaller"]
+__all__ = ["SMALL_BYTES", "BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptions", "plan_group", "plan_smaller"]
+
+
+SMALL_BYTES = 1 << 19
+"""Of a group's full parameters, up to which its collectives cost more by their number than by their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,8 @@ class PlanOptions:
         direct_bytes: full size from which an all-gather of its own beats a copy into a packed one.
         reduce_direct_bytes: the same for a reduce-scatter.
         alias: a gather moves nothing, so full parameters may be views of their shards.
-        flags_from: groups with at least this many trainable parameters say in their messages which of them had a
-            gradient on any rank; ``None``, where there is one rank, says so of none.
+        flags_from: groups with at least this many trainable parameters, and small ones, say in their messages which of
+            them had a gradient on any rank; ``None``, where there is one rank, says so of none.
         batch_bytes: full size from which some parameters' gradients are worth a reduction of their own.
     """
 
@@ -161,6 +165,11 @@ class GroupPlan:
     num_trainable: int
 
     @property
+    def is_small(self) -> bool:
+        """Whether it is worth while to send it together with others."""
+        return self.wire_bytes <= SMALL_BYTES
+
+    @property
     def unsharded_bytes(self) -> int:
         return sum(bucket.unsharded_bytes for bucket in self.buckets)
 
@@ -227,6 +236,7 @@ def _plan_bucket(
     axes = options[first.axes]
     shards = [TensorShards(specs[i].shape, specs[i].dim, axes.num_shards) for i in indices]
     trainable = [k for k, i in enumerate(indices) if specs[i].trainable]
+    is_small = sum(prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs) <= SMALL_BYTES
     gather = plan_gather(
         shards,
         itemsize=first.compute_dtype.itemsize,
@@ -240,7 +250,7 @@ def _plan_bucket(
         trainable,
         itemsize=sum_dtype.itemsize,
         direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
-        flags=axes.flags_from is not None and group_trainable >= axes.flags_from,
+        flags=axes.flags_from is not None and (group_trainable >= axes.flags_from or is_small),
     )
     aliased = axes.alias and first.dtype == first.compute_dtype and not first.extended
     return BucketPlan(

@@ -24,8 +24,9 @@ from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
+from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.instep import InStep
-from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
+from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler, merge_adjacent
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
 __all__ = ["Iteration", "note_optimizer_step"]
@@ -77,6 +78,12 @@ class Iteration:
         self._reductions_limit = root.reductions_in_flight
         self._held_back: list[Unit] = []
         """To be gathered ahead once a reduction that takes more memory has been completed."""
+        self._order: Sequence[str] = ()
+        """The expected order of forward that ``_company`` was made for."""
+        self._company: dict[Unit, tuple[Unit, ...]] = {}
+        """For small units those next to them, in the order of forward, with which they travel."""
+        self._settled: set[Unit] = set()
+        """Those whose gradients are complete, and wait for their company's."""
         self._unseen: list[Call] = []
         self._grad_mode = True
         """Of the outermost module's forward."""
@@ -200,6 +207,7 @@ class Iteration:
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
         self._scheduler.begin_forward()
+        self._find_company()
         stepped, self._seen_steps = self._seen_steps != _optimizer_steps, _optimizer_steps
         for kept in self.units.values():
             if kept.kept_version is None:
@@ -246,7 +254,7 @@ class Iteration:
         needed = (unit, *unit.lenders)
         was_ahead = all(each.group.parameter_state is not ParameterState.SHARDED for each in needed)
         for each in needed:
-            each.group.unshard(self.lanes)
+            self._launch_gather(each)
         if not was_ahead:
             self._unshard_ahead(ahead)
         for each in needed:
@@ -260,7 +268,36 @@ class Iteration:
             if self.lanes.block_the_host and sum(r.nbytes for r in self._reductions) > unit.group.plan.unsharded_bytes:
                 self._held_back.append(unit)
             elif self._fits(unit):
-                unit.group.unshard(self.lanes)
+                self._launch_gather(unit)
+
+    def _launch_gather(self, unit: Unit) -> None:
+        """Gathers ``unit``, along with those of its company to which this pass comes after it."""
+        company = self._company.get(unit)
+        if company is None or unit.group.parameter_state is not ParameterState.SHARDED or not self._merges(unit):
+            unit.group.unshard(self.lanes)
+            return
+        place = company.index(unit)
+        later = company[place::-1] if self._pass is Pass.BACKWARD else company[place:]
+        unshard_together(
+            [u.group for u in later if u.group.parameter_state is ParameterState.SHARDED and self._merges(u)],
+            self.lanes,
+        )
+
+    def _find_company(self) -> None:
+        """Follows a change of the expected order."""
+        if self._scheduler.expected == self._order:
+            return
+        self._order = self._scheduler.expected
+        plans = {name: unit.group.plan for name, unit in self.units.items() if unit is not self.root}
+        sizes = {name: plan.wire_bytes for name, plan in plans.items() if plan.is_small}
+        merged = merge_adjacent(self._order, sizes, self.root.max_merged_bytes)
+        self._company = {self.units[name]: tuple(self.units[other] for other in run) for name, run in merged.items()}
+
+    def _merges(self, unit: Unit) -> bool:
+        """Whether ``unit`` travels together with others in this pass."""
+        if self._in_step is not None or not unit.may_have_company:
+            return False
+        return self._pass is not Pass.BACKWARD or unit.unshard_in_backward
 
     def _fits(self, unit: Unit) -> bool:
         """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
@@ -325,6 +362,7 @@ class Iteration:
                 raise _unseen_output(call.unit)
         self._unseen.clear()
         self._held_back.clear()
+        self._settled.clear()
         for unit in self.units.values():
             unit.open_calls = 0
             self.settle_gradients(unit, at_end=True)
@@ -353,7 +391,30 @@ class Iteration:
         if unit.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
-        self._reduce((gradients,), partial=unit.keeps_partial)
+        if self._in_step is None and unit in self._company and self._reduces_whole(unit):
+            self._settle_company(unit, at_end=at_end)
+        else:
+            self._reduce((gradients,), partial=unit.keeps_partial)
+
+    def _settle_company(self, unit: Unit, *, at_end: bool) -> None:
+        """``unit``'s gradients are complete: reduces those of its company once they all are, or at the end.
+
+        Then members without gradients take part with zeros, as they may have some on other ranks.
+        """
+        company = [member for member in self._company[unit] if self._reduces_whole(member)]
+        self._settled.add(unit)
+        if not at_end and not self._settled.issuperset(company):
+            return
+        self._settled.difference_update(company)
+        for member in company:
+            if member.group.gradients.state is not GradientState.LOCAL:
+                member.group.gradients.contribute()
+        self._reduce([member.group.gradients for member in company], partial=False)
+
+    @staticmethod
+    def _reduces_whole(unit: Unit) -> bool:
+        """Whether ``unit``'s gradients become those of its sharded parameters in this backward."""
+        return unit.accumulation is Accumulation.REDUCE and not unit.keeps_partial and unit.may_have_company
 
     def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
         launches = reduce_together(members, self.lanes, partial=partial)

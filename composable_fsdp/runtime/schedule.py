@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["ForwardRecord", "Lockstep", "PrefetchScheduler", "Turn", "prefetch_targets"]
+__all__ = ["ForwardRecord", "Lockstep", "PrefetchScheduler", "Turn", "merge_adjacent", "prefetch_targets"]
 
 PREFETCH_LIMIT = 1
 """Groups ahead of the one that runs. One is enough to keep the wire busy; each more costs its unsharded size."""
@@ -24,6 +24,27 @@ def prefetch_targets(order: Sequence[str], position: int, *, step: int, limit: i
             ahead.append(order[position])
         position += step
     return tuple(ahead)
+
+
+def merge_adjacent(order: Sequence[str], nbytes: Mapping[str, int], limit: int) -> dict[str, tuple[str, ...]]:
+    """For each group that travels together with others, these and itself, as they follow each other in ``order``.
+
+    Args:
+        order: of groups, of which the first occurrence of each counts.
+        nbytes: of those that may travel with others; one that is not among them separates its neighbours.
+        limit: the most bytes that travel together.
+    """
+    runs: list[list[str]] = [[]]
+    filled = 0
+    for group in dict.fromkeys(order):
+        size = nbytes.get(group, limit + 1)
+        if filled + size > limit:
+            runs.append([])
+            filled = 0
+        if size <= limit:
+            runs[-1].append(group)
+            filled += size
+    return {group: tuple(run) for run in runs if len(run) > 1 for group in run}
 
 
 class ForwardRecord:
@@ -66,6 +87,11 @@ class PrefetchScheduler:
     def begin_forward(self) -> None:
         """A forward pass begins."""
         self._seen, self._next = [], 0
+
+    @property
+    def expected(self) -> Sequence[str]:
+        """The order in which groups are expected to run their forward."""
+        return self._known
 
     def forward(self, group: str) -> tuple[str, ...]:
         """Groups to unshard while ``group`` runs its forward."""

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import nn
 
 from composable_fsdp.errors import LifecycleError
-from composable_fsdp.policy import MixedPrecisionPolicy, Reshard
+from composable_fsdp.policy import MixedPrecisionPolicy, Reshard, ReshardKind
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.schedule import ForwardRecord
 
@@ -19,6 +19,10 @@ __all__ = ["Accumulation", "Round", "Unit", "find_owner", "find_unit", "unit_of"
 _UNIT_ATTRIBUTE = "_composable_fsdp_unit"
 REDUCTIONS_IN_FLIGHT = 1
 """Groups whose gradients may be on the wire at once; the buffers of that many are alive."""
+MERGED_BYTES = 1 << 20
+"""Of full parameters of neighbouring small groups that travel together: below that, fewer collectives matter more than
+fewer bytes (measured over gloo).
+"""
 
 
 class Accumulation(Enum):
@@ -36,6 +40,7 @@ _CHOICES = (
     "accumulation",
     "all_reduce",
     "has_nested_units",
+    "max_merged_bytes",
     "max_unsharded_bytes",
     "reductions_in_flight",
     "reshard_after_backward",
@@ -92,6 +97,8 @@ class Unit:
         self.reductions_in_flight = REDUCTIONS_IN_FLIGHT
         self.max_unsharded_bytes: int | None = None
         """Of a root: up to which groups are gathered ahead of their turn."""
+        self.max_merged_bytes = MERGED_BYTES
+        """Of a root: of groups that are gathered, and reduced, together."""
         self.forward_prefetch: Sequence[Unit] | None = None
         self.backward_prefetch: Sequence[Unit] | None = None
         self.lenders = tuple(lenders)
@@ -157,6 +164,13 @@ class Unit:
         """Whether a reduction now ends at the shard axis."""
         replicates = any(channel.replicate.size > 1 for channel in self.group.channels)
         return self.accumulation is Accumulation.SHARDED or (replicates and not self.all_reduce)
+
+    @property
+    def may_have_company(self) -> bool:
+        """Whether its parameters may be gathered, and its gradients reduced, together with those of other units."""
+        shares = self.lenders or self.borrowers
+        chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
+        return not shares and not chosen and self.reshard.kind is not ReshardKind.SMALLER
 
     @property
     def unequal_use(self) -> bool:
