@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from composable_fsdp.comm.c10d import Together
+from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.runtime.bucket import AnyBucket, Gather
 from composable_fsdp.runtime.messages import pack_messages, together
@@ -34,7 +35,7 @@ class _Gathering:
         self._device = device
         self._gathers: list[Gather] = []
 
-    @torch.no_grad()
+    @without_grad
     def launch(self) -> Work:
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
         works = []
@@ -44,7 +45,7 @@ class _Gathering:
             works.append(communicator.all_gather(transfers))
         return works[0] if len(works) == 1 else Together(tuple(works))
 
-    @torch.no_grad()
+    @without_grad
     def finish(self) -> None:
         for bucket, gather in zip(self._buckets, self._gathers, strict=True):
             bucket.finish_gather(gather)

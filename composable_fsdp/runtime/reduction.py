@@ -9,6 +9,7 @@ import torch
 
 from composable_fsdp.comm.c10d import Together
 from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.runtime.bucket import AnyBucket
@@ -64,7 +65,7 @@ class _Legs:
         self._sums: list[Exchange] = []
         self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []
 
-    @torch.no_grad()
+    @without_grad
     def scatter(self) -> Work:
         plain = [job for job in self._jobs if job.scatter.transfers]
         works: list[Work] = [
@@ -80,20 +81,20 @@ class _Legs:
             for communicator, of_communicator in together([c for c, _ in parcels], [p for _, p in parcels])
         ]
 
-    @torch.no_grad()
+    @without_grad
     def arrive(self) -> None:
         """After ``scatter``: adds up what came."""
         for exchange in self._scatters:
             exchange.finish()
 
-    @torch.no_grad()
+    @without_grad
     def keep(self) -> list[ReducedBucket]:
         self.arrive()
         for job in self._jobs:
             job.bucket.scatter.keep_partial(job.scatter)
         return []
 
-    @torch.no_grad()
+    @without_grad
     def all_reduce(self) -> Work:
         works: list[Work] = []
         for bucket, reduction, scatter, _ in self._jobs:
@@ -107,13 +108,13 @@ class _Legs:
         self._sums = self._exchange(parcels)
         return Together((*works, *(exchange.launch() for exchange in self._sums)))
 
-    @torch.no_grad()
+    @without_grad
     def add_up(self) -> None:
         """After ``all_reduce`` where that is encoded: adds up what came."""
         for exchange in self._sums:
             exchange.finish()
 
-    @torch.no_grad()
+    @without_grad
     def gather_sums(self) -> Work:
         by_communicator = together([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
         return Together(
@@ -123,20 +124,20 @@ class _Legs:
             )
         )
 
-    @torch.no_grad()
+    @without_grad
     def deliver_gathered(self) -> list[ReducedBucket]:
         for _, encoded in self._all_reduces:
             encoded.finish()
         return self.deliver_reduced()
 
-    @torch.no_grad()
+    @without_grad
     def deliver(self) -> list[ReducedBucket]:
         self.arrive()
         for job in self._jobs:
             job.bucket.scatter.add_partial(job.scatter)
         return self.deliver_reduced()
 
-    @torch.no_grad()
+    @without_grad
     def deliver_reduced(self) -> list[ReducedBucket]:
         reduced = []
         for bucket, reduction, scatter, hook in self._jobs:
