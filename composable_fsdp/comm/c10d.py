@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm import gloo
-from composable_fsdp.comm.protocol import Communicator, Transfer, Work
+from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together", "gather_objects"]
@@ -81,11 +81,6 @@ class ProcessGroupCommunicator:
         """The same ranks, with the memory of messages from the backend's allocator or from torch's."""
         return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled)
 
-    def duplicate(self) -> ProcessGroupCommunicator:
-        """The same ranks on a process group of their own. All of them must ask together."""
-        group = dist.new_group(dist.get_process_group_ranks(self.group), use_local_synchronization=True)
-        return ProcessGroupCommunicator(group, self._device.type, pooled=self.pooled)
-
     def all_gather(self, transfers: Sequence[Transfer]) -> Work:
         if self._is_gloo:
             return gloo.all_gather(self.group, self.rank, transfers, self._gather_one)
@@ -131,7 +126,7 @@ class ProcessGroupCommunicator:
 
 def gather_objects(own: T, communicator: Communicator) -> list[T]:
     """``own`` of every rank of an axis, in their order; slow, for what is settled once. All must call together."""
-    if not isinstance(communicator, ProcessGroupCommunicator):
+    if not isinstance(communicator, GroupCommunicator):
         return [own] * communicator.size
     everyones = [own] * communicator.size
     dist.all_gather_object(everyones, own, group=communicator.group)

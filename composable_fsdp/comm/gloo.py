@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm.protocol import Transfer, Work
+from composable_fsdp.comm.sums import add_up
 
 __all__ = ["all_gather", "reduce_scatter"]
 
@@ -25,9 +26,6 @@ _REDUCE_DIRECT_BYTES = 1 << 17
 
 _TAG = 0x46534450
 """Of our messages, so that they do not meet those of users."""
-
-_ADDED_AT_ONCE = 1 << 18
-"""Elements that are added up at a time, so that the sum stays in cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +83,9 @@ def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Tran
 
     def finish() -> None:
         for output, summands in sums:
-            _add_up(summands, output)
+            add_up(summands, output)
 
     return _Arrival(works, finish)
-
-
-def _add_up(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum in their order; floats narrower than fp32 in fp32, rounded once at the end."""
-    if len(summands) == 1:
-        out.copy_(summands[0])
-        return
-    narrow = out.dtype.is_floating_point and out.dtype.itemsize < torch.float32.itemsize
-    for start in range(0, out.numel(), _ADDED_AT_ONCE):
-        run = slice(start, start + _ADDED_AT_ONCE)
-        place = out[run]
-        total = summands[0][run].float() if narrow else place
-        if not narrow:
-            torch.add(summands[0][run], summands[1][run], out=place)
-        for summand in summands[1 if narrow else 2 :]:
-            total.add_(summand[run])
-        if narrow:
-            place.copy_(total)
 
 
 def _all_to_all(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Work:
