@@ -7,6 +7,7 @@ where the parts arrive: in fp32, in the order of ranks, so that they are the sam
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ import torch.distributed as dist
 
 from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.comm.sums import add_up
+from composable_fsdp.errors import PeerError
 
-__all__ = ["all_gather", "reduce_scatter"]
+__all__ = ["Arrival", "all_gather", "reduce_scatter"]
 
 _GATHER_DIRECT_BYTES = 1 << 17
 _REDUCE_DIRECT_BYTES = 1 << 17
@@ -28,16 +30,34 @@ _TAG = 0x46534450
 """Of our messages, so that they do not meet those of users."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Works, and what is left to do once they are done."""
+def _nothing() -> None:
+    pass
 
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Works of gloo, and what is left to do once they are done."""
+
+    operation: str
+    group: dist.ProcessGroup
     works: Sequence[Work]
-    finish: Callable[[], None]
+    finish: Callable[[], None] = _nothing
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        """
+        Raises:
+            PeerError: a rank is gone, or did not answer within the timeout of the process group.
+        """
+        begin = time.monotonic()
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerError(
+                f"{self.operation} over ranks {dist.get_process_group_ranks(self.group)} failed after "
+                f"{time.monotonic() - begin:.1f} s of waiting: one of them is gone, or did not answer within the "
+                f"timeout of the process group. Look at the output of each for the first error. Gloo says: {error}"
+            ) from error
         self.finish()
 
 
@@ -61,7 +81,7 @@ def all_gather(
             if place.data_ptr() != shard.data_ptr():
                 place.copy_(shard)
 
-    return _Arrival(works, finish)
+    return Arrival("all-gather", group, works, finish)
 
 
 def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Transfer]) -> Work:
@@ -85,7 +105,7 @@ def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Tran
         for output, summands in sums:
             add_up(summands, output)
 
-    return _Arrival(works, finish)
+    return Arrival("reduce-scatter", group, works, finish)
 
 
 def _all_to_all(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Work:

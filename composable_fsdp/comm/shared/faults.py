@@ -41,8 +41,9 @@ class Peers(NamedTuple):
         """``silent`` did not answer in ``seconds``."""
         return PeerError(
             f"{', '.join(map(self.name, silent))} did not answer in {seconds:g} s, the timeout of the process group, "
-            f"for which this rank waited in {operation} over {self}. Look where the other is (`py-spy dump --pid ...`):"
-            " it is stuck, or did not launch the operation; or it is slow, and the process group needs a longer timeout."
+            f"for which this rank waited in {operation} over {self}. See where the other is (`py-spy dump --pid ...`): "
+            "it is stuck, or did not launch the operation; or it is slow, and needs a process group with a longer "
+            "timeout."
         )
 
     def stopped(self, reason: str) -> PeerError:
@@ -53,6 +54,6 @@ class Peers(NamedTuple):
         """Two ranks and what each launched as the operation ``number``."""
         first, second = (f"{what} on {self.name(rank)}" for rank, what in (own, other))
         return DivergenceError(
-            f"{self} do not launch the same operations: number {number} of this process group is {first}, but {second}. "
-            "All ranks must run the same modules in the same order, with parameters of the same sizes and dtypes."
+            f"{self} do not launch the same operations: number {number} of the process group is {first}, but {second}."
+            " All ranks must run the same modules in the same order, with parameters of the same sizes and dtypes."
         )
