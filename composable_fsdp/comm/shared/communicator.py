@@ -17,6 +17,7 @@ from composable_fsdp.layout.reduction import ReduceOp
 __all__ = ["SharedMemoryCommunicator"]
 
 _DIRECT_BYTES = 1 << 18
+"""Where direct and packed cost the same with 2 and 4 ranks, as ``benchmarks/collectives.py`` finds it."""
 
 
 @dataclass(frozen=True, slots=True)
