@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/collectives.py
 
 For each size, eight parameters of that full size are gathered once packed, with the copy out that packing
-costs, and once direct. The crossing is what ``comm/c10d.py`` has as its threshold. The same for reduce-scatter, whose
-packed form costs a copy in.
+costs, and once direct. The crossing is what ``comm/shared/communicator.py`` has as its threshold, and with
+``COMPOSABLE_FSDP_SHARED_MEMORY=0`` what ``comm/c10d.py`` has. The same for reduce-scatter, whose packed form costs a
+copy in.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import torch
 import torch.distributed as dist
 from report import interleaved, show, spread, store
 
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
-from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.comm.choose import communicator_over
+from composable_fsdp.comm.protocol import Communicator, Transfer
 from composable_fsdp.layout.reduction import ReduceOp
 
 TENSORS = 8
 KIB = [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
-def variants(communicator: ProcessGroupCommunicator, nbytes: int) -> dict[str, Callable[[], None]]:
+def variants(communicator: Communicator, nbytes: int) -> dict[str, Callable[[], None]]:
     """Both ways to move ``TENSORS`` tensors of ``nbytes``, in both directions."""
     ranks, shard = communicator.size, nbytes // 4 // communicator.size
     shards = torch.randn(TENSORS, shard)
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    communicator = ProcessGroupCommunicator(dist.group.WORLD, "cpu")
+    communicator = communicator_over(dist.group.WORLD, "cpu")
     rows = []
     for kib in KIB:
         taken = interleaved(variants(communicator, kib * 1024), arguments.rounds)

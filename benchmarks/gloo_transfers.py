@@ -1,8 +1,9 @@
-"""All-gather and reduce-scatter of one tensor over gloo: point to point, and small as it is, against gloo's own.
+"""All-gather and reduce-scatter of one tensor over gloo and in shared memory, against gloo's own.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/gloo_transfers.py
 
-Where point to point begins to win is the threshold of ``composable_fsdp/comm/gloo.py``.
+Over gloo it goes point to point, or small as it is: where the first begins to win is the threshold of
+``composable_fsdp/comm/gloo.py``. Memory is shared where all ranks are on one host.
 """
 
 from __future__ import annotations
@@ -19,33 +20,45 @@ from report import interleaved, show, spread, store
 
 from composable_fsdp.comm import gloo
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
-from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.comm.choose import communicator_over
+from composable_fsdp.comm.protocol import Communicator, Transfer
+from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.layout.reduction import ReduceOp
 
-KIB = [16, 64, 256, 1024, 4096, 16384]
+KIB = [16, 64, 256, 1024, 4096, 16384, 65536]
 NEVER = 1 << 62
 
 
-def variants(communicator: ProcessGroupCommunicator, kib: int) -> dict[str, Callable[[], None]]:
+def variants(communicator: ProcessGroupCommunicator, shared: Communicator, kib: int) -> dict[str, Callable[[], None]]:
     """Ways to move a tensor of ``kib`` in full."""
     full, gathered = torch.randn(kib * 256), torch.empty(kib * 256)
     shard, reduced = torch.randn(kib * 256 // communicator.size), torch.empty(kib * 256 // communicator.size)
 
+    def gather_with(communicator: Communicator) -> None:
+        communicator.all_gather([Transfer(gathered, shard)]).wait()
+
+    def reduce_with(communicator: Communicator) -> None:
+        communicator.reduce_scatter([Transfer(reduced, full)], ReduceOp.SUM).wait()
+
     def gather(is_gloo: bool, threshold: int) -> None:
         communicator._is_gloo, gloo._GATHER_DIRECT_BYTES = is_gloo, threshold
-        communicator.all_gather([Transfer(gathered, shard)]).wait()
+        gather_with(communicator)
 
     def reduce(is_gloo: bool, threshold: int) -> None:
         communicator._is_gloo, gloo._REDUCE_DIRECT_BYTES = is_gloo, threshold
-        communicator.reduce_scatter([Transfer(reduced, full)], ReduceOp.SUM).wait()
+        reduce_with(communicator)
 
-    return {
+    ways = {
         "gloo's all-gather": lambda: gather(False, NEVER),
         "all-gather, point to point": lambda: gather(True, 0),
         "gloo's reduce-scatter": lambda: reduce(False, NEVER),
         "reduce-scatter, all-to-all": lambda: reduce(True, NEVER),
         "reduce-scatter, point to point": lambda: reduce(True, 0),
     }
+    if isinstance(shared, SharedMemoryCommunicator):
+        ways["all-gather, shared memory"] = lambda: gather_with(shared)
+        ways["reduce-scatter, shared memory"] = lambda: reduce_with(shared)
+    return ways
 
 
 def main() -> None:
@@ -54,10 +67,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    communicator = ProcessGroupCommunicator(dist.group.WORLD, "cpu")
+    communicator, shared = ProcessGroupCommunicator(dist.group.WORLD, "cpu"), communicator_over(dist.group.WORLD, "cpu")
     rows = []
     for kib in KIB:
-        ways = variants(communicator, kib)
+        ways = variants(communicator, shared, kib)
         taken = interleaved(ways, arguments.rounds)
         row: dict[str, Any] = {"ranks": communicator.size, "kib": kib}
         for name in (name for name in ways if not name.startswith("gloo")):

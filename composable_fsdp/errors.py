@@ -7,11 +7,13 @@ from __future__ import annotations
 
 __all__ = [
     "ConfigurationError",
+    "DivergenceError",
     "FSDPError",
     "GradientError",
     "LifecycleError",
     "MeshError",
     "ParameterError",
+    "PeerError",
     "UnsupportedError",
 ]
 
@@ -38,6 +40,14 @@ class LifecycleError(FSDPError, RuntimeError):
 
 class GradientError(FSDPError, RuntimeError):
     """Gradients have values with which the operation asked for makes no sense."""
+
+
+class PeerError(FSDPError, RuntimeError):
+    """Another rank is gone, or did not answer in time. The text names it and the operation, where that is known."""
+
+
+class DivergenceError(FSDPError, RuntimeError):
+    """Ranks that must make the same calls in the same order do not."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.choose import communicator_over
 from composable_fsdp.comm.loopback import LoopbackCommunicator
 from composable_fsdp.comm.protocol import Communicator
 from composable_fsdp.errors import MeshError
@@ -79,7 +79,7 @@ class DataParallelAxes:
             ranks = dist.get_process_group_ranks(whole)
             first = self.shard.rank - self.shard.rank % size
             group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
-            known[size] = ProcessGroupCommunicator(group, self.mesh.device_type)
+            known[size] = communicator_over(group, self.mesh.device_type)
         return known[size]
 
 
@@ -183,7 +183,7 @@ def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
 def _communicator(mesh: DeviceMesh, dim: int) -> Communicator:
     if mesh.size(dim) == 1:
         return LoopbackCommunicator()
-    return ProcessGroupCommunicator(mesh.get_group(dim), mesh.device_type)
+    return communicator_over(mesh.get_group(dim), mesh.device_type)
 
 
 def _current_device(device_type: str) -> torch.device:

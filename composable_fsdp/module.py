@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.interop import TorchFSDPModule, TorchUnshardHandle
@@ -252,7 +252,7 @@ class FSDPModule(TorchFSDPModule):
 
         Every rank must call it, at the same place.
         """
-        separate: dict[object, ProcessGroupCommunicator] = {}
+        separate: dict[object, GroupCommunicator] = {}
         for unit in _units(self, recurse):
             for channel in unit.group.channels:
                 channel.separate_scatter(separate if enable else None)

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm import gloo
-from composable_fsdp.comm.protocol import Communicator, Transfer, Work
+from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together", "gather_objects"]
 
 T = TypeVar("T")
+_Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -81,15 +82,10 @@ class ProcessGroupCommunicator:
         """The same ranks, with the memory of messages from the backend's allocator or from torch's."""
         return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled)
 
-    def duplicate(self) -> ProcessGroupCommunicator:
-        """The same ranks on a process group of their own. All of them must ask together."""
-        group = dist.new_group(dist.get_process_group_ranks(self.group), use_local_synchronization=True)
-        return ProcessGroupCommunicator(group, self._device.type, pooled=self.pooled)
-
     def all_gather(self, transfers: Sequence[Transfer]) -> Work:
         if self._is_gloo:
             return gloo.all_gather(self.group, self.rank, transfers, self._gather_one)
-        return self._launch([(_all_gather, (t.output, t.input), {}) for t in transfers])
+        return self._launch("all-gather", [(_all_gather, (t.output, t.input), {}) for t in transfers])
 
     def _gather_one(self, transfer: Transfer) -> Work:
         return cast(Work, _all_gather(transfer.output, transfer.input, group=self.group, async_op=True))
@@ -98,27 +94,26 @@ class ProcessGroupCommunicator:
         if self._is_gloo and op is ReduceOp.SUM:  # gloo itself says what it thinks of others
             return gloo.reduce_scatter(self.group, self.rank, transfers)
         operation = {"op": OPERATIONS[op]}
-        return self._launch([(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
+        return self._launch("reduce-scatter", [(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
 
     def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
-        return self._launch([(dist.all_to_all_single, (t.output, t.input), {}) for t in transfers])
+        return self._launch("all-to-all", [(dist.all_to_all_single, (t.output, t.input), {}) for t in transfers])
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         operation = {"op": OPERATIONS[op]}
-        return self._launch([(dist.all_reduce, (tensor,), operation) for tensor in tensors])
+        return self._launch("all-reduce", [(dist.all_reduce, (tensor,), operation) for tensor in tensors])
 
-    def _launch(self, calls: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]]) -> Work:
+    def _launch(self, name: str, calls: Sequence[_Call]) -> Work:
         if len(calls) > 1 and self._backend == "nccl":
             with self._coalesced() as works:
                 for collective, tensors, options in calls:
                     collective(*tensors, group=self.group, **options)
             return works[0]
-        return Together(
-            tuple(
-                cast(Work, collective(*tensors, group=self.group, async_op=True, **options))
-                for collective, tensors, options in calls
-            )
+        launched = tuple(
+            cast(Work, collective(*tensors, group=self.group, async_op=True, **options))
+            for collective, tensors, options in calls
         )
+        return gloo.Arrival(name, self.group, launched) if self._is_gloo else Together(launched)
 
     @contextmanager
     def _coalesced(self) -> Iterator[list[Work]]:
@@ -131,7 +126,7 @@ class ProcessGroupCommunicator:
 
 def gather_objects(own: T, communicator: Communicator) -> list[T]:
     """``own`` of every rank of an axis, in their order; slow, for what is settled once. All must call together."""
-    if not isinstance(communicator, ProcessGroupCommunicator):
+    if not isinstance(communicator, GroupCommunicator):
         return [own] * communicator.size
     everyones = [own] * communicator.size
     dist.all_gather_object(everyones, own, group=communicator.group)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.comm.c10d import OPERATIONS, ProcessGroupCommunicator, Together
-from composable_fsdp.comm.protocol import Communicator, Transfer, Work
+from composable_fsdp.comm.c10d import OPERATIONS, Together
+from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
@@ -43,7 +43,7 @@ class CustomCommunicator:
     asked for all of it. Final.
     """
 
-    base: ProcessGroupCommunicator
+    base: GroupCommunicator
     collective: CustomCollective
     direct_bytes: int = NEVER_DIRECT
     aliases: bool = False
@@ -93,6 +93,6 @@ def customize(base: Communicator, collective: object, setter: str) -> Communicat
             f"{setter} takes an object with allocate(size, *, dtype, device) that can be called with (output_tensor, "
             f"input_tensor, group, ..., async_op), not {type(collective).__name__}."
         )
-    if not isinstance(base, ProcessGroupCommunicator):
+    if not isinstance(base, GroupCommunicator):
         return base
     return CustomCommunicator(base, collective)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ where the parts arrive: in fp32, in the order of ranks, so that they are the sam
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm.protocol import Transfer, Work
+from composable_fsdp.comm.sums import add_up
+from composable_fsdp.errors import PeerError
 
-__all__ = ["all_gather", "reduce_scatter"]
+__all__ = ["Arrival", "all_gather", "reduce_scatter"]
 
 _GATHER_DIRECT_BYTES = 1 << 17
 _REDUCE_DIRECT_BYTES = 1 << 17
@@ -26,20 +29,35 @@ _REDUCE_DIRECT_BYTES = 1 << 17
 _TAG = 0x46534450
 """Of our messages, so that they do not meet those of users."""
 
-_ADDED_AT_ONCE = 1 << 18
-"""Elements that are added up at a time, so that the sum stays in cache."""
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
-    """Works, and what is left to do once they are done."""
+class Arrival:
+    """Works of gloo, and what is left to do once they are done."""
 
+    operation: str
+    group: dist.ProcessGroup
     works: Sequence[Work]
-    finish: Callable[[], None]
+    finish: Callable[[], None] = _nothing
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        """
+        Raises:
+            PeerError: a rank is gone, or did not answer within the timeout of the process group.
+        """
+        begin = time.monotonic()
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerError(
+                f"{self.operation} over ranks {dist.get_process_group_ranks(self.group)} failed after "
+                f"{time.monotonic() - begin:.1f} s of waiting: one of them is gone, or did not answer within the "
+                f"timeout of the process group. Look at the output of each for the first error. Gloo says: {error}"
+            ) from error
         self.finish()
 
 
@@ -63,7 +81,7 @@ def all_gather(
             if place.data_ptr() != shard.data_ptr():
                 place.copy_(shard)
 
-    return _Arrival(works, finish)
+    return Arrival("all-gather", group, works, finish)
 
 
 def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Transfer]) -> Work:
@@ -91,27 +109,9 @@ def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Tran
 
     def finish() -> None:
         for output, summands in sums:
-            _add_up(summands, output)
+            add_up(summands, output)
 
-    return _Arrival(works, finish)
-
-
-def _add_up(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum in their order; floats narrower than fp32 in fp32, rounded once at the end."""
-    if len(summands) == 1:
-        out.copy_(summands[0])
-        return
-    narrow = out.dtype.is_floating_point and out.dtype.itemsize < torch.float32.itemsize
-    for start in range(0, out.numel(), _ADDED_AT_ONCE):
-        run = slice(start, start + _ADDED_AT_ONCE)
-        place = out[run]
-        total = summands[0][run].float() if narrow else place
-        if not narrow:
-            torch.add(summands[0][run], summands[1][run], out=place)
-        for summand in summands[1 if narrow else 2 :]:
-            total.add_(summand[run])
-        if narrow:
-            place.copy_(total)
+    return Arrival("reduce-scatter", group, works, finish)
 
 
 def _all_to_all(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Work:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.memory.lanes import Work
 
-__all__ = ["Communicator", "Transfer", "Work"]
+__all__ = ["Communicator", "GroupCommunicator", "Transfer", "Work"]
 
 
 class Transfer(NamedTuple):
@@ -76,4 +77,15 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         """Reduces in place."""
+        ...
+
+
+@runtime_checkable
+class GroupCommunicator(Communicator, Protocol):
+    """A communicator of the ranks of a ``torch.distributed`` process group."""
+
+    group: dist.ProcessGroup
+
+    def with_pool(self, pooled: bool) -> GroupCommunicator:
+        """The same ranks, with the memory of messages from the backend's allocator where it has one, or torch's."""
         ...

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.choose import duplicate
 from composable_fsdp.comm.custom import customize
-from composable_fsdp.comm.protocol import Communicator
+from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
 from composable_fsdp.layout.plan import PlanOptions
 from composable_fsdp.mesh import DataParallelAxes
 
@@ -88,7 +88,7 @@ class Channel:
         self._pooled = pooled
         self._combine()
 
-    def separate_scatter(self, known: MutableMapping[object, ProcessGroupCommunicator] | None) -> None:
+    def separate_scatter(self, known: MutableMapping[object, GroupCommunicator] | None) -> None:
         """Gives reduce-scatters a process group of their own, or takes it back.
 
         Args:
@@ -98,9 +98,9 @@ class Channel:
         shard = self.axes.shard
         if known is None:
             self._separate = None
-        elif self._separate is None and isinstance(shard, ProcessGroupCommunicator):
+        elif self._separate is None and isinstance(shard, GroupCommunicator):
             if shard.group not in known:
-                known[shard.group] = shard.duplicate()
+                known[shard.group] = duplicate(shard, self.axes.device.type)
             self._separate = known[shard.group]
         self._combine()
 
@@ -121,6 +121,6 @@ class Channel:
         self.gather, self.scatter = gather, scatter
 
     def _with_pool(self, communicator: Communicator) -> Communicator:
-        if isinstance(communicator, ProcessGroupCommunicator) and self._pooled:
+        if isinstance(communicator, GroupCommunicator) and self._pooled:
             return communicator.with_pool(True)
         return communicator

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.choose import communicator_over
 from composable_fsdp.comm.loopback import LoopbackCommunicator
 from composable_fsdp.comm.protocol import Communicator, Transfer, Work
+from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import FakeWorld, run_ranks
 
@@ -287,6 +289,15 @@ def play_on_process_group(name: str) -> None:
         pass
 
 
+def play_in_shared_memory(name: str) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = communicator_over(group, "cpu")
+    assert isinstance(communicator, SharedMemoryCommunicator)
+    for _ in CASES[name](communicator):
+        pass
+
+
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -306,3 +317,9 @@ def test_fake(name: str, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_gloo(name: str, size: int) -> None:
     run_ranks(play_on_process_group, size, name)
+
+
+@every_case
+@pytest.mark.parametrize("size", [2, 4])
+def test_shared_memory(name: str, size: int) -> None:
+    run_ranks(play_in_shared_memory, size, name)

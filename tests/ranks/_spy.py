@@ -1,4 +1,4 @@
-"""What travels, by collective: seen where process groups are asked."""
+"""What travels, by collective: seen where communicators are asked."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 
-__all__ = ["counted_collectives"]
+__all__ = ["COMMUNICATORS", "counted_collectives"]
+
+COMMUNICATORS = (ProcessGroupCommunicator, SharedMemoryCommunicator)
+"""What may serve an axis of several ranks."""
 
 
 @contextmanager
@@ -19,16 +23,17 @@ def counted_collectives() -> Iterator[Counter[str]]:
     """Counts the calls of each collective, of all groups, while it is entered."""
     counts: Counter[str] = Counter()
 
-    def counting(name: str) -> Callable[..., Any]:
-        original = getattr(ProcessGroupCommunicator, name)
+    def counting(communicator: type, name: str) -> Callable[..., Any]:
+        original = getattr(communicator, name)
 
-        def call(self: ProcessGroupCommunicator, *args: Any) -> Any:
+        def call(self: object, *args: Any) -> Any:
             counts[name] += 1
             return original(self, *args)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "reduce_scatter", "all_reduce"):
-            patch.setattr(ProcessGroupCommunicator, name, counting(name))
+        for communicator in COMMUNICATORS:
+            for name in ("all_gather", "reduce_scatter", "all_reduce"):
+                patch.setattr(communicator, name, counting(communicator, name))
         yield counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,10 +25,11 @@ from composable_fsdp import (
     no_sync,
 )
 from composable_fsdp.codec.encoder import Encoder
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.protocol import Communicator
 from composable_fsdp.memory.lanes import Lane
 from composable_fsdp.runtime.parameter import ShardedParameter
 from composable_fsdp.testing import run_ranks
+from tests.ranks._spy import COMMUNICATORS
 
 EXACT = Cast(torch.float32)
 
@@ -249,15 +251,18 @@ def count_gathers(unshard_in_backward: bool) -> None:
     model[0].set_unshard_in_backward(unshard_in_backward)
     backward(model)
     sent: Counter[str] = Counter()
-    original = ProcessGroupCommunicator.all_gather
 
-    def count(self: ProcessGroupCommunicator, transfers: Any) -> Any:
-        name = "all-gather" if self.size == dist.get_world_size() else "all-gather (smaller mesh)"
-        sent[name] += sum(t.output.nbytes * (self.size - 1) // self.size for t in transfers)
-        return original(self, transfers)
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def count(self: Communicator, transfers: Any) -> Any:
+            name = "all-gather" if self.size == dist.get_world_size() else "all-gather (smaller mesh)"
+            sent[name] += sum(t.output.nbytes * (self.size - 1) // self.size for t in transfers)
+            return original(self, transfers)
+
+        return count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessGroupCommunicator, "all_gather", count)
+        for communicator in COMMUNICATORS:
+            patch.setattr(communicator, "all_gather", counting(communicator.all_gather))
         backward(model)
     rows = [row for row in communication_report(model).rows if row.direction in sent]
     assert {d: sum(row.bytes for row in rows if row.direction == d) for d in sent} == dict(sent)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.runtime.unit import find_unit, unit_of
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
@@ -238,7 +238,7 @@ def test_collectives_of_ones_own_move_all_bytes_in_one_message_a_group(mesh_shap
 
 
 def group_of(communicator: object) -> dist.ProcessGroup:
-    assert isinstance(communicator, ProcessGroupCommunicator)
+    assert isinstance(communicator, GroupCommunicator)
     return communicator.group
 
 

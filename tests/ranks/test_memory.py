@@ -30,7 +30,11 @@ def unsharded_bytes(unit: Unit) -> int:
 
 
 class LiveStorages:
-    """Storages that appeared since this was made, and that a tensor still uses. Sizes in bytes."""
+    """Storages that appeared since this was made, and that a tensor still uses. Sizes in bytes.
+
+    Staging of messages is not counted: it is mapped from files, serves all groups in turn, and takes memory only where
+    it was written; ``test_shared_memory.py`` shows that it is bounded.
+    """
 
     def __init__(self) -> None:
         gc.collect()
@@ -54,7 +58,8 @@ class LiveStorages:
             kind = type(thing)  # isinstance would ask lazy objects, some of which warn
             if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor):
                 storage = thing.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+                if not storage.filename:
+                    storages[storage._cdata] = storage.nbytes()
         return sorted(nbytes for nbytes in storages.values() if nbytes >= least)
 
 

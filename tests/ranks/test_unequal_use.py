@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from tests.parity.training import assert_equal_runs, train
 from tests.ranks._models import seeded
+from tests.ranks._spy import COMMUNICATORS
 
 
 class Experts(nn.Module):
@@ -132,7 +132,8 @@ def train_unequally_with_direct_messages() -> None:
     """Where every gradient has a message of its own, flags make one more; a few alone go packed."""
     for direct_bytes in (1, 8 * 8 * 4):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ProcessGroupCommunicator, "direct_bytes", Always(direct_bytes), raising=False)
+            for communicator in COMMUNICATORS:
+                patch.setattr(communicator, "direct_bytes", Always(direct_bytes), raising=False)
             model = shard(Model(), (2,), True)
             (bucket,) = unit_of(model.layers[0]).group.plan.buckets
             assert len(bucket.reduce.direct) == (10 if direct_bytes == 1 else 5)

@@ -1,0 +1,37 @@
+"""Which communicator serves a process group."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.protocol import GroupCommunicator
+from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
+from composable_fsdp.comm.shared.connect import connect
+from composable_fsdp.comm.shared.engine import Engine
+
+__all__ = ["communicator_over", "duplicate"]
+
+# An engine does not know its process group, so that it goes with it.
+_engines: WeakKeyDictionary[dist.ProcessGroup, Engine | None] = WeakKeyDictionary()
+
+
+def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator:
+    """Through shared memory where the backend is gloo and all ranks are on one host, else over the backend.
+
+    All ranks must ask together when they first ask for a group; after that it is known.
+    """
+    if device_type != "cpu" or dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+        return ProcessGroupCommunicator(group, device_type)
+    if group not in _engines:
+        _engines[group] = connect(group)
+    engine = _engines[group]
+    return ProcessGroupCommunicator(group, device_type) if engine is None else SharedMemoryCommunicator(group, engine)
+
+
+def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:
+    """The same ranks on a process group of their own. All of them must ask together."""
+    ranks = dist.get_process_group_ranks(communicator.group)
+    return communicator_over(dist.new_group(ranks, use_local_synchronization=True), device_type)

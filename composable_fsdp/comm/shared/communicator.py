@@ -1,0 +1,100 @@
+"""The communicator of ranks on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.comm.protocol import Transfer, Work
+from composable_fsdp.comm.shared import operation
+from composable_fsdp.comm.shared.engine import Engine
+from composable_fsdp.errors import UnsupportedError
+from composable_fsdp.layout.reduction import ReduceOp
+
+__all__ = ["SharedMemoryCommunicator"]
+
+_DIRECT_BYTES = 1 << 18
+"""Where direct and packed cost the same with 2 and 4 ranks, as ``benchmarks/collectives.py`` finds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class SharedMemoryCommunicator:
+    """Collectives of CPU tensors between ranks on one host. Final.
+
+    Sums are made in fp32 and in the order of ranks, as over gloo, so that they have the same bits. A rank that waits
+    for an operation completes those launched before it too.
+
+    Args:
+        group: the ranks.
+        engine: of this group. All its communicators on one rank share it.
+    """
+
+    averages = False
+    aliases = False
+    direct_bytes = _DIRECT_BYTES
+
+    def __init__(self, group: dist.ProcessGroup, engine: Engine) -> None:
+        self.group = group
+        self.rank, self.size = engine.rank, engine.size
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def with_pool(self, pooled: bool) -> SharedMemoryCommunicator:
+        return self
+
+    def all_gather(self, transfers: Sequence[Transfer]) -> Work:
+        return self._launch(transfers and operation.all_gather(self.rank, self.size, transfers))
+
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
+        _check_sum(op)
+        return self._launch(transfers and operation.reduce_scatter(self.rank, self.size, transfers))
+
+    def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
+        return self._launch(transfers and operation.all_to_all(self.rank, self.size, transfers))
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
+        _check_sum(op)
+        return self._launch(tensors and operation.all_reduce(self.rank, self.size, tensors))
+
+    def barrier(self, name: str) -> Work:
+        """Tells every rank that this one has come; the work is done when all have. ``name`` is what errors call it."""
+        return self._engine.launch(operation.Meeting(name))
+
+    def share(self, nbytes: int) -> torch.Tensor:
+        """Memory of ``nbytes``, as ``uint8``, that all ranks have in common; all must ask together, and wait here.
+
+        It is zero, takes memory only where it is written, and lives as long as the tensor or a view of it on any rank.
+
+        Raises:
+            OSError: there is no such memory. The other ranks raise ``PeerError``.
+        """
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        segment = self._engine.segment(nbytes) if self.rank == 0 else None
+        meeting = operation.Meeting("sharing of memory", nbytes, segment)
+        self._engine.launch(meeting).wait()
+        assert meeting.memory is not None
+        return meeting.memory
+
+    def _launch(self, collective: operation.Collective | Sequence[object]) -> Work:
+        return self._engine.launch(collective) if isinstance(collective, operation.Collective) else _Done()
+
+
+def _check_sum(op: ReduceOp) -> None:
+    if op is not ReduceOp.SUM:
+        raise UnsupportedError(
+            "a communicator in shared memory does not average: ask its `averages`, or sum and divide."
+        )

@@ -1,0 +1,141 @@
+"""How ranks find out that they are on one host, and connect there.
+
+Addresses are abstract: they are no files, and go with the socket. They are seen within one network namespace, so ranks
+in different ones count as on different hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.comm.shared.engine import Engine
+from composable_fsdp.comm.shared.faults import Peers
+from composable_fsdp.comm.shared.memory import Segment
+from composable_fsdp.comm.shared.wire import Wire
+
+__all__ = ["SWITCH", "connect", "host_identity"]
+
+SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
+"""Environment variable: 0, on any rank, keeps all ranks from using shared memory."""
+
+_HELLO = struct.Struct("=16si")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a rank says of itself: where it is, and where it listens. ``host`` is empty where it does not take part."""
+
+    host: str
+    address: bytes
+    secret: bytes
+    process: int
+
+
+def host_identity() -> str:
+    """The same text for processes of one host and one network namespace, and only for those; empty if not known."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net")
+    except OSError:
+        return ""
+    return f"{socket.gethostname()} {boot} {namespace.st_dev}:{namespace.st_ino}"
+
+
+def connect(group: dist.ProcessGroup) -> Engine | None:
+    """An engine for the ranks of ``group``, or None where not all of them are on this host and want it.
+
+    All ranks must call it together, and get the same: where it fails on one, all get None and the first one warns.
+    """
+    host = host_identity() if os.environ.get(SWITCH, "1") != "0" else ""
+    listener = _listener() if host else None
+    offer = _Offer(host, listener.getsockname() if listener else b"", secrets.token_bytes(16), os.getpid())
+    offers = _everyones(group, offer)
+    if listener is None or {each.host for each in offers} != {host}:
+        if listener is not None:
+            listener.close()
+        return None
+    rank, sockets = dist.get_rank(group), dict[int, socket.socket]()
+    with closing(listener):
+        problems = _everyones(group, _problem(lambda: _dial(offers, rank, sockets)))
+        if not any(problems):
+            problems = _everyones(group, _problem(lambda: _answer(listener, offer.secret, rank, len(offers), sockets)))
+    if any(problems):
+        for each in sockets.values():
+            each.close()
+        if rank == 0:
+            _warn(problems)
+        return None
+    ranks = dist.get_process_group_ranks(group)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return Engine(rank, Wire(dict(sorted(sockets.items()))), timeout, Peers(ranks, [each.process for each in offers]))
+
+
+def _listener() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("")  # the kernel chooses a free abstract address
+    listener.listen(socket.SOMAXCONN)
+    listener.setblocking(False)
+    return listener
+
+
+def _dial(offers: list[_Offer], rank: int, sockets: dict[int, socket.socket]) -> None:
+    """Connects to all lower ranks. That takes no answer from there: connections wait in the listener's backlog."""
+    Segment(1)  # whether there is memory to share here at all
+    for peer in range(rank):
+        sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sockets[peer].setblocking(False)
+        sockets[peer].connect(offers[peer].address)
+        sockets[peer].send(_HELLO.pack(offers[peer].secret, rank))
+
+
+def _answer(listener: socket.socket, secret: bytes, rank: int, size: int, sockets: dict[int, socket.socket]) -> None:
+    """Takes in all higher ranks, which have connected, and turns away who does not know the secret."""
+    while len(sockets) < size - 1:
+        connection, _ = listener.accept()
+        connection.setblocking(False)
+        known, peer = _HELLO.unpack(connection.recv(_HELLO.size).ljust(_HELLO.size, b"\0"))
+        if secrets.compare_digest(known, secret) and rank < peer < size:
+            sockets[peer] = connection
+        else:
+            connection.close()
+
+
+def _problem(attempt: Callable[[], None]) -> str:
+    try:
+        attempt()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _everyones(group: dist.ProcessGroup, own: T) -> list[T]:
+    everyones = [own] * dist.get_world_size(group)
+    with torch.device("cpu"):  # not where the caller has tensors made by default
+        dist.all_gather_object(everyones, own, group=group)
+    return everyones
+
+
+def _warn(problems: list[str]) -> None:
+    rank = next(rank for rank, problem in enumerate(problems) if problem)
+    warnings.warn(
+        f"ranks on one host cannot share memory, so everything goes over gloo, which is slower: rank {rank} of "
+        f"{len(problems)} met {problems[rank]}. Set {SWITCH}=0 to have it so without this warning.",
+        stacklevel=2,
+    )

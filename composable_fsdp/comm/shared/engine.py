@@ -1,0 +1,281 @@
+"""The sequence of operations of the ranks of one axis: launched without waiting, done by whoever waits.
+
+There is no thread. A rank that waits takes part in all operations up to the one that it waits for, and meanwhile in
+those that its thread launched on other axes, so that ranks may wait for operations of several axes in other orders.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from composable_fsdp.comm.shared.faults import Peers
+from composable_fsdp.comm.shared.memory import Blocks, Segment
+from composable_fsdp.comm.shared.operation import Operation
+from composable_fsdp.comm.shared.wire import NO_BLOCK, Message, Wire
+from composable_fsdp.errors import FSDPError
+
+__all__ = ["Engine", "Launched"]
+
+_LAST = 1 << 62
+
+
+@dataclass(slots=True)
+class _Running:
+    """An operation that was launched. Invariant: ``round`` rounds have been delivered."""
+
+    sequence: int
+    operation: Operation
+    block: int
+    own: torch.Tensor | None
+    """What this rank stages in, or shows."""
+    round: int = 0
+    memories: list[torch.Tensor | None] = field(default_factory=list)
+    """By rank, known since the first round."""
+
+    def __str__(self) -> str:
+        operation = self.operation
+        where = f", round {self.round + 1} of {operation.num_rounds}" if operation.num_rounds > 1 else ""
+        return f"{operation.label} {self.sequence} ({operation.nbytes} bytes{where})"
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The work of one operation."""
+
+    engine: Engine
+    sequence: int
+
+    def wait(self) -> None:
+        """
+        Raises:
+            PeerError: a rank is gone, or did not answer within the timeout of the process group.
+            DivergenceError: ranks launched different operations.
+        """
+        self.engine.complete(self.sequence)
+
+
+class Engine:
+    """This rank's end. Final.
+
+    Every rank sends every other one message per round. That for round r says that the sender's part of round r is
+    staged and that it has read round r - 1; the first one, sent at launch, covers the first two rounds.
+
+    Args:
+        rank: this rank's place on the axis.
+        wire: to the other ranks.
+        timeout: seconds for which a rank waits for another.
+        peers: how to call the ranks.
+    """
+
+    def __init__(self, rank: int, wire: Wire, timeout: float, peers: Peers) -> None:
+        self.rank, self.size = rank, len(peers.ranks)
+        self.completed = 0
+        """Operations that are done, which are the first ones."""
+        self.blocks = Blocks()
+        self._wire, self._timeout, self._peers = wire, timeout, peers
+        self._launched = 0
+        self._running: deque[_Running] = deque()
+        self._seen: dict[int, list[torch.Tensor]] = {peer: [] for peer in wire.peers}
+        """By peer, its blocks."""
+        self._broken = ""
+        _engines.add(self)
+
+    def segment(self, nbytes: int) -> Segment:
+        """Memory to show to the peers."""
+        try:
+            return Segment(nbytes)
+        except OSError as error:
+            self._give_up(_reason(error))
+            raise
+
+    def launch(self, operation: Operation) -> Launched:
+        """Stages the first rounds and tells the peers. Never waits."""
+        self._check_working()
+        running = _Running(self._launched, operation, NO_BLOCK, None)
+        self._launched += 1
+        try:
+            with torch.inference_mode():  # whose tensors may be written anywhere
+                self._begin(running)
+        except BaseException as error:
+            self._give_up(_reason(error))
+            raise
+        self._running.append(running)
+        _mine().add(self)
+        return Launched(self, running.sequence)
+
+    def _begin(self, running: _Running) -> None:
+        operation, segment = running.operation, running.operation.segment
+        if segment is not None:
+            running.own = segment.memory
+        elif operation.staged_bytes:
+            known = len(self.blocks.segments)
+            running.block = self._take_block(running)
+            block = self.blocks.segments[running.block]
+            segment = block if running.block >= known else None
+            running.own = block.memory
+            for round in range(min(2, operation.num_rounds)):
+                operation.stage(round, block.memory)
+        first = Message(
+            running.sequence, 0, self.completed, operation.nbytes, operation.shape, running.block, operation.label
+        )
+        self._wire.broadcast(first, segment)
+
+    def _take_block(self, running: _Running) -> int:
+        self.blocks.release(min(self.completed, *self._wire.completed.values()))
+        if not self.blocks.has_free:
+            self._wire.receive_all()
+            self.blocks.release(min(self.completed, *self._wire.completed.values()))
+        return self.blocks.take(running.sequence, running.operation.staged_bytes)
+
+    def complete(self, sequence: int) -> None:
+        """Returns when the operation ``sequence`` and all before it are done."""
+        reached, since = None, 0.0
+        while self.completed <= sequence:
+            self._check_working()
+            self._advance(sequence)
+            if self.completed > sequence:
+                return
+            if reached != (reached := (self.completed, self._running[0].round)):
+                since = time.monotonic()
+            others = [engine for engine in _mine() if engine is not self]
+            for engine in others:
+                with suppress(FSDPError):  # which whoever waits for that operation gets
+                    engine._advance(_LAST)
+            left = since + self._timeout - time.monotonic()
+            if left <= 0:
+                self._time_out()
+            _sleep([self, *others], left)
+
+    def _advance(self, last: int) -> None:
+        """Does what can be done without waiting, of the operations up to ``last``."""
+        try:
+            with torch.inference_mode():
+                self._wire.flush()
+                while self._running and self._running[0].sequence <= last and self._run(self._running[0]):
+                    self._running.popleft()
+                    self.completed += 1
+        except BaseException as error:
+            self._give_up(_reason(error))
+            raise
+        if not self._running and not self._wire.has_unsent:
+            _mine().discard(self)
+
+    def _run(self, running: _Running) -> bool:
+        """Goes on with an operation, as far as all peers have come. True when it is done."""
+        operation, sequence = running.operation, running.sequence
+        while running.round < operation.num_rounds:
+            round = running.round
+            missing = [peer for peer in self._wire.peers if not self._wire.has(peer, sequence, round)]
+            if missing:
+                self._check_present(running, missing)
+                return False
+            messages = {peer: self._wire.pop(peer, sequence, round) for peer in self._wire.peers}
+            if round == 0:
+                running.memories = [self._memory(running, rank, messages.get(rank)) for rank in range(self.size)]
+            elif round + 1 < operation.num_rounds:
+                assert running.own is not None
+                operation.stage(round + 1, running.own)
+            operation.deliver(round, running.memories)
+            running.round += 1
+            if running.round < operation.num_rounds:
+                self._wire.broadcast(Message(sequence, running.round, self.completed))
+        return True
+
+    def _memory(self, running: _Running, rank: int, message: Message | None) -> torch.Tensor | None:
+        """Where ``rank`` stages for the operation."""
+        if message is None:
+            return running.own
+        operation = running.operation
+        here, there = (operation.label, operation.nbytes), (message.label, message.nbytes)
+        if (here, operation.shape) != (there, message.shape):
+            own, other = (f"{label} ({nbytes} bytes)" for label, nbytes in (here, there))
+            divided = ", divided into other tensors" if here == there else ""
+            raise self._peers.diverged(running.sequence, (self.rank, own), (rank, other + divided))
+        if message.block == NO_BLOCK:
+            return message.memory
+        if message.memory is not None:
+            self._seen[rank].append(message.memory)
+        return self._seen[rank][message.block]
+
+    # -- what can go wrong
+
+    def _check_working(self) -> None:
+        if self._broken:
+            raise self._peers.stopped(self._broken)
+
+    def _check_present(self, running: _Running, missing: Sequence[int]) -> None:
+        ended = {peer: self._wire.ended[peer] for peer in missing if peer in self._wire.ended}
+        if ended:
+            first = min(ended, key=lambda peer: ended[peer] != "")  # one that is gone, not one that gave up for that
+            raise self._peers.gone(first, ended[first], running)
+
+    def _time_out(self) -> None:
+        error = self._peers.silent(self._silent(), self._timeout, self._running[0])
+        self._give_up(str(error))
+        raise error
+
+    def _silent(self) -> list[int]:
+        """The peers that the next round waits for, as far as read."""
+        if not self._running:
+            return []
+        running = self._running[0]
+        return [peer for peer in self._wire.peers if not self._wire.has_read(peer, running.sequence, running.round)]
+
+    def _give_up(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        self._wire.give_up(self._broken)
+        self._running.clear()
+        _mine().discard(self)
+
+    def awaited(self) -> dict[int, int]:
+        """What to poll for until there is something to do: events by file descriptor."""
+        return {socket.fileno(): events for socket, events in self._wire.awaited(self._silent())}
+
+    def abandon(self) -> None:
+        """Lets go of the sockets without a word, as a forked process must: they are its parent's."""
+        self._broken = "this process was forked from the one that had the connection."
+        self._wire.close()
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, FSDPError) else f"{type(error).__name__}: {error}"
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_in_thread = threading.local()
+
+
+def _mine() -> weakref.WeakSet[Engine]:
+    """Those with operations under way that this thread launched."""
+    if not hasattr(_in_thread, "engines"):
+        _in_thread.engines = weakref.WeakSet()
+    engines: weakref.WeakSet[Engine] = _in_thread.engines
+    return engines
+
+
+def _sleep(engines: Sequence[Engine], seconds: float) -> None:
+    """Until one of ``engines`` has something to do."""
+    poll = select.poll()
+    for engine in engines:
+        for descriptor, events in engine.awaited().items():
+            poll.register(descriptor, events)
+    poll.poll(min(math.ceil(seconds * 1000), 1 << 30))
+
+
+def _abandon_all() -> None:
+    for engine in list(_engines):
+        engine.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
