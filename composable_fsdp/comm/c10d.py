@@ -71,6 +71,13 @@ class ProcessGroupCommunicator:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"
 
+    def __eq__(self, other: object) -> bool:
+        """Whether what goes over both may go in one launch."""
+        return isinstance(other, ProcessGroupCommunicator) and self.group is other.group and self.pooled == other.pooled
+
+    def __hash__(self) -> int:
+        return id(self.group)
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.pooled:
             backend = cast(Any, self.group)._get_backend(device)

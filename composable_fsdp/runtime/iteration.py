@@ -401,11 +401,11 @@ class Iteration:
 
         Then members without gradients take part with zeros, as they may have some on other ranks.
         """
-        company = [member for member in self._company[unit] if self._reduces_whole(member)]
         self._settled.add(unit)
-        if not at_end and not self._settled.issuperset(company):
+        if not at_end and not self._settled.issuperset(self._company[unit]):
             return
-        self._settled.difference_update(company)
+        self._settled.difference_update(self._company[unit])
+        company = [member for member in self._company[unit] if self._reduces_whole(member)]
         for member in company:
             if member.group.gradients.state is not GradientState.LOCAL:
                 member.group.gradients.contribute()

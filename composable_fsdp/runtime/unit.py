@@ -162,8 +162,10 @@ class Unit:
     @property
     def keeps_partial(self) -> bool:
         """Whether a reduction now ends at the shard axis."""
+        if self.all_reduce:
+            return self.accumulation is Accumulation.SHARDED
         replicates = any(channel.replicate.size > 1 for channel in self.group.channels)
-        return self.accumulation is Accumulation.SHARDED or (replicates and not self.all_reduce)
+        return replicates or self.accumulation is Accumulation.SHARDED
 
     @property
     def may_have_company(self) -> bool:
