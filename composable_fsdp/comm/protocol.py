@@ -11,7 +11,7 @@ import torch.distributed as dist
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.memory.lanes import Work
 
-__all__ = ["Communicator", "GroupCommunicator", "Transfer", "Work"]
+__all__ = ["AliasingCommunicator", "Communicator", "GroupCommunicator", "Transfer", "Work"]
 
 
 class Transfer(NamedTuple):
@@ -51,7 +51,7 @@ class Communicator(Protocol):
 
     @property
     def aliases(self) -> bool:
-        """Whether an all-gather moves nothing, so that its output may be its input."""
+        """Whether ranks can have memory in common (:class:`AliasingCommunicator`), so that a gather moves nothing."""
         ...
 
     @property
@@ -77,6 +77,18 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         """Reduces in place."""
+        ...
+
+
+class AliasingCommunicator(Communicator, Protocol):
+    """A communicator whose ``aliases`` is true. One rank has all its memory in common."""
+
+    def share(self, nbytes: int) -> torch.Tensor:
+        """Zeros that all ranks have in common, ``(nbytes,)`` ``uint8`` on the CPU. All must ask, and wait, together."""
+        ...
+
+    def barrier(self, name: str) -> Work:
+        """Tells every rank that this one has come; the work is done when all have. ``name`` is what errors call it."""
         ...
 
 

@@ -12,7 +12,14 @@ import torch
 
 from composable_fsdp.codec.choice import PLAIN, GradientCodecs
 from composable_fsdp.codec.protocol import Codec
-from composable_fsdp.layout.bucket import NEVER_DIRECT, GatherLayout, ReduceLayout, plan_gather, plan_reduce
+from composable_fsdp.layout.bucket import (
+    NEVER_DIRECT,
+    FlatLayout,
+    GatherLayout,
+    ReduceLayout,
+    plan_gather,
+    plan_reduce,
+)
 from composable_fsdp.layout.shard import TensorShards
 
 __all__ = ["SMALL_BYTES", "BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptions", "plan_group", "plan_smaller"]
@@ -100,7 +107,7 @@ class PlanOptions:
 class BucketPlan:
     """The parameters ``indices`` of the group, which share their axes and dtypes, and where their bytes lie.
 
-    Invariant: ``aliased`` only where shard and full parameter have one dtype and one size.
+    Invariant: ``aliased`` only where all ranks' shards, one after the other, are the full parameter, in one dtype.
     """
 
     indices: tuple[int, ...]
@@ -117,6 +124,14 @@ class BucketPlan:
     gather: GatherLayout
     reduce: ReduceLayout
     aliased: bool
+
+    def store_layout(self, rank: int) -> FlatLayout:
+        """Where the shards of ``rank`` lie: by themselves, or where full parameters lie that ranks have in common."""
+        if not self.aliased:
+            return self.gather.store
+        places = self.gather.places
+        starts = (o + rank * s.padded_numel for o, s in zip(places.offsets, self.gather.shards, strict=True))
+        return FlatLayout(tuple(starts), places.numel)
 
     @property
     def unsharded_bytes(self) -> int:
@@ -252,7 +267,13 @@ def _plan_bucket(
         direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
         flags=axes.flags_from is not None and (group_trainable >= axes.flags_from or is_small),
     )
-    aliased = axes.alias and first.dtype == first.compute_dtype and not first.extended
+    aliased = (
+        axes.alias
+        and first.dtype == first.compute_dtype
+        and not first.extended
+        and first.codec is None
+        and (axes.num_shards == 1 or all(s.concatenates for s in shards))
+    )
     return BucketPlan(
         indices,
         first.dtype,

@@ -74,7 +74,7 @@ class OwnedBuffer:
 
 
 class AliasedBuffer:
-    """The shards themselves, where one rank holds all: nothing is gathered, nothing freed."""
+    """The shards themselves, where one rank holds all or ranks have them in common: nothing is gathered, or freed."""
 
     def __init__(self, store: torch.Tensor) -> None:
         self._flat = store

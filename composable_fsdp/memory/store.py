@@ -1,12 +1,15 @@
-"""Where the shards of one bucket rest: one flat tensor, of which every local shard is a view.
+"""Where the shards of one bucket rest: one flat tensor, in which every local shard has its place.
 
 So a cast, or a copy to or from host memory, is one kernel, and the all-gather of the packed parameters needs no copy
 in. When somebody replaces a local shard (``to_empty``, ``.to(dtype)``, loading with ``assign``), a new store adopts it.
+
+Ranks that have memory in common keep their shards there, next to each other, so that they are the full parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -26,24 +29,41 @@ def carry(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torc
 
 
 class ShardStore:
-    """The flat shards of ``rank``. Invariant: padding is zero until somebody writes to it on purpose."""
+    """The shards of ``rank`` in ``flat``. Invariant: padding is zero until somebody writes to it on purpose.
+
+    Args:
+        shards: how the parameters are cut.
+        layout: where their shards lie in ``flat``.
+        rank: whose they are.
+        flat: 1-d memory, zeros. What lies beside the shards belongs to other ranks where they have it in common.
+        in_common: whether they do. Then each shard is a storage of its own, as far as torch can see: saving a tensor
+            saves its storage, and this rank's is all that it may save.
+
+    Attributes:
+        locals: each parameter's shard, contiguous, shaped, without padding.
+    """
 
     def __init__(
-        self,
-        shards: Sequence[TensorShards],
-        layout: FlatLayout,
-        rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        pin_memory: bool = False,
+        self, shards: Sequence[TensorShards], layout: FlatLayout, rank: int, flat: torch.Tensor, *, in_common: bool
     ) -> None:
-        self._shards = tuple(shards)
-        self._layout = layout
-        self._rank = rank
-        self.flat = torch.zeros(layout.numel, dtype=dtype, device=device, pin_memory=pin_memory)
+        self.flat = flat
+        self.in_common = in_common
+        shapes = [s.shard_shape(rank) for s in shards]
+        place = _part_of_storage if in_common else _view
+        self.locals = [place(flat, offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
 
-    def local(self, index: int) -> torch.Tensor:
-        """View of one parameter's shard, contiguous, shaped, without padding."""
-        shape = self._shards[index].shard_shape(self._rank)
-        return self.flat.as_strided(shape, contiguous_strides(shape), self._layout.offsets[index])
+    @property
+    def version(self) -> int:
+        """Changes with in-place changes of shards that torch counts."""
+        return sum(local._version for local in self.locals) if self.in_common else self.flat._version
+
+
+def _view(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return flat.as_strided(shape, contiguous_strides(shape), offset)
+
+
+def _part_of_storage(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """As :func:`_view`, with a storage that has nothing else. It keeps the whole memory alive."""
+    begin = (flat.storage_offset() + offset) * flat.itemsize
+    storage = flat.untyped_storage()[begin : begin + prod(shape) * flat.itemsize]
+    return torch.empty(0, dtype=flat.dtype).set_(storage, 0, shape, contiguous_strides(shape))

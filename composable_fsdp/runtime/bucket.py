@@ -14,6 +14,7 @@ import torch
 
 from composable_fsdp.codec.encoder import encode_rows, row_runs
 from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.bucket import GatherLayout
 from composable_fsdp.layout.pack import take_shard, unpack_parameter
 from composable_fsdp.layout.plan import BucketPlan, plan_smaller
@@ -93,7 +94,7 @@ class AnyBucket(Protocol):
 class Bucket:
     """The parameters of one group that share their axes and dtypes.
 
-    Invariant: the local tensor of every parameter is a view of ``store``, its unsharded tensor one of ``buffer``.
+    Invariant: the local tensor of every parameter is one of ``store``, its unsharded tensor a view of ``buffer``.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class Bucket:
             else OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
         )
         self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if not plan.aliased else []
+        self._versions: list[int] = []
+        """Of full parameters that ranks have in common, once these were made."""
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
         self._layout = plan.gather
         """Of the gather that is under way."""
@@ -127,7 +130,7 @@ class Bucket:
     @property
     def version(self) -> int:
         """Changes with in-place changes of shards that torch counts."""
-        return self.store.flat._version
+        return self.store.version
 
     @property
     def unsharded_bytes(self) -> int:
@@ -164,13 +167,32 @@ class Bucket:
         self.scatter.follow(plan)
 
     def free(self) -> None:
-        """Gives the memory of the unsharded parameters back. Legal when it already is."""
+        """Gives the memory of the unsharded parameters back. Legal when it already is.
+
+        Raises:
+            ParameterError: somebody wrote to full parameters that ranks have in common.
+        """
         self.buffer.free()
+        if self.store.in_common:
+            self._check_unwritten()
+
+    def _check_unwritten(self) -> None:
+        versions = [parameter.full._version for parameter in self.parameters]
+        if versions == self._versions:
+            return
+        written = [p.name for p, v, known in zip(self.parameters, versions, self._versions, strict=False) if v != known]
+        known, self._versions = self._versions, versions
+        if known:
+            raise ParameterError(
+                f"parameters {written} were changed in place while they were unsharded. Ranks of one host have them in "
+                "common, so the change is there for all of them, as often as they made it. Change the sharded "
+                "parameters between steps, or write under unsharded_params(writeback=True). To have such changes "
+                "dropped, as FSDP2 does, set COMPOSABLE_FSDP_SHARED_MEMORY=copy before fully_shard."
+            )
 
     def parameter_data(self, k: int) -> torch.Tensor:
         """The view of the unsharded buffer for the ``k``-th parameter."""
-        layout = self.plan.gather.store if self.plan.aliased else self.plan.gather.places
-        return self.buffer.parameter_data(layout.offsets[k], self.parameters[k].shape)
+        return self.buffer.parameter_data(self.plan.gather.places.offsets[k], self.parameters[k].shape)
 
     # -- shards to full parameters
 

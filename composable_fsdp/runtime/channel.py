@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
+import torch
+
 from composable_fsdp.comm.choose import duplicate
 from composable_fsdp.comm.custom import customize
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
@@ -38,6 +40,8 @@ class Channel:
         self._separate: Communicator | None = None
         self._pooled = False
         self.smaller: Communicator | None = None
+        self.common_memory: torch.Tensor | None = None
+        """``(nbytes,)``, where the shards of all ranks lie, if these have it in common."""
         self.unequal_use = False
         """Whether a rank may take part in a reduction without any gradient."""
 
@@ -62,7 +66,7 @@ class Channel:
             direct_bytes=self.gather.direct_bytes,
             reduce_direct_bytes=self.scatter.direct_bytes,
             batch_bytes=_BATCH_BYTES_ON_CPU if self.axes.device.type == "cpu" else _BATCH_BYTES,
-            alias=self.gather.aliases and not offloaded,
+            alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),
             flags_from=self._flags_from(),
         )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from composable_fsdp.comm.c10d import Together
+from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.runtime.bucket import AnyBucket, Gather
@@ -42,7 +44,10 @@ class _Gathering:
         for communicator, gathers in together([b.channel.gathers_over for b in self._buckets], self._gathers):
             transfers = [transfer for gather in gathers for transfer in gather.direct]
             transfers += pack_messages(gathers, communicator, self._device)
-            works.append(communicator.all_gather(transfers))
+            if communicator.aliases and not transfers:  # every rank's shards are where they are needed once it is there
+                works.append(cast(AliasingCommunicator, communicator).barrier("all-gather"))
+            else:
+                works.append(communicator.all_gather(transfers))
         return works[0] if len(works) == 1 else Together(tuple(works))
 
     @without_grad

@@ -51,11 +51,20 @@ class ParameterGroup:
         self._name = name
         self.axes = axes
         self.offload = offload
+        is_new = parameters is None
         if parameters is None:
             parameters = take_shards(sources, offload)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
         self.channels = [Channel(each) for each in used or (axes,)]
-        self.tensors = GroupTensors(parameters, self.channels, axes.device, precision, offload, _gradient_hooks(self))
+        self.tensors = GroupTensors(
+            parameters,
+            self.channels,
+            axes.device,
+            precision,
+            offload,
+            _gradient_hooks(self),
+            in_common=is_new,
+        )
         self.gradients = GroupGradients(name, self.tensors)
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: Pending[None] | None = None

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes
@@ -78,6 +79,9 @@ class Iteration:
         self._reductions_limit = root.reductions_in_flight
         self._held_back: list[Unit] = []
         """To be gathered ahead once a reduction that takes more memory has been completed."""
+        axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
+        self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
+        """Over which shards may lie in memory that ranks have in common."""
         self._order: Sequence[str] = ()
         """The expected order of forward that ``_company`` was made for."""
         self._company: dict[Unit, tuple[Unit, ...]] = {}
@@ -338,6 +342,7 @@ class Iteration:
             return
         if self._in_step is not None:
             self._in_step.end_forward()
+        self._part("end of forward")
         self._pass, self._outermost = Pass.IDLE, None
         self._scheduler.end_forward()
         for other in self.units.values():
@@ -372,7 +377,13 @@ class Iteration:
                 unit.kept_version = unit.group.tensors.version
         if self.is_last_backward:
             self.drain()
+        self._part("end of backward")
         self._pass = self._around_backward
+
+    def _part(self, occasion: str) -> None:
+        """After this no rank reads others' shards until the next gather, so each may write to its own."""
+        for meeting in [communicator.barrier(occasion) for communicator in self._sharing]:
+            meeting.wait()
 
     def settle_gradients(self, unit: Unit, *, at_end: bool = False, contributes: bool = False) -> None:
         """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise.

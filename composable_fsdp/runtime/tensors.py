@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
+from typing import TypeAlias, cast
 
 import torch
 
 from composable_fsdp.codec.choice import EXACT, PLAIN, GradientCodecs
+from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.errors import ParameterError
+from composable_fsdp.layout.bucket import FlatLayout
 from composable_fsdp.layout.pack import take_shard
 from composable_fsdp.layout.plan import BucketPlan, GroupPlan, ParameterSpec, plan_group
 from composable_fsdp.layout.shard import TensorShards
@@ -29,6 +32,22 @@ from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter,
 from composable_fsdp.runtime.registration import Registration
 
 __all__ = ["GroupTensors", "rest_device", "take_shards"]
+
+
+_COMMON_ALIGNMENT = 64
+"""Bytes: a cache line."""
+
+_Place: TypeAlias = tuple[tuple[int, ...], torch.dtype, FlatLayout]
+
+
+def _place_of(plan: BucketPlan) -> _Place:
+    """What must stay as it is for shards to stay where they are in memory that ranks have in common."""
+    return plan.indices, plan.dtype, plan.gather.places
+
+
+def _in_common(plan: BucketPlan, channels: Sequence[Channel]) -> bool:
+    """Whether the bucket's shards lie in memory that ranks have in common."""
+    return plan.aliased and channels[plan.axes].common_memory is not None
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
@@ -74,6 +93,7 @@ class GroupTensors:
         precision: which dtypes the plan is made for.
         offload: where shards rest.
         on_gradient: makes, for a batch, the hook that autograd calls when a parameter's full gradient is there.
+        in_common: shards may lie in memory that ranks have in common, where they can: all ranks make these tensors.
     """
 
     def __init__(
@@ -84,6 +104,8 @@ class GroupTensors:
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         on_gradient: Callable[[int], Callable[[torch.Tensor], None]],
+        *,
+        in_common: bool,
     ) -> None:
         self.parameters = list(parameters)
         self.buckets: list[AnyBucket] = []
@@ -93,7 +115,10 @@ class GroupTensors:
         self._precision = precision
         self._on_gradient = on_gradient
         self.rest_device = rest_device(offload, device)
+        self._common_places: dict[_Place, int] = {}
         self._pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.is_offloaded
+        if in_common:
+            self._take_common_memory()
         self.build()
 
     @property
@@ -113,9 +138,13 @@ class GroupTensors:
     @torch.no_grad()
     def build(self) -> None:
         """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
-        self._hooks = {p: hooks for p in self.parameters if (hooks := hooks_of(p.local))}
-        self._gradient_extensions = self._find_gradient_extensions()
-        self._extensions = self._find_extensions()
+        self._find_hooks()
+        self.plan = self._make_plan()
+        moved = [
+            p for p in self.plan.buckets if _in_common(p, self._channels) and _place_of(p) not in self._common_places
+        ]
+        for plan in moved:  # written to elsewhere, their memory would change under ranks that still read it
+            self._channels[plan.axes].common_memory = None
         self.plan = self._make_plan()
         self.are_placed = self._placed([p.local for p in self.parameters])
         self.buckets = []
@@ -125,22 +154,54 @@ class GroupTensors:
             if plan.extended:
                 self.buckets.append(self._extended(plan, channel))
                 continue
-            store = ShardStore(
-                plan.gather.shards,
-                plan.gather.store,
-                channel.axes.shard.rank,
-                plan.dtype,
-                locals_[0].device,
-                pin_memory=self._pin_memory and not locals_[0].is_meta,
-            )
+            store = self._store(plan, channel, locals_[0].device)
             bucket = Bucket(plan, self.parameters, channel, store, self.device)
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
-                store.local(k).copy_(local)
-                parameter.set_local(store.local(k))
+                store.locals[k].copy_(local)
+                parameter.set_local(store.locals[k])
                 parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient(plan.batch))
             bucket.free()
             self.buckets.append(bucket)
         self.register()
+
+    def _find_hooks(self) -> None:
+        self._hooks = {p: hooks for p in self.parameters if (hooks := hooks_of(p.local))}
+        self._gradient_extensions = self._find_gradient_extensions()
+        self._extensions = self._find_extensions()
+
+    def _store(self, plan: BucketPlan, channel: Channel, device: torch.device) -> ShardStore:
+        rank = channel.axes.shard.rank
+        layout = plan.store_layout(rank)
+        memory = channel.common_memory
+        in_common = memory is not None and plan.aliased and device.type == "cpu"
+        if in_common and memory is not None:
+            begin = self._common_places[_place_of(plan)]
+            flat = memory[begin : begin + layout.numel * plan.dtype.itemsize].view(plan.dtype)
+        else:
+            pinned = self._pin_memory and device.type != "meta"
+            flat = torch.zeros(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
+        return ShardStore(plan.gather.shards, layout, rank, flat, in_common=in_common)
+
+    def _take_common_memory(self) -> None:
+        """Where ranks can have memory in common, reserves what all shards of the group take, whether or not they have
+        values already. All ranks do, together; memory is taken where it is written.
+        """
+        able = [c for c in self._channels if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
+        if not able:
+            return
+        for channel in able:
+            channel.common_memory = torch.empty(0, dtype=torch.uint8)  # the plan is then one for common memory
+        self._find_hooks()
+        ends = dict.fromkeys(self._channels, 0)
+        for bucket in self._make_plan().buckets:
+            if _in_common(bucket, self._channels):
+                channel = self._channels[bucket.axes]
+                self._common_places[_place_of(bucket)] = ends[channel]
+                nbytes = bucket.gather.places.numel * bucket.dtype.itemsize
+                ends[channel] += -(-nbytes // _COMMON_ALIGNMENT) * _COMMON_ALIGNMENT
+        for channel in able:
+            communicator = cast(AliasingCommunicator, channel.gather)
+            channel.common_memory = communicator.share(ends[channel]) if ends[channel] else None
 
     def register(self) -> None:
         """Puts the sharded parameters on all their owners, and notes where these are."""

@@ -38,12 +38,12 @@ class SharedMemoryCommunicator:
     """
 
     averages = False
-    aliases = False
     direct_bytes = _DIRECT_BYTES
 
     def __init__(self, group: dist.ProcessGroup, engine: Engine) -> None:
         self.group = group
         self.rank, self.size = engine.rank, engine.size
+        self.aliases = engine.aliases
         self._engine = engine
 
     def __repr__(self) -> str:
@@ -77,13 +77,10 @@ class SharedMemoryCommunicator:
         return self._launch(tensors and operation.all_reduce(self.rank, self.size, tensors))
 
     def barrier(self, name: str) -> Work:
-        """Tells every rank that this one has come; the work is done when all have. ``name`` is what errors call it."""
         return self._engine.launch(operation.Meeting(name))
 
     def share(self, nbytes: int) -> torch.Tensor:
-        """Memory of ``nbytes``, as ``uint8``, that all ranks have in common; all must ask together, and wait here.
-
-        It is zero, takes memory only where it is written, and lives as long as the tensor or a view of it on any rank.
+        """It takes memory only where it is written, and lives as long as the tensor or a view of it on any rank.
 
         Raises:
             OSError: there is no such memory. The other ranks raise ``PeerError``.

@@ -29,7 +29,9 @@ from composable_fsdp.comm.shared.wire import Wire
 __all__ = ["SWITCH", "connect", "host_identity"]
 
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
-"""Environment variable: 0, on any rank, keeps all ranks from using shared memory."""
+"""Environment variable: ``0``, on any rank, keeps all ranks from using shared memory; ``copy`` from keeping shards in
+memory that they have in common.
+"""
 
 _HELLO = struct.Struct("=16si")
 
@@ -44,6 +46,7 @@ class _Offer:
     address: bytes
     secret: bytes
     process: int
+    copies: bool
 
 
 def host_identity() -> str:
@@ -63,9 +66,11 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
 
     All ranks must call it together, and get the same: where it fails on one, all get None and the first one warns.
     """
-    host = host_identity() if os.environ.get(SWITCH, "1") != "0" else ""
+    setting = os.environ.get(SWITCH, "1")
+    host = host_identity() if setting != "0" else ""
     listener = _listener() if host else None
-    offer = _Offer(host, listener.getsockname() if listener else b"", secrets.token_bytes(16), os.getpid())
+    address = listener.getsockname() if listener else b""
+    offer = _Offer(host, address, secrets.token_bytes(16), os.getpid(), copies=setting == "copy")
     offers = _everyones(group, offer)
     if listener is None or {each.host for each in offers} != {host}:
         if listener is not None:
@@ -84,7 +89,9 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
         return None
     ranks = dist.get_process_group_ranks(group)
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    return Engine(rank, Wire(dict(sorted(sockets.items()))), timeout, Peers(ranks, [each.process for each in offers]))
+    peers = Peers(ranks, [each.process for each in offers])
+    aliases = not any(each.copies for each in offers)
+    return Engine(rank, Wire(dict(sorted(sockets.items()))), timeout, peers, aliases=aliases)
 
 
 def _listener() -> socket.socket:

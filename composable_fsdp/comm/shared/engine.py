@@ -76,9 +76,11 @@ class Engine:
         wire: to the other ranks.
         timeout: seconds for which a rank waits for another.
         peers: how to call the ranks.
+        aliases: whether shards may lie in memory that ranks have in common.
     """
 
-    def __init__(self, rank: int, wire: Wire, timeout: float, peers: Peers) -> None:
+    def __init__(self, rank: int, wire: Wire, timeout: float, peers: Peers, *, aliases: bool = True) -> None:
+        self.aliases = aliases
         self.rank, self.size = rank, len(peers.ranks)
         self.completed = 0
         """Operations that are done, which are the first ones."""
