@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -58,13 +58,14 @@ Outcome = Ready | Returned | Raised | Died | Stuck
 
 
 class RankPool:
-    """``size`` processes with a gloo process group over the loopback interface. Final.
+    """``size`` processes with a gloo process group over the loopback interface, and ``environment`` besides their
+    parent's. Final.
 
     Invariant: between calls every worker waits for the next one. Whoever sees anything else than ``Returned`` from all
     of them must ``kill`` the pool, since a failed collective leaves ranks out of step.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, environment: Mapping[str, str]) -> None:
         self.size = size
         # The system chooses the port and the server is this process, so concurrent runs have nothing to race for.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -72,7 +73,7 @@ class RankPool:
         self._ready: list[Outcome] = []
         try:
             for rank in range(size):
-                self._workers.append(_Worker(rank, size, self._store.port))
+                self._workers.append(_Worker(rank, size, self._store.port, environment))
         except BaseException:
             self.kill()
             raise
@@ -122,7 +123,7 @@ class RankPool:
 class _Worker:
     """One process, the caller's end of its pipe, and the file for its stacks."""
 
-    def __init__(self, rank: int, size: int, port: int) -> None:
+    def __init__(self, rank: int, size: int, port: int, environment: Mapping[str, str]) -> None:
         self.connection, theirs = Pipe()
         self._dump = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  # lives as long as the process
         start = {
@@ -138,7 +139,7 @@ class _Worker:
                 [sys.executable, "-u", "-c", _BOOT, json.dumps(start)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), self._dump.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback_interface()},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback_interface(), **environment},
                 start_new_session=True,  # Ctrl-C is the caller's; and the worker's own children can be killed with it
             )
 

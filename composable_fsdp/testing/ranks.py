@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 from composable_fsdp.errors import ConfigurationError
@@ -36,19 +37,26 @@ class RanksError(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., T], world_size: int, *args: object, timeout: float = 60.0, **kwargs: object
+    function: Callable[..., T],
+    world_size: int,
+    *args: object,
+    timeout: float = 60.0,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **kwargs: object,
 ) -> list[T]:
     """Runs ``function(*args, **kwargs)`` on ``world_size`` processes at once and returns the results in rank order.
 
     Inside, ``torch.distributed`` is initialised with gloo on the loopback interface, torch computes with one thread,
     all seeds are 0, and the caller's warning filters are in force. The processes are kept for the next call with the
-    same world size, so that only the first one pays for ``import torch``. Before every call dtype, device and grad mode
-    are torch's defaults again, and process groups that earlier functions made are destroyed; module globals stay.
+    same world size and environment, so that only the first one pays for ``import torch``. Before every call dtype,
+    device and grad mode are torch's defaults again, and process groups that earlier functions made are destroyed;
+    module globals stay.
 
     Args:
         function: a function at the top of a module that the workers can import by its name. It, the arguments and the
             results are pickled. Whatever else its module imports is imported by every worker once.
         world_size: number of processes, at least 1.
+        environment: variables that the processes have besides those of the caller when they start.
         timeout: seconds after which the function must have returned everywhere. Starting the processes does not count.
 
     Raises:
@@ -61,7 +69,7 @@ def run_ranks(
         raise ConfigurationError(f"run_ranks needs at least one rank, not {world_size}.")
     job = _pickled(Job(function, args, kwargs, warning_filters()))
     with _lock:
-        outcomes = _on_pool(world_size, job, timeout)
+        outcomes = _on_pool((world_size, frozenset(environment.items())), job, timeout)
     _raise_failures(function, outcomes)
     return [pickle.loads(outcome.result) for outcome in outcomes if isinstance(outcome, Returned)]
 
@@ -73,14 +81,17 @@ def shutdown() -> None:
             _pools.popitem()[1].kill()
 
 
-_pools: dict[int, RankPool] = {}
+_Key = tuple[int, frozenset[tuple[str, str]]]
+"""World size and environment."""
+
+_pools: dict[_Key, RankPool] = {}
 _lock = threading.RLock()
 atexit.register(shutdown)
 
 
-def _on_pool(world_size: int, job: bytes, timeout: float) -> list[Outcome]:
+def _on_pool(key: _Key, job: bytes, timeout: float) -> list[Outcome]:
     """Runs the job, and keeps the pool only if every rank is fit for another."""
-    pool = _take(world_size)
+    pool = _take(key)
     reusable = False
     try:
         outcomes = pool.wait_until_ready()
@@ -89,19 +100,20 @@ def _on_pool(world_size: int, job: bytes, timeout: float) -> list[Outcome]:
             reusable = all(isinstance(outcome, Returned) and outcome.group_alive for outcome in outcomes)
     finally:
         if reusable:
-            _pools[world_size] = pool
+            _pools[key] = pool
         else:
             pool.kill()
     return outcomes
 
 
-def _take(world_size: int) -> RankPool:
-    pool = _pools.pop(world_size, None)
+def _take(key: _Key) -> RankPool:
+    pool = _pools.pop(key, None)
     if pool is not None and pool.alive:
         return pool
     if pool is not None:  # a worker was killed from outside between calls
         pool.kill()
-    return RankPool(world_size)
+    world_size, environment = key
+    return RankPool(world_size, dict(environment))
 
 
 def _pickled(job: Job) -> bytes:

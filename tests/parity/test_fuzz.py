@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.runtime.bucket import Bucket
-from composable_fsdp.runtime.group import ParameterGroup
+from composable_fsdp.runtime.gradients import GroupGradients
 from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.scatter import GradientScatter
 from composable_fsdp.testing import RanksError, run_ranks
@@ -35,6 +35,7 @@ from tests.parity._draw import programs
 from tests.parity._features import FEATURES, features
 from tests.parity._fuzz_reference import differences
 from tests.parity.programs import Block, Leaf, Program, Unit
+from tests.transports import IN_COMMON, SOCKETS
 
 ROUND = 1000
 """Programs that are drawn from one seed."""
@@ -94,9 +95,15 @@ def alone(program: Program, timeout: float = 20.0) -> str:
 
 
 def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
-    """Runs programs in one call. What went wrong, by their position."""
-    told = run_ranks(differences, some[0].world_size, some, timeout=timeout)
-    return {i: text for result in told for i, text in result.items()}
+    """Runs programs in one call for each way in which ranks reach each other. What went wrong, by their position."""
+    found = {}
+    for number, transport in enumerate((IN_COMMON, SOCKETS)):
+        places = [i for i, program in enumerate(some) if len(repr(program)) % 2 == number]
+        if places:
+            chosen = [some[i] for i in places]
+            told = run_ranks(differences, some[0].world_size, chosen, timeout=timeout, environment=transport)
+            found |= {places[i]: text for result in told for i, text in result.items()}
+    return found
 
 
 def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
@@ -223,9 +230,9 @@ def forget_what_is_kept(self: Iteration, *args: object) -> object:
     return None
 
 
-def forget_what_was_held(self: ParameterGroup, *args: object) -> object:
-    WHOLE["hold_gradients"](self, *args)
-    for parameter in self.parameters:
+def forget_what_was_held(self: GroupGradients, *args: object) -> object:
+    WHOLE["hold"](self, *args)
+    for parameter in self._tensors.parameters:
         parameter.drop_gradient()
     return None
 
@@ -240,7 +247,7 @@ def leave_out_a_rank(self: Bucket, *args: object) -> object:
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str]] = {
     "finish": (GradientScatter, forget_to_divide, "backward all"),
     "_end_backward": (Iteration, forget_what_is_kept, "keep always"),
-    "hold_gradients": (ParameterGroup, forget_what_was_held, "hold all"),
+    "hold": (GroupGradients, forget_what_was_held, "hold all"),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all"),
 }
 """By the method that is replaced: by what, and the feature with which that shows."""
@@ -261,4 +268,4 @@ def differences_when_broken(name: str, some: Sequence[Program]) -> dict[int, str
 def test_a_broken_library_is_noticed(name: str) -> None:
     fit = [program for program in drawn(Round(IN_CI[2], 2)) if BREAKAGES[name][2] in features(program)]
     some = (fit[start : start + 20] for start in range(0, len(fit), 20))
-    assert any(any(run_ranks(differences_when_broken, 2, name, each)) for each in some)
+    assert any(any(run_ranks(differences_when_broken, 2, name, each, environment=SOCKETS)) for each in some)
