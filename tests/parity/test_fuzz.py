@@ -96,7 +96,7 @@ def alone(program: Program, timeout: float = 20.0) -> str:
 
 def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
     """Runs programs in one call for each way in which ranks reach each other. What went wrong, by their position."""
-    found = {}
+    found: dict[int, str] = {}
     for number, transport in enumerate((IN_COMMON, SOCKETS)):
         places = [i for i, program in enumerate(some) if len(repr(program)) % 2 == number]
         if places:
