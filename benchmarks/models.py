@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "SMALL_BLOCKS", "Case"]
 
 
 class Block(nn.Module):
@@ -103,3 +103,9 @@ CASES = {
         lambda model: [model.embedding, *model.blocks],
     ),
 }
+
+SMALL_BLOCKS = Case(
+    "8 blocks of dim 256, 6.3 M parameters: most dims are shorter than thousands of ranks are many",
+    lambda: Chain([Block(256, 8) for _ in range(8)]),
+    lambda generator: torch.randn(2, 16, 256, generator=generator),
+)
