@@ -1,4 +1,4 @@
-"""What every benchmark prints and stores: medians with their intervals, the machine, the versions, the command."""
+"""How every benchmark runs and what it stores: variants in turn, the machine, the versions, the command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import datetime
 import json
 import os
 import platform
-import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,46 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from tables import ratios, spread, table
 
 import composable_fsdp
+
+__all__ = ["SHARED_MEMORY", "interleaved", "parser", "publish", "ratios", "spread", "timed"]
 
 T = TypeVar("T")
 
 SHARED_MEMORY = "COMPOSABLE_FSDP_SHARED_MEMORY"
 """The environment variable that, at 0, keeps ranks of one host from sharing memory; recorded with every result."""
-
-RESAMPLES = 2000
-
-
-def spread(samples: Sequence[float]) -> dict[str, float]:
-    """Median of ``samples`` with its 95 % interval, by the percentile bootstrap (Efron and Tibshirani 1993, 13.3).
-
-    The resamples are drawn from a fixed seed, so the same samples always give the same interval.
-    """
-    draw = random.Random(0).choices
-    medians = sorted(statistics.median(draw(samples, k=len(samples))) for _ in range(RESAMPLES))
-    low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
-    return {"median": statistics.median(samples), "low": low, "high": high, "runs": len(samples)}
-
-
-def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Median and interval of the ratios of samples taken side by side."""
-    return spread([a / b for a, b in zip(over, under, strict=True)])
-
-
-def show(value: object) -> str:
-    """A cell of a table: ``median [low, high]`` of what :func:`spread` made, numbers to three digits."""
-    if isinstance(value, dict):
-        return f"{show(value['median'])} [{show(value['low'])}, {show(value['high'])}]"
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return "–" if value is None else str(value)
-
-
-def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
-    """``rows`` in Markdown; a row without one of the ``columns`` has a dash there."""
-    lines = [list(columns), ["---"] * len(columns), *([show(row.get(name)) for name in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def interleaved(variants: dict[str, Callable[[], T]], rounds: int, *, warm_up: int = 2) -> dict[str, list[T]]:

@@ -25,7 +25,8 @@ __all__ = ["Charging", "Device", "Event", "Stream"]
 
 
 FREE = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""Operations that move nothing and are no views by their schema. So are all ``prim``: to read a fake tensor's device."""
+"""Operations that move nothing, though they are no views by their schema. Those of ``prim`` do not either: reading the
+device of a fake tensor is one of them."""
 
 
 class Event:
