@@ -97,7 +97,7 @@ def by_deepspeed(job: Job) -> Step:
 
 def by_simple_fsdp(job: Job) -> Step:
     """SimpleFSDP of torchtitan: parameters that gather themselves when they are read."""
-    from torchtitan.experiments.simple_fsdp.simple_fsdp import MixedPrecisionPolicy, data_parallel
+    from torchtitan.experiments.graph_trainer.simple_fsdp import MixedPrecisionPolicy, data_parallel
 
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if job.bf16 else None
     return job.step(data_parallel(job.case.build(), job.mesh, mode="fully_shard", mp_policy=precision))
