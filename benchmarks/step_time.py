@@ -84,7 +84,8 @@ def measure(job: Job, names: list[str], rounds: int) -> dict[str, Any]:
 
 def columns(names: list[str]) -> list[str]:
     """What the table shows; the JSON has everything."""
-    others = ["best fsdp2", *(name for name in names if name not in (OURS, FSDP2, FSDP2_PREFETCH))]
+    best = ["best fsdp2"] if {FSDP2, FSDP2_PREFETCH} & set(names) else []
+    others = [*best, *(name for name in names if name not in (OURS, FSDP2, FSDP2_PREFETCH))]
     shown = [f"ours/{name} {measure}" for name in others for measure in ("cpu", "wall")]
     return ["case", *shown, *(f"{name} faults" for name in names if name in (OURS, FSDP2))]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,11 +114,13 @@ TRAINERS: dict[str, Callable[[Job], Step]] = {
     "none": lambda job: job.step(job.unsharded()),
 }
 
-NEEDS = {"deepspeed": "deepspeed", "simple fsdp": "torchtitan"}
+NEEDS = {"deepspeed": "deepspeed", "simple fsdp": "torchtitan.experiments.graph_trainer.simple_fsdp"}
 
 
 def absent(name: str) -> str | None:
     """Why the variant cannot run here; None if it can."""
-    package = NEEDS.get(name)
-    missing = package is not None and importlib.util.find_spec(package) is None
-    return f"{package} is not installed" if missing else None
+    try:
+        importlib.import_module(NEEDS.get(name, "torch"))
+    except ImportError as error:
+        return str(error)
+    return None
