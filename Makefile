@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized test check format docs behaviours clean
+.PHONY: help install demo demo-short quantized test check format docs behaviours bench bench-quick clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -57,6 +57,12 @@ format: $(READY) ## mend what ruff can mend
 docs: $(READY) ## build the documentation into docs/_build/html; a warning is an error
 	$(BIN)/sphinx-build -q -W --keep-going -E -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
+
+bench: $(READY) ## run all benchmarks, then make benchmarks/RESULTS.md; an hour on an idle machine (BENCH_ARGS=...)
+	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
+
+bench-quick: $(READY) ## small forms of all benchmarks, into runs/bench-quick: do they run?
+	$(BIN)/python benchmarks/run_all.py --quick $(BENCH_ARGS)
 
 behaviours: $(READY) ## run the tests, then say which rows of tests/behaviours.toml they show
 	$(BIN)/python -m pytest -q --behaviours $(TEST_ARGS)

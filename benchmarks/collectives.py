@@ -10,20 +10,19 @@ copy in.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import interleaved, show, spread, store
+from report import interleaved, parser, publish, ratios, timed
 
 from composable_fsdp.comm.choose import communicator_over
 from composable_fsdp.comm.protocol import Communicator, Transfer
 from composable_fsdp.layout.reduction import ReduceOp
 
 TENSORS = 8
+KINDS = ("all-gather", "reduce-scatter")
 KIB = [16, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
@@ -59,26 +58,22 @@ def variants(communicator: Communicator, nbytes: int) -> dict[str, Callable[[], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=30)
+    arguments = options.parse_args()
     dist.init_process_group("gloo")
     communicator = communicator_over(dist.group.WORLD, "cpu")
     rows = []
-    for kib in KIB:
-        taken = interleaved(variants(communicator, kib * 1024), arguments.rounds)
-        row: dict[str, object] = {"ranks": communicator.size, "kib": kib}
-        for kind in ("all-gather", "reduce-scatter"):
-            pairs = zip(taken[f"{kind} direct"], taken[f"{kind} packed"], strict=True)
-            row[kind] = spread([direct / packed for direct, packed in pairs])
+    for kib in KIB[::3] if arguments.quick else KIB:
+        actions = {name: timed(action) for name, action in variants(communicator, kib * 1024).items()}
+        taken = interleaved(actions, 4 if arguments.quick else arguments.rounds)
+        row: dict[str, Any] = {"KiB": kib}
+        for kind in KINDS:
+            row[f"{kind}, direct/packed"] = ratios(taken[f"{kind} direct"], taken[f"{kind} packed"])
         rows.append(row)
-        if communicator.rank == 0:
-            print(
-                f"{kib:6d} KiB  direct/packed: " + "  ".join(f"{k} {show(row[k])}" for k in row if "-" in k), flush=True
-            )
     if communicator.rank == 0:
-        store("collectives", " ".join(sys.argv), rows, arguments.out)
+        columns = ["KiB", *(f"{kind}, direct/packed" for kind in KINDS)]
+        publish("direct or packed", {"ranks": communicator.size}, columns, rows, arguments.out)
     dist.destroy_process_group()
 
 

@@ -8,15 +8,12 @@ Over gloo it goes point to point, or small as it is: where the first begins to w
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import interleaved, show, spread, store
+from report import interleaved, parser, publish, ratios, timed
 
 from composable_fsdp.comm import gloo
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
@@ -62,25 +59,22 @@ def variants(communicator: ProcessGroupCommunicator, shared: Communicator, kib: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=25)
+    arguments = options.parse_args()
     dist.init_process_group("gloo")
     communicator, shared = ProcessGroupCommunicator(dist.group.WORLD, "cpu"), communicator_over(dist.group.WORLD, "cpu")
-    rows = []
-    for kib in KIB:
-        ways = variants(communicator, shared, kib)
-        taken = interleaved(ways, arguments.rounds)
-        row: dict[str, Any] = {"ranks": communicator.size, "kib": kib}
-        for name in (name for name in ways if not name.startswith("gloo")):
-            pairs = zip(taken[name], taken[f"gloo's {name.split(',')[0]}"], strict=True)
-            row[name] = spread([way / own for way, own in pairs])
-        rows.append(row)
-        if communicator.rank == 0:
-            print(f"{kib:6d} KiB, of gloo's time:  " + "  ".join(f"{k} {show(row[k])}" for k in row if "-" in k))
+    rows: list[dict[str, Any]] = []
+    columns: list[str] = []
+    for kib in KIB[::3] if arguments.quick else KIB:
+        actions = {name: timed(action) for name, action in variants(communicator, shared, kib).items()}
+        taken = interleaved(actions, 4 if arguments.quick else arguments.rounds)
+        columns = [name for name in actions if not name.startswith("gloo")]
+        kinds = {name: f"gloo's {name.partition(',')[0]}" for name in columns}
+        rows.append({"KiB": kib} | {name: ratios(taken[name], taken[kinds[name]]) for name in columns})
     if communicator.rank == 0:
-        store("gloo transfers", " ".join(sys.argv), rows, arguments.out)
+        settings = {"ranks": communicator.size, "of": "gloo's own time"}
+        publish("gloo transfers", settings, ["KiB", *columns], rows, arguments.out)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -8,21 +8,15 @@ is the step less that of the same model without sharding, per group.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp as peer
-from report import show, spread, store
+from libraries import LIBRARIES, fake_ranks, shard
+from report import interleaved, parser, publish, ratios, spread
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import composable_fsdp as ours
+from torch.distributed.device_mesh import DeviceMesh
 
 GROUPS = 12
 WORLD = 4
@@ -41,65 +35,55 @@ class Layer(nn.Module):
         return x
 
 
-def build(parameters: int, shard: Callable[..., object] | None, options: dict[str, object]) -> nn.Module:
+def build(parameters: int, library: str | None, mesh: DeviceMesh, *, bf16: bool) -> nn.Module:
     model = nn.Sequential(*(Layer(parameters) for _ in range(GROUPS)))
-    if shard is not None:
-        for layer in model:
-            shard(layer, **options)
-        shard(model, **options)
+    if library is not None:
+        shard(LIBRARIES[library], model, list(model), mesh, bf16=bf16)
+    elif bf16:
+        model.bfloat16()
     return model
 
 
-def step_seconds(model: nn.Module, x: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    model(x).sum().backward()
-    return time.perf_counter() - begin
+def step(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
+    """Forward and backward as a variant that returns its microseconds per group."""
+
+    def run() -> float:
+        begin = time.perf_counter()
+        model(x).sum().backward()
+        taken = time.perf_counter() - begin
+        for parameter in model.parameters():
+            parameter.grad = None
+        return taken / GROUPS * 1e6
+
+    return run
 
 
-def measure(parameters: int, mesh: DeviceMesh, rounds: int) -> dict[str, object]:
-    models = {
-        "unsharded": build(parameters, None, {}),
-        "ours": build(parameters, ours.fully_shard, {"mesh": mesh}),
-        "fsdp2": build(parameters, peer.fully_shard, {"mesh": mesh}),
-    }
-    x = torch.randn(4, 16, requires_grad=True)
-    samples: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(rounds + 5):
-        for name, model in models.items():
-            taken = step_seconds(model, x)
-            if turn >= 5:
-                samples[name].append(taken / GROUPS * 1e6)
-            for parameter in model.parameters():
-                parameter.grad = None
-    base = spread(samples["unsharded"])["median"]
-    ratio = [(a - base) / (b - base) for a, b in zip(samples["ours"], samples["fsdp2"], strict=True)]
+def measure(parameters: int, mesh: DeviceMesh, rounds: int, *, bf16: bool) -> dict[str, Any]:
+    x = torch.randn(4, 16, requires_grad=True, dtype=torch.bfloat16 if bf16 else torch.float32)
+    libraries = {"none": None, "ours": "ours", "fsdp2": "fsdp2"}
+    variants = {name: step(build(parameters, library, mesh, bf16=bf16), x) for name, library in libraries.items()}
+    samples = interleaved(variants, rounds, warm_up=5)
+    base = spread(samples["none"])["median"]
+    ours, fsdp2 = ([taken - base for taken in samples[name]] for name in ("ours", "fsdp2"))
     return {
         "parameters": parameters,
-        "ours_us": spread([t - base for t in samples["ours"]]),
-        "fsdp2_us": spread([t - base for t in samples["fsdp2"]]),
-        "ratio": spread(ratio),
+        "dtype": "bf16" if bf16 else "fp32",
+        "ours us": spread(ours),
+        "fsdp2 us": spread(fsdp2),
+        "ours/fsdp2": ratios(ours, fsdp2),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=60)
+    arguments = options.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    rows = []
-    for parameters in (1, 4, 12, 48):
-        row = measure(parameters, mesh, arguments.rounds)
-        rows.append(row)
-        print(
-            f"{parameters:3d} parameters  ours {show(row['ours_us'], 0)} us  fsdp2 {show(row['fsdp2_us'], 0)} us  "
-            f"ratio {show(row['ratio'])}",
-            flush=True,
-        )
-    store("host overhead per group", " ".join(sys.argv), rows, arguments.out)
-    dist.destroy_process_group()
+    rounds, sizes = (5, (4,)) if arguments.quick else (arguments.rounds, (1, 4, 12, 48))
+    with fake_ranks(WORLD) as mesh:
+        rows = [measure(size, mesh, rounds, bf16=bf16) for bf16 in (False, True) for size in sizes]
+    columns = ["parameters", "dtype", "ours us", "fsdp2 us", "ours/fsdp2"]
+    publish("host overhead per group", {"ranks": WORLD}, columns, rows, arguments.out)
 
 
 if __name__ == "__main__":

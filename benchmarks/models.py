@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["CASES", "Case"]
+__all__ = ["CASES", "SMALL_BLOCKS", "Case", "FusedBlock", "Llama"]
 
 
 class Block(nn.Module):
@@ -71,6 +71,44 @@ class Experts(nn.Module):
         return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
 
 
+class FusedBlock(nn.Module):
+    """A Llama block with few and large parameters: fused projections. Attention, which has none, is left out."""
+
+    def __init__(self, dim: int, hidden: int, kv: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, dim + 2 * kv, bias=False), nn.Linear(dim, dim, bias=False)
+        self.gate_up, self.down = nn.Linear(dim, 2 * hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(self.qkv(self.norm(x))[..., : x.shape[-1]])
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * up)
+
+
+class LlamaBlock(nn.Module):
+    """The 9 parameters of a Llama block."""
+
+    def __init__(self, dim: int, hidden: int, kv: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.q, self.out = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.k, self.v = nn.Linear(dim, kv, bias=False), nn.Linear(dim, kv, bias=False)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+
+class Llama(nn.Module):
+    """The parameters of Llama 3, which is never run: 9 a block and 3 more."""
+
+    def __init__(self, vocabulary: int, dim: int, hidden: int, kv: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(LlamaBlock(dim, hidden, kv) for _ in range(layers))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+
+
 @dataclass(frozen=True)
 class Case:
     """One model with its input; ``blocks`` are what is sharded by itself before the whole."""
@@ -103,3 +141,9 @@ CASES = {
         lambda model: [model.embedding, *model.blocks],
     ),
 }
+
+SMALL_BLOCKS = Case(
+    "8 blocks of dim 256, 6.3 M parameters: most dims are shorter than thousands of ranks are many",
+    lambda: Chain([Block(256, 8) for _ in range(8)]),
+    lambda generator: torch.randn(2, 16, 256, generator=generator),
+)

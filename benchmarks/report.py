@@ -1,61 +1,107 @@
-"""What every benchmark prints and stores: medians with their spread, the machine, the versions."""
+"""How every benchmark runs and what it stores: variants in turn, the machine, the versions, the command."""
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import os
 import platform
-import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from tables import ratios, spread, table
 
 import composable_fsdp
 
+__all__ = ["SHARED_MEMORY", "interleaved", "parser", "publish", "ratios", "spread", "timed"]
 
-def spread(samples: Sequence[float]) -> dict[str, float]:
-    """Median and the middle half of ``samples``."""
-    low, middle, high = statistics.quantiles(samples, n=4)
-    return {"median": middle, "low": low, "high": high, "runs": len(samples)}
+T = TypeVar("T")
 
-
-def show(value: dict[str, float], digits: int = 2) -> str:
-    """``median [low, high]``."""
-    return f"{value['median']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+SHARED_MEMORY = "COMPOSABLE_FSDP_SHARED_MEMORY"
+"""The environment variable that, at 0, keeps ranks of one host from sharing memory; recorded with every result."""
 
 
-def interleaved(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each variant, taken in turn, each round begun together by all ranks."""
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(rounds + 2):
+def interleaved(variants: dict[str, Callable[[], T]], rounds: int, *, warm_up: int = 2) -> dict[str, list[T]]:
+    """What each variant returns, ``rounds`` times and taken in turn, after ``warm_up`` rounds that do not count."""
+    samples: dict[str, list[T]] = {name: [] for name in variants}
+    for turn in range(warm_up + rounds):
         for name, variant in variants.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            variant()
-            if turn >= 2:
-                samples[name].append((time.perf_counter() - begin) * 1e3)
+            sample = variant()
+            if turn >= warm_up:
+                samples[name].append(sample)
     return samples
+
+
+def timed(action: Callable[[], object]) -> Callable[[], float]:
+    """``action`` as a variant that all ranks begin together and that returns its milliseconds."""
+
+    def run() -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        action()
+        return (time.perf_counter() - begin) * 1e3
+
+    return run
 
 
 def machine() -> dict[str, Any]:
     """Where the figures were taken."""
     return {
         "cpus": os.cpu_count(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(),
+        "kernel": platform.release(),
+        "load average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "composable_fsdp": composable_fsdp.__version__,
     }
 
 
-def store(name: str, command: str, rows: list[dict[str, Any]], out: Path | None) -> None:
-    """Writes ``rows`` as JSON to ``out``, with the command that made them."""
+def processor() -> str:
+    """What Linux calls the processor; elsewhere its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has; its first line of documentation is what ``--help`` says."""
+    options = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    options.add_argument("--quick", action="store_true", help="few rounds and small sizes: does it run?")
+    options.add_argument("--out", type=Path, default=None, help="JSON file to write")
+    return options
+
+
+def publish(
+    name: str, settings: dict[str, Any], columns: Sequence[str], rows: list[dict[str, Any]], out: Path | None
+) -> None:
+    """Prints ``rows`` as a table and writes them as JSON to ``out``, with all that is needed to take them again.
+
+    Args:
+        name: of the benchmark.
+        settings: what distinguishes this run from others of the same benchmark, such as the number of ranks.
+        columns: the keys of ``rows`` that tables show.
+        rows: numbers, texts, and what :func:`spread` made.
+        out: where to; nowhere if None.
+    """
+    print(f"\n{name}, {', '.join(f'{key} {value}' for key, value in settings.items())}\n\n{table(rows, columns)}\n")
     if out is None:
         return
+    document = {
+        "name": name,
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "settings": settings | {SHARED_MEMORY: os.environ.get(SHARED_MEMORY, "unset")},
+        "machine": machine(),
+        "columns": list(columns),
+        "rows": rows,
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"name": name, "command": command, "machine": machine(), "rows": rows}, indent=1) + "\n")
+    out.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written: {out}")

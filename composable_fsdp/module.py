@@ -164,9 +164,9 @@ class FSDPModule(TorchFSDPModule):
             unit.group.rebuild()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions of gradients may be on the wire at once, 1 unless told: one more waits for the oldest.
+        """How many reductions of gradients may be on the wire at once: one more waits for the oldest.
 
-        Each has its gradients in memory. The largest number of all modules counts.
+        Each has its gradients in memory. Unless told 1 on CPU, 2 on accelerators. The largest of all modules counts.
 
         Raises:
             ConfigurationError: not an int of at least 1.

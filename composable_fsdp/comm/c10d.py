@@ -31,6 +31,9 @@ OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.A
 _DIRECT_PART_BYTES = 1 << 17
 """One rank's part from which gloo sends it from where it lies to its place (``comm/gloo.py``)."""
 
+_DIRECT_BYTES = 3 << 20
+"""For backends of which nothing is known: where gloo's own collectives cost the same direct and packed."""
+
 _COALESCING_DIRECT_BYTES = 1 << 19
 """For backends that launch many transfers as one. An estimate of what a launch costs in bytes, not measured yet."""
 
@@ -66,7 +69,13 @@ class ProcessGroupCommunicator:
         self.aliases = False
         # gloo sums and divides in one pass more; a sum with the division folded into the shard-sized result is cheaper.
         self.averages = self._backend == "nccl"
-        self.direct_bytes = _COALESCING_DIRECT_BYTES if self._backend == "nccl" else self.size * _DIRECT_PART_BYTES
+        self.direct_bytes = self._direct_bytes()
+
+    def _direct_bytes(self) -> int:
+        if self._backend == "nccl":
+            return _COALESCING_DIRECT_BYTES
+        by_parts = self.size * _DIRECT_PART_BYTES
+        return by_parts if self._is_gloo else min(by_parts, _DIRECT_BYTES)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
-__all__ = ["Lane", "Lanes", "Pending", "Work"]
+__all__ = ["Lane", "Lanes", "Pending", "Work", "blocks_the_host"]
 
 T = TypeVar("T")
 
@@ -92,6 +92,11 @@ class Pending(Generic[T]):
         self._done = True
 
 
+def blocks_the_host(device: torch.device) -> bool:
+    """Whether waiting for work on ``device`` stops the host, as it has no streams that could wait in its place."""
+    return torch.get_device_module(device).Stream().record_event() is None
+
+
 class Lane:
     """One stream and what it is called."""
 
@@ -99,11 +104,11 @@ class Lane:
         self.name = name
         self._module = module
         self._stream = module.Stream(priority=priority)
-        self.is_null = self._stream.record_event() is None
+        self._is_null = self._stream.record_event() is None
 
     def wait_event(self, event: Any) -> None:
         """What the lane runs from now on comes after ``event``."""
-        if not self.is_null:
+        if not self._is_null:
             self._stream.wait_event(event)
 
     def run(
@@ -117,7 +122,7 @@ class Lane:
             after: work on another lane that must be done first.
         """
         pending = Pending(launch, finish, after)
-        if not self.is_null:
+        if not self._is_null:
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
                 pending.put_on(self._stream, self._module.current_stream)
@@ -134,8 +139,4 @@ class Lanes:
         self.gather = Lane("gather", module, priority=-1)
         self.reduce = Lane("reduce", module, priority=-1)
         self.replicate = Lane("replicate", module, priority=-1)
-
-    @property
-    def block_the_host(self) -> bool:
-        """Whether waiting for work stops the host, as there are no streams that could wait in its place."""
-        return self.gather.is_null
+        self.block_the_host = blocks_the_host(device)

@@ -10,14 +10,15 @@ from composable_fsdp.comm.choose import duplicate
 from composable_fsdp.comm.custom import customize
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
 from composable_fsdp.layout.plan import PlanOptions
+from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.mesh import DataParallelAxes
 
 __all__ = ["Channel"]
 
-_BATCH_BYTES = 1 << 26
-_BATCH_BYTES_ON_CPU = 1 << 19
+_BATCH_BYTES_ON_STREAMS = 1 << 30
+_BATCH_BYTES_ON_HOST = 1 << 19
 """Of parameters whose gradients are reduced together, ahead of the rest of their group, so that they need not wait in
-memory. On accelerators that is for embeddings and the like; what a launch costs there was not measured.
+memory. On streams only for what is very large: there, a group is better reduced with one launch.
 """
 
 
@@ -65,7 +66,7 @@ class Channel:
             num_shards=self.axes.shard.size,
             direct_bytes=self.gather.direct_bytes,
             reduce_direct_bytes=self.scatter.direct_bytes,
-            batch_bytes=_BATCH_BYTES_ON_CPU if self.axes.device.type == "cpu" else _BATCH_BYTES,
+            batch_bytes=_BATCH_BYTES_ON_HOST if blocks_the_host(self.axes.device) else _BATCH_BYTES_ON_STREAMS,
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),
             flags_from=self._flags_from(),
         )

@@ -32,6 +32,12 @@ from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
 __all__ = ["Iteration", "note_optimizer_step"]
 
+_REDUCTIONS_ON_HOST = 1
+_REDUCTIONS_ON_STREAMS = 2
+"""On the wire at once, with the memory of each. A stream that waits for the oldest makes all that follows wait, the
+gathers that are launched next included, so there one more is let go on.
+"""
+
 _optimizer_steps = 0
 
 
@@ -76,7 +82,7 @@ class Iteration:
         """Autograd's number for the backward that is under way."""
         self._seen_steps = _optimizer_steps
         self._reductions: deque[PendingReduction] = deque()
-        self._reductions_limit = root.reductions_in_flight
+        self._reductions_limit = 1
         self._held_back: list[Unit] = []
         """To be gathered ahead once a reduction that takes more memory has been completed."""
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
@@ -356,7 +362,9 @@ class Iteration:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._backwards += 1
         self._graph_task = torch._C._current_graph_task_id()
-        self._reductions_limit = max(unit.reductions_in_flight for unit in self.units.values())
+        chosen = (unit.reductions_in_flight for unit in self.units.values())
+        usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
+        self._reductions_limit = max(filter(None, chosen), default=usual)
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:

@@ -17,8 +17,6 @@ from composable_fsdp.runtime.schedule import ForwardRecord
 __all__ = ["Accumulation", "Round", "Unit", "find_owner", "find_unit", "unit_of"]
 
 _UNIT_ATTRIBUTE = "_composable_fsdp_unit"
-REDUCTIONS_IN_FLIGHT = 1
-"""Groups whose gradients may be on the wire at once; the buffers of that many are alive."""
 MERGED_BYTES = 1 << 20
 """Of full parameters of neighbouring small groups that travel together: below that, fewer collectives matter more than
 fewer bytes (measured over gloo).
@@ -94,7 +92,7 @@ class Unit:
         self.unshard_in_backward = True
         self.accumulation = Accumulation.REDUCE
         self.all_reduce = True
-        self.reductions_in_flight = REDUCTIONS_IN_FLIGHT
+        self.reductions_in_flight: int | None = None
         self.max_unsharded_bytes: int | None = None
         """Of a root: up to which groups are gathered ahead of their turn."""
         self.max_merged_bytes = MERGED_BYTES

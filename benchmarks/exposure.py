@@ -1,0 +1,120 @@
+"""Communication that a step does not hide behind compute, in virtual time, against torch's FSDP2.
+
+    OMP_NUM_THREADS=1 python benchmarks/exposure.py
+
+Eight transformer blocks (1.7 B parameters, bf16, reduction in fp32) train on a device and a network that are simulated
+(``sim/``): 450 TFLOP/s, 3.5 TB/s, 20 microseconds per collective. The libraries' own code issues everything; the
+simulation says when it would be done. Exposed is the step less the same step over a network that takes no time.
+Nothing is random and the host's clock plays no part, so every run gives the same figures.
+
+The floor of a schedule is the first all-gather and the last reduce-scatter, which have nothing to hide behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from libraries import LIBRARIES, shard
+from models import FusedBlock
+from report import parser, publish
+from sim.device import Charging, Device
+from sim.network import Network, simulated_ranks
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+DIM, HIDDEN, KV, LAYERS = 4096, 14336, 1024, 8
+BATCH, LENGTH = 2, 5120
+LATENCY = 20.0
+BYTES_PER_GBIT = 1e3 / 8  # per microsecond
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Gbit/s per rank, for each process group or, if ``shared``, for all of them together."""
+
+    gbit: float
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A library with its settings."""
+
+    library: str
+    separate_reductions: bool = False
+
+    def build(self, mesh: Any) -> nn.Module:
+        model = nn.Sequential(*(FusedBlock(DIM, HIDDEN, KV) for _ in range(LAYERS)))
+        shard(LIBRARIES[self.library], model, list(model), mesh, bf16=True)
+        if self.separate_reductions:
+            model.set_separate_reduce_scatter_group(True)
+        return model
+
+
+VARIANTS = {
+    "ours": Variant("ours"),
+    "ours, two groups": Variant("ours", separate_reductions=True),
+    "fsdp2": Variant("fsdp2"),
+    "fsdp2, two groups": Variant("fsdp2", separate_reductions=True),
+}
+
+
+def step_of(model: nn.Module, network: Network) -> Callable[[], float]:
+    """A training step that returns its virtual milliseconds."""
+    x = torch.randn(BATCH, LENGTH, DIM, requires_grad=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    def run() -> float:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return network.finish() / 1e3
+
+    return run
+
+
+def steps(variant: Variant, ranks: int, wires: Sequence[Wire]) -> list[dict[str, float]]:
+    """Milliseconds of a step over each of ``wires``: all of it, without communication, and what is exposed."""
+    network = Network(Device(flops=450e6, bandwidth=3.5e6))
+    with simulated_ranks(network, ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        step = step_of(variant.build(mesh), network)
+        with Charging(network.device):
+            step()  # the first one makes the optimizer's state, and records the order of the modules
+            free = step()
+            network.latency = LATENCY
+            taken = []
+            for wire in wires:
+                network.bandwidth, network.shared = wire.gbit * BYTES_PER_GBIT, wire.shared
+                whole = step()
+                taken.append({"step ms": whole, "no communication ms": free, "exposed ms": whole - free})
+    return taken
+
+
+def floor(ranks: int, gbit: float) -> float:
+    """Milliseconds of a block's all-gather in bf16 and of its reduce-scatter in fp32."""
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in FusedBlock(DIM, HIDDEN, KV).parameters())
+    return (2 * LATENCY + numel * (2 + 4) * (ranks - 1) / ranks / (gbit * BYTES_PER_GBIT)) / 1e3
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--gbits", default="400", help="bandwidths per rank in Gbit/s")
+    arguments = options.parse_args()
+    wires = [Wire(float(gbit), shared) for gbit in arguments.gbits.split(",") for shared in (False, True)]
+    rows: list[dict[str, Any]] = []
+    for ranks in (8,) if arguments.quick else (64, 4096):
+        for name, variant in VARIANTS.items():
+            for wire, times in zip(wires, steps(variant, ranks, wires), strict=True):
+                place = {"ranks": ranks, "Gbit/s": wire.gbit, "wire": "one" if wire.shared else "one per group"}
+                rows.append(place | {"variant": name} | times | {"floor ms": floor(ranks, wire.gbit)})
+    rows.sort(key=lambda row: (row["ranks"], -row["Gbit/s"], row["wire"]))
+    columns = ["ranks", "Gbit/s", "wire", "variant", "step ms", "no communication ms", "exposed ms", "floor ms"]
+    publish("exposed communication", {"model": "8 blocks, 1.7 B parameters, bf16"}, columns, rows, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

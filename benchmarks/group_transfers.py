@@ -1,0 +1,115 @@
+"""All-gather and reduce-scatter of one group by its size, from shards to parameters and from gradients to shards.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/group_transfers.py
+
+A group of twelve parameters, shaped like a transformer block's, goes through both libraries' public interface:
+``unshard`` and ``reshard``, and a backward whose gradients are there already and cost nothing. So the ratios contain
+all copies, allocations and hooks that a transfer needs, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from libraries import LIBRARIES, shard
+from report import interleaved, parser, publish, ratios, spread, timed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+KIB = [64, 256, 1024, 4096, 16384, 65536]
+VECTORS = 8
+KINDS = ("all-gather", "reduce-scatter")
+
+
+class Ready(torch.autograd.Function):
+    """The identity of ``x``, whose backward hands over the gradients that were made for the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()  # held by nobody else, they are taken over instead of copied
+        return gradient, None, *given
+
+
+class Group(nn.Module):
+    """Parameters of about ``kib`` in all: four matrices with most of it, as 3 : 1 : 4 : 4, and vectors."""
+
+    def __init__(self, kib: int) -> None:
+        super().__init__()
+        width = max(16, int((kib * 1024 / 4 / 12) ** 0.5) // 16 * 16)
+        matrices = [torch.randn(rows * width, width) for rows in (3, 1, 4, 4)]
+        self.weights = nn.ParameterList([*matrices, *(torch.randn(width) for _ in range(VECTORS))])
+        self.shapes = [weight.shape for weight in self.weights]
+        self.gradients: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Ready.apply(x, self.gradients, *self.weights)
+
+
+def transfers(library: str, kib: int, mesh: DeviceMesh) -> dict[str, Callable[[], float]]:
+    """Variants that return the milliseconds of each of ``KINDS``."""
+    model = Group(kib)
+    shard(LIBRARIES[library], model, [], mesh, bf16=False)
+    x = torch.zeros(1, requires_grad=True)
+
+    def gather() -> float:
+        taken = timed(model.unshard)()
+        model.reshard()
+        return taken
+
+    def reduce() -> float:
+        model.gradients.extend(torch.ones(shape) for shape in model.shapes)
+        output = model(x)
+        taken = timed(output.sum().backward)()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return taken
+
+    return {"all-gather": gather, "reduce-scatter": reduce}
+
+
+def measure(kib: int, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
+    built = {library: transfers(library, kib, mesh) for library in LIBRARIES}
+    row: dict[str, Any] = {"KiB": kib}
+    for kind in KINDS:
+        taken = interleaved({library: kinds[kind] for library, kinds in built.items()}, rounds)
+        longest = {library: slowest(samples) for library, samples in taken.items()}
+        row |= {f"{kind}, {library} ms": spread(samples) for library, samples in longest.items()}
+        row[f"{kind}, ours/fsdp2"] = ratios(longest["ours"], longest["fsdp2"])
+    return row
+
+
+def slowest(samples: list[float]) -> list[float]:
+    """Of all ranks, sample by sample."""
+    times = torch.tensor(samples)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return times.tolist()
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=25)
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    sizes, rounds = (KIB[:2], 3) if arguments.quick else (KIB, arguments.rounds)
+    rows = [measure(kib, mesh, rounds) for kib in sizes]
+    if dist.get_rank() == 0:
+        columns = ["KiB", *(f"{kind}, {what}" for kind in KINDS for what in ("ours ms", "fsdp2 ms", "ours/fsdp2"))]
+        publish("transfers of a group", {"ranks": ranks, "dtype": "fp32"}, columns, rows, arguments.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The two libraries that have ``fully_shard``, used alike: ours and torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import composable_fsdp
+
+LIBRARIES: dict[str, ModuleType] = {"ours": composable_fsdp, "fsdp2": fsdp2}
+
+
+def shard(library: ModuleType, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, *, bf16: bool) -> None:
+    """Makes a group of each of ``blocks`` and one of the rest; with ``bf16``, gradients are reduced in fp32."""
+    options: dict[str, Any] = {"mesh": mesh}
+    if bf16:
+        options["mp_policy"] = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in blocks:
+        library.fully_shard(block, **options)
+    library.fully_shard(model, **options)
+
+
+def prefetch_explicitly(blocks: Sequence[Any]) -> None:
+    """Each of ``blocks`` fetches its neighbour ahead: FSDP2's documented way to overlap more."""
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+@contextmanager
+def fake_ranks(size: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """A mesh of ``size`` ranks as one of them sees it. Nothing is sent; results have the right shapes only."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield init_device_mesh("cpu", (size,))
+    finally:
+        dist.destroy_process_group()

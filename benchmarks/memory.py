@@ -1,0 +1,162 @@
+"""Exact peak and idle bytes of one rank, against torch's FSDP2 and a lower bound, on the fake process group.
+
+    OMP_NUM_THREADS=1 python benchmarks/memory.py
+
+Every allocation of torch from the making of the model on is in the profiler's memory events; their running sum is what
+the rank holds. It is exact and the same on every run, whatever else the machine does. What it leaves out: memory that
+is not torch's (the backend's sockets, memory shared between ranks); ``resident.py`` has that. The optimizer is SGD
+without momentum, which keeps nothing.
+
+The bound of ``Bound`` is for the best that sharding by groups can do, not for what has been reached.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from types import ModuleType
+from typing import Any
+
+import torch
+from libraries import LIBRARIES, fake_ranks, shard
+from models import CASES, SMALL_BLOCKS, Case
+from report import parser, publish
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile, record_function
+
+WARM_UP = 2
+STEP, FORWARD = "the measured step", "its forward"
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What was allocated when: ``(ns, bytes allocated or, below 0, freed)``, and the ranges that were labelled."""
+
+    events: list[tuple[int, int]]
+    ranges: dict[str, tuple[int, int]]
+
+    @staticmethod
+    def of(action: Callable[[], object]) -> Timeline:
+        """All of ``action``, which labels with ``record_function``."""
+        gc.collect()  # what earlier actions left must not be freed within this one
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            action()
+        events = profiler.profiler.kineto_results.events()
+        return Timeline(
+            sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0]),
+            {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in (STEP, FORWARD)},
+        )
+
+    def held(self, label: str) -> tuple[int, int, int]:
+        """Bytes before the range ``label``, the most within it, and those after it."""
+        begin, end = self.ranges[label]
+        before = sum(nbytes for time, nbytes in self.events if time < begin)
+        within = list(accumulate((n for time, n in self.events if begin <= time <= end), initial=before))
+        return before, max(within), within[-1]
+
+
+def train(model: nn.Module, batch: torch.Tensor) -> None:
+    """Steps until nothing changes from one to the next, then the labelled one that counts."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for label in (*(nullcontext for _ in range(WARM_UP)), record_function):
+        gc.collect()
+        with label(STEP):
+            with label(FORWARD):
+                loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+
+
+def batch_of(case: Case, *, bf16: bool) -> torch.Tensor:
+    batch = case.batch(torch.Generator().manual_seed(0))
+    return batch.bfloat16() if bf16 and batch.is_floating_point() else batch
+
+
+def sharded(library: ModuleType, case: Case, mesh: DeviceMesh, *, bf16: bool) -> Timeline:
+    batch = batch_of(case, bf16=bf16)
+
+    def run() -> None:
+        model = case.build()
+        shard(library, model, case.blocks(model), mesh, bf16=bf16)
+        train(model, batch)
+
+    return Timeline.of(run)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a rank cannot do without: its shards, one group unsharded, that group's gradients, and, whichever is more,
+    the activations that backward needs or the gradients' shards. In bytes."""
+
+    shards: int
+    group: int
+    gradients: int
+    activations: int
+
+    @staticmethod
+    def of(case: Case, ranks: int, *, bf16: bool) -> Bound:
+        """Activations are those of the unsharded model: what its forward leaves behind."""
+        model = case.build()
+        total = sum(parameter.numel() for parameter in model.parameters())
+        blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in case.blocks(model)]
+        largest = max(*blocks, total - sum(blocks))
+        model = model.bfloat16() if bf16 else model
+        before, _, after = Timeline.of(lambda: train(model, batch_of(case, bf16=bf16))).held(FORWARD)
+        width = 2 if bf16 else 4
+        return Bound(-(-total // ranks) * 4, largest * width, largest * width, after - before)
+
+    @property
+    def total(self) -> int:
+        return self.shards + self.group + self.gradients + max(self.activations, self.shards)
+
+
+def at_eight_ranks(name: str, case: Case, *, bf16: bool) -> dict[str, Any]:
+    """A row: peak and idle megabytes of both libraries, and the bound."""
+    row: dict[str, Any] = {"case": name, "dtype": "bf16" if bf16 else "fp32"}
+    with fake_ranks(8) as mesh:
+        for library in LIBRARIES:
+            _, peak, idle = sharded(LIBRARIES[library], case, mesh, bf16=bf16).held(STEP)
+            row |= {f"{library} peak MB": peak / MB, f"{library} idle MB": idle / MB}
+    bound = Bound.of(case, 8, bf16=bf16).total / MB
+    return row | {
+        "bound MB": bound,
+        "peak, ours/fsdp2": row["ours peak MB"] / row["fsdp2 peak MB"],
+        "peak, ours/bound": row["ours peak MB"] / bound,
+        "idle, ours/fsdp2": row["ours idle MB"] / row["fsdp2 idle MB"],
+    }
+
+
+def at_many_ranks(ranks: int) -> dict[str, Any]:
+    """A row: the peak above what is held between steps, of a rank that owns nothing of most parameters."""
+    row: dict[str, Any] = {"case": f"6.3 M parameters, {ranks} ranks, above idle", "dtype": "fp32"}
+    with fake_ranks(ranks, rank=ranks // 3) as mesh:
+        for library in LIBRARIES:
+            before, peak, _ = sharded(LIBRARIES[library], SMALL_BLOCKS, mesh, bf16=False).held(STEP)
+            row[f"{library} peak MB"] = (peak - before) / MB
+    return row | {"peak, ours/fsdp2": row["ours peak MB"] / row["fsdp2 peak MB"]}
+
+
+COLUMNS = [
+    *("case", "dtype", "ours peak MB", "fsdp2 peak MB", "bound MB", "peak, ours/fsdp2", "peak, ours/bound"),
+    *("ours idle MB", "fsdp2 idle MB", "idle, ours/fsdp2"),
+]
+
+
+def main() -> None:
+    arguments = parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    cases = ["experts"] if arguments.quick else ["gpt-256", "gpt-32", "experts"]
+    rows = [at_eight_ranks(name, CASES[name], bf16=bf16) for name in cases for bf16 in (False, True)]
+    rows.append(at_many_ranks(512 if arguments.quick else 4096))
+    publish("peak memory", {"ranks": 8}, COLUMNS, rows, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Step time of two ranks over slow networks, against torch's FSDP2: 100 Mbit/s, and 1 Gbit/s with 1 ms of delay.
+
+    python benchmarks/network.py  # as root
+
+Each rank runs ``step_time.py`` in a network namespace of its own (``sim/lab.py``), so its sockets are real and the wire
+is slow. Ranks there share a host, which two hosts do not: memory shared between ranks is switched off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from report import SHARED_MEMORY, parser, publish
+from sim.lab import Lab, Link, lacking, open_lab
+
+RANKS = 2
+LINKS = {"100 Mbit/s": Link(100), "1 Gbit/s, 1 ms": Link(1000, 1.0)}
+PORT = 29500
+GRACE = 20.0
+"""Seconds that the second rank has to end after the first."""
+
+
+def environment(lab: Lab, rank: int) -> dict[str, str]:
+    """What torchrun would set, and that gloo takes the slow device."""
+    return os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": lab.address(0),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": lab.devices[rank],
+        "OMP_NUM_THREADS": "1",
+        SHARED_MEMORY: "0",
+    }
+
+
+def step_times(link: Link, options: list[str], timeout: float) -> list[dict[str, Any]]:
+    """The rows of ``step_time.py`` over ``link``.
+
+    Raises:
+        subprocess.CalledProcessError: a rank failed.
+        TimeoutError: the ranks have not come to an end in ``timeout`` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder, open_lab(RANKS, link) as lab:
+        out = Path(folder) / "rows.json"
+        script = [sys.executable, str(Path(__file__).with_name("step_time.py")), *options, "--out", str(out)]
+        ranks = [
+            subprocess.Popen(lab.command(rank, script), env=environment(lab, rank), stdout=subprocess.DEVNULL)
+            for rank in range(RANKS)
+        ]
+        try:
+            end = time.monotonic() + timeout
+            lab.forward_while(lambda: time.monotonic() < end and all(rank.poll() is None for rank in ranks))
+            # The first one to leave does not wait for the other, which may still have something to say to it.
+            grace = min(end, time.monotonic() + GRACE)
+            lab.forward_while(lambda: time.monotonic() < grace and any(rank.poll() is None for rank in ranks))
+            for rank in ranks:
+                if rank.returncode:
+                    raise subprocess.CalledProcessError(rank.returncode, script)
+            if any(rank.returncode is None for rank in ranks):
+                raise TimeoutError(f"{link}: the ranks have not finished within {timeout:.0f} s.")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        return json.loads(out.read_text())["rows"]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--cases", default="tiny-200,experts,gpt-32")
+    options.add_argument("--rounds", type=int, default=6)
+    options.add_argument("--timeout", type=float, default=900, help="seconds for each of the networks")
+    arguments = options.parse_args()
+    missing = lacking()
+    if missing:
+        print(f"network is left out: it needs {missing}")
+        return
+    chosen = ["--quick"] if arguments.quick else ["--cases", arguments.cases, "--rounds", str(arguments.rounds)]
+    variants = ["--variants", "ours,fsdp2,fsdp2 prefetch"]
+    rows = [
+        {"network": name, **row}
+        for name, link in LINKS.items()
+        for row in step_times(link, [*variants, *chosen], arguments.timeout)
+    ]
+    ratios = ["ours/best fsdp2 wall", "ours/best fsdp2 cpu"]
+    columns = ["network", "case", "ours wall", "fsdp2 wall", "fsdp2 prefetch wall", *ratios]
+    publish("slow network", {"ranks": RANKS, "dtype": "fp32", "optimizer": "adamw"}, columns, rows, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Runs every benchmark, one after the other and each under a timeout, then makes ``RESULTS.md`` of what they wrote.
+
+    python benchmarks/run_all.py           # into benchmarks/results, about an hour on two idle cores
+    python benchmarks/run_all.py --quick   # into runs/bench-quick: does everything run?
+
+One that fails or takes too long is named at the end, and does not keep the others from running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOCKETS = {"COMPOSABLE_FSDP_SHARED_MEMORY": "0"}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script with its arguments.
+
+    Attributes:
+        name: of the file that it writes.
+        ranks: processes that torchrun starts; 0 if the script takes care of that.
+        minutes: after which it has failed.
+    """
+
+    name: str
+    script: str
+    ranks: int = 0
+    minutes: float = 15
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, out: Path, *, quick: bool) -> list[str]:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        script, *options = shlex.split(self.script)
+        launcher = [sys.executable, *(torchrun if self.ranks else [])]
+        return [*launcher, f"benchmarks/{script}", *options, *(["--quick"] if quick else []), "--out", str(out)]
+
+    def run(self, out: Path, *, quick: bool) -> str | None:
+        """What went wrong; None if nothing did."""
+        environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | os.environ | self.environment
+        # A group of its own, so that a timeout ends the ranks as well.
+        process = subprocess.Popen(self.command(out, quick=quick), cwd=ROOT, env=environment, start_new_session=True)
+        try:
+            status = process.wait(self.minutes * 60)
+        except subprocess.TimeoutExpired:
+            return f"not done after {self.minutes:.0f} minutes"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return f"exit status {status}" if status else None
+
+
+BENCHMARKS = [
+    Benchmark("memory", "memory.py"),
+    Benchmark("construction", "construction.py"),
+    Benchmark("exposure", "exposure.py"),
+    Benchmark("host-overhead", "host_overhead.py"),
+    Benchmark("resident", "resident.py"),
+    *(
+        benchmark
+        for ranks in (2, 4)
+        for benchmark in (
+            Benchmark(f"step-time-{ranks}", "step_time.py", ranks, 30),
+            Benchmark(f"step-time-{ranks}-bf16", "step_time.py --bf16", ranks, 30),
+            Benchmark(f"step-time-{ranks}-sockets", "step_time.py", ranks, 30, SOCKETS),
+            Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),
+            Benchmark(f"gloo-transfers-{ranks}", "gloo_transfers.py", ranks),
+            Benchmark(f"collectives-{ranks}", "collectives.py", ranks),
+        )
+    ),
+    Benchmark("network", "network.py", minutes=30),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small forms of all, kept out of the results")
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser.add_argument("--only", default=",".join(names), help=f"of {', '.join(names)}")
+    arguments = parser.parse_args()
+    folder = Path("runs/bench-quick" if arguments.quick else "benchmarks/results")
+    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in arguments.only.split(",")]
+    problems = {}
+    for benchmark in chosen:
+        print(f"\n=== {benchmark.name}", flush=True)
+        out = folder / f"{datetime.date.today()}-{benchmark.name}.json"
+        problem = benchmark.run(out, quick=arguments.quick)
+        if problem:
+            problems[benchmark.name] = problem
+    page = folder / "RESULTS.md" if arguments.quick else Path("benchmarks/RESULTS.md")
+    tables = [sys.executable, "benchmarks/results_table.py", "--results", str(folder), "--out", str(page)]
+    subprocess.run(tables, cwd=ROOT, check=True)
+    for name, problem in problems.items():
+        print(f"{name} failed: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

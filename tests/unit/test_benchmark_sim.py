@@ -1,0 +1,137 @@
+"""What benchmarks simulate and count: virtual time, wires in it, the switch between namespaces, memory events."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scripts_beside_each_other() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield
+
+
+@pytest.fixture(name="sim")
+def _sim() -> ModuleType:
+    return importlib.import_module("sim.device")
+
+
+@pytest.fixture(name="network")
+def _network() -> ModuleType:
+    return importlib.import_module("sim.network")
+
+
+def test_a_stream_waits_for_what_an_event_recorded_and_for_nothing_after_it(sim: ModuleType) -> None:
+    device = sim.Device(flops=1.0, bandwidth=1.0)
+    first, second = sim.Stream(device), sim.Stream(device)
+    first.run(10.0)
+    event = first.record_event()
+    first.run(10.0)
+    second.wait_event(event)
+    second.run(1.0)
+    assert (first.end, second.end) == (20.0, 11.0)
+
+
+def test_the_host_launches_later_what_it_launches_after_a_synchronize(sim: ModuleType) -> None:
+    device = sim.Device(flops=1.0, bandwidth=1.0)
+    stream = sim.Stream(device)
+    stream.run(10.0)
+    event = stream.record_event()
+    assert not event.query()
+    event.synchronize()
+    device.current.run(1.0)
+    assert device.finish() == 11.0
+    assert device.finish() == 0.0
+
+
+def test_torch_cpu_is_the_device_only_inside(sim: ModuleType) -> None:
+    device, real = sim.Device(flops=1.0, bandwidth=1.0), torch.cpu.current_stream()
+    with device.installed():
+        side: Any = torch.cpu.Stream()
+        with torch.cpu.stream(side):
+            assert torch.cpu.current_stream() is side
+        assert torch.cpu.current_stream() is device.current
+    assert torch.cpu.current_stream() is real
+
+
+def test_products_take_their_operations_views_nothing_and_the_rest_its_bytes(sim: ModuleType) -> None:
+    device = sim.Device(flops=100.0, bandwidth=10.0)
+    a, b = torch.ones(4, 8), torch.ones(8, 2)
+    with sim.Charging(device):
+        torch.mm(a, b)
+    assert device.finish() == pytest.approx(2 * 4 * 8 * 2 / 100)
+    with sim.Charging(device):
+        a.view(-1).detach().t()
+        torch.empty(100)
+    assert device.finish() == 0.0
+    with sim.Charging(device):
+        a.neg()
+    assert device.finish() == pytest.approx(2 * a.nbytes / 10)
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(False, 70.0), (True, 120.0)])
+def test_collectives_share_a_wire_within_a_group_and_if_so_chosen_between_groups(
+    sim: ModuleType, network: ModuleType, shared: bool, expected: float
+) -> None:
+    wires = network.Network(sim.Device(flops=1.0, bandwidth=1e9), bandwidth=10.0, latency=10.0, shared=shared)
+    one, other = network.SimulatedGroup(wires, 0, 2), network.SimulatedGroup(wires, 0, 2)
+    full = torch.empty(200, dtype=torch.uint8)
+    one.all_gather_single(full, full[:100]).wait()
+    assert wires.device.current.end == 20.0
+    one.reduce_scatter_single(full[:100], full)
+    one.allreduce([full])
+    other.all_gather_single(full.repeat(4), full)
+    assert wires.finish() == expected
+
+
+def test_ranks_that_do_not_exist_take_their_time(sim: ModuleType, network: ModuleType) -> None:
+    wires = network.Network(sim.Device(flops=1.0, bandwidth=1e9), bandwidth=100.0)
+    with network.simulated_ranks(wires, 1000) as mesh:
+        assert mesh.size() == dist.get_world_size() == 1000
+        dist.all_reduce(torch.empty(1000, dtype=torch.uint8))
+        assert wires.finish() == pytest.approx(2 * 999 / 100)
+    assert not dist.is_initialized()
+
+
+def test_the_switch_gives_packets_the_rate_of_both_links_and_the_delay() -> None:
+    module = importlib.import_module("sim.lab")
+    lab = module.Lab(module.Link(mbit=8.0, delay_ms=5.0), ["a", "b", "c"], [], [0, 1, 2])
+    to_c = bytes([0x45, *[0] * 15, 10, 88, 0, 3]).ljust(1000, b"\0")
+    leaving, arriving = [0.0] * 3, [0.0] * 3
+    lab._enqueue(0, to_c, leaving, arriving)
+    lab._enqueue(1, to_c, leaving, arriving)
+    lab._enqueue(1, bytes([0x60, *to_c[1:]]), leaving, arriving)  # IPv6, which the lab does not speak
+    (first, *_), (second, *_) = sorted(lab._waiting)
+    assert second - first == pytest.approx(0.001, abs=1e-4)  # a thousand bytes at 1 MB/s, one after the other
+    lab._enqueue(0, to_c, [1e12] * 3, arriving)
+    assert len(lab._waiting) == 2  # the link was full
+
+
+def test_memory_before_within_and_after_a_labelled_range() -> None:
+    memory = importlib.import_module("memory")
+    timeline = memory.Timeline([(1, 100), (5, 50), (6, 30), (7, -50), (9, -30)], {"step": (4, 8)})
+    assert timeline.held("step") == (100, 180, 130)
+
+
+def test_memory_events_are_exact() -> None:
+    memory = importlib.import_module("memory")
+
+    def action() -> None:
+        kept = torch.empty(1000)
+        with torch.profiler.record_function(memory.STEP):
+            kept.neg()
+            more = torch.empty(10)
+        del more
+
+    assert memory.Timeline.of(action).held(memory.STEP) == (4000, 8000, 4040)

@@ -1,0 +1,111 @@
+"""What benchmarks make of their samples, and ``RESULTS.md`` out of their files."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module", name="tables")
+def _tables() -> ModuleType:
+    return _script("tables")
+
+
+@pytest.fixture(scope="module", name="results")
+def _results() -> ModuleType:
+    return _script("results_table")
+
+
+def _script(name: str) -> ModuleType:
+    """Benchmarks are scripts beside each other, not a package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        return importlib.import_module(name)
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "step time",
+        "date": "2026-01-01T10:00:00+00:00",
+        "command": "benchmarks/step_time.py",
+        "settings": {"ranks": 2},
+        "machine": {"cpus": 2},
+        "columns": ["case", "ratio"],
+        "rows": [{"case": "gpt", "ratio": 0.5}],
+    } | changes
+
+
+@given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=30))
+def test_the_median_lies_in_its_interval_and_the_interval_within_the_samples(samples: list[float]) -> None:
+    found = _script("tables").spread(samples)
+    assert found["median"] == statistics.median(samples)
+    assert min(samples) <= found["low"] <= found["median"] <= found["high"] <= max(samples)
+    assert found["runs"] == len(samples)
+
+
+def test_equal_samples_give_equal_intervals(tables: ModuleType) -> None:
+    samples = [float(value) for value in range(20)]
+    assert tables.spread(samples) == tables.spread(samples)
+
+
+def test_the_interval_holds_the_true_median_about_as_often_as_it_says(tables: ModuleType) -> None:
+    import random
+
+    draw = random.Random(1)
+    intervals = [tables.spread([draw.gauss(1.0, 0.1) for _ in range(25)]) for _ in range(100)]
+    assert 88 <= sum(interval["low"] <= 1.0 <= interval["high"] for interval in intervals) <= 100
+
+
+def test_the_interval_narrows_with_more_samples(tables: ModuleType) -> None:
+    few, many = tables.spread([1.0, 2.0, 3.0] * 3), tables.spread([1.0, 2.0, 3.0] * 60)
+    assert many["high"] - many["low"] < few["high"] - few["low"]
+
+
+def test_ratios_are_of_samples_taken_side_by_side(tables: ModuleType) -> None:
+    assert tables.ratios([1.0, 20.0, 3.0], [2.0, 40.0, 6.0])["low"] == 0.5
+    with pytest.raises(ValueError, match="shorter"):
+        tables.ratios([1.0, 2.0], [1.0])
+
+
+def test_a_table_shows_intervals_three_digits_and_dashes(tables: ModuleType) -> None:
+    rows = [{"a": {"median": 0.5, "low": 0.4001, "high": 0.6}, "b": 1234.5}, {"a": "text", "b": 7}, {"a": None}]
+    assert tables.table(rows, ["a", "b"]).splitlines() == [
+        "| a | b |",
+        "| --- | --- |",
+        "| 0.5 [0.4, 0.6] | 1234 |",
+        "| text | 7 |",
+        "| – | – |",
+    ]
+
+
+def test_the_newest_of_each_benchmark_and_settings_counts(results: ModuleType) -> None:
+    old, new = document(file="old"), document(file="new", date="2026-01-02T10:00:00+00:00")
+    four = document(file="four", settings={"ranks": 4})
+    assert [found["file"] for found in results.newest([new, four, old])] == ["new", "four"]
+
+
+def test_files_of_other_forms_are_passed_over(results: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(document()))
+    (tmp_path / "b.json").write_text(json.dumps({"settings": {}, "runs": []}))
+    (tmp_path / "c.json").write_text(json.dumps([1, 2]))
+    assert [found["file"] for found in results.read(sorted(tmp_path.glob("*.json")))] == ["a.json"]
+
+
+def test_the_page_names_command_file_and_machine(results: ModuleType) -> None:
+    page = results.page([document(file="a.json")])
+    assert "## Step time: ranks 2\n\n| case | ratio |\n| --- | --- |\n| gpt | 0.5 |\n" in page
+    assert "`benchmarks/step_time.py`, 2026-01-01T10:00:00+00:00, [a.json](results/a.json); cpus 2." in page
+
+
+def test_without_files_the_page_says_how_to_make_them(results: ModuleType) -> None:
+    assert "There are no results yet: `make bench`." in results.page([])
