@@ -417,29 +417,34 @@ def test_a_wait_can_be_interrupted_and_taken_up_again() -> None:
     run_ranks(interrupt_a_wait, 2)
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def ours() -> tuple[int, int, int]:
+    """Files, Unix sockets and mappings that are open, the default process group's among them."""
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    unix = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    return (
+        sum("composable_fsdp" in link for link in links),
+        sum(link.removeprefix("socket:[").removesuffix("]") in unix for link in links),
+        Path("/proc/self/maps").read_text().count("composable_fsdp"),
+    )
 
 
 def leave_nothing_open() -> None:
     dist.barrier()
-    before = descriptors()
+    before = ours()
     for _ in range(3):
         group = new_group()
-        plain = descriptors()
         communicator = shared(group)
-        launch_on = [torch.empty(communicator.size * LARGE) for _ in range(4)]
-        works = [communicator.all_gather([Transfer(output, torch.ones(LARGE))]) for output in launch_on]
+        outputs = [torch.empty(communicator.size * LARGE) for _ in range(4)]
+        works = [communicator.all_gather([Transfer(output, torch.ones(LARGE))]) for output in outputs]
         for work in works:
             work.wait()
-        communicator.share(1000)
-        assert descriptors() > plain
-        del communicator, works, work
+        common = communicator.share(1000)
+        assert all(now > then for now, then in zip(ours(), before, strict=True))
+        del communicator, common, works, work
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        assert descriptors() <= before + (plain - before)
-    assert "composable_fsdp" not in Path("/proc/self/maps").read_text()
+        assert ours() == before
 
 
 def test_a_process_group_that_goes_leaves_nothing_open() -> None:

@@ -13,7 +13,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -51,8 +51,6 @@ class _Offer:
 
 def host_identity() -> str:
     """The same text for processes of one host and one network namespace, and only for those; empty if not known."""
-    if not sys.platform.startswith("linux"):
-        return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net")
@@ -66,18 +64,16 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
 
     All ranks must call it together, and get the same: where it fails on one, all get None and the first one warns.
     """
-    setting = os.environ.get(SWITCH, "1")
-    host = host_identity() if setting != "0" else ""
-    listener = _listener() if host else None
-    address = listener.getsockname() if listener else b""
-    offer = _Offer(host, address, secrets.token_bytes(16), os.getpid(), copies=setting == "copy")
-    offers = _everyones(group, offer)
-    if listener is None or {each.host for each in offers} != {host}:
-        if listener is not None:
-            listener.close()
-        return None
-    rank, sockets = dist.get_rank(group), dict[int, socket.socket]()
-    with closing(listener):
+    with ExitStack() as stack:
+        listener = _listener(stack)
+        host = host_identity() if listener is not None else ""
+        address = listener.getsockname() if listener is not None else b""
+        copies = os.environ.get(SWITCH) == "copy"
+        offer = _Offer(host, address, secrets.token_bytes(16), os.getpid(), copies)
+        offers = _everyones(group, offer)
+        if listener is None or not host or any(each.host != host for each in offers):
+            return None
+        rank, sockets = dist.get_rank(group), dict[int, socket.socket]()
         problems = _everyones(group, _problem(lambda: _dial(offers, rank, sockets)))
         if not any(problems):
             problems = _everyones(group, _problem(lambda: _answer(listener, offer.secret, rank, len(offers), sockets)))
@@ -87,19 +83,23 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
         if rank == 0:
             _warn(problems)
         return None
-    ranks = dist.get_process_group_ranks(group)
+    peers = Peers(dist.get_process_group_ranks(group), [each.process for each in offers])
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    peers = Peers(ranks, [each.process for each in offers])
     aliases = not any(each.copies for each in offers)
     return Engine(rank, Wire(dict(sorted(sockets.items()))), timeout, peers, aliases=aliases)
 
 
-def _listener() -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind("")  # the kernel chooses a free abstract address
-    listener.listen(socket.SOMAXCONN)
-    listener.setblocking(False)
-    return listener
+def _listener(stack: ExitStack) -> socket.socket | None:
+    """Where the kernel found a free address; None where shared memory is not wanted, or not to be had."""
+    if os.environ.get(SWITCH, "1") == "0" or not sys.platform.startswith("linux"):
+        return None
+    with suppress(OSError):
+        listener = stack.enter_context(closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
+        listener.bind("")
+        listener.listen(socket.SOMAXCONN)
+        listener.setblocking(False)
+        return listener
+    return None
 
 
 def _dial(offers: list[_Offer], rank: int, sockets: dict[int, socket.socket]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import select
+import sys
 import threading
 import time
 import weakref
@@ -95,6 +96,7 @@ class Engine:
 
     def segment(self, nbytes: int) -> Segment:
         """Memory to show to the peers."""
+        self._check_working()
         try:
             return Segment(nbytes)
         except OSError as error:
@@ -280,4 +282,5 @@ def _abandon_all() -> None:
         engine.abandon()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_abandon_all)

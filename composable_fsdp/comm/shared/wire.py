@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -132,7 +133,7 @@ class Wire:
         if peer in self.ended:
             return False
         try:
-            data, ancillary, _, _ = self._sockets[peer].recvmsg(_LONGEST, socket.CMSG_SPACE(_DESCRIPTOR.size))
+            data, ancillary, flags, _ = self._sockets[peer].recvmsg(_LONGEST, socket.CMSG_SPACE(_DESCRIPTOR.size))
         except BlockingIOError:
             return False
         except ConnectionResetError:  # it closed with messages unread; what it sent before can be read still
@@ -140,6 +141,8 @@ class Wire:
         if not data:
             self.ended[peer] = ""
             return False
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, f"no file descriptor is free for the memory of peer {peer}; raise `ulimit -n`")
         label = data[_HEADER.size :].decode(errors="replace")
         numbers: tuple[int, int, int, int, int, int] = _HEADER.unpack_from(data)
         message = Message(*numbers, label, _received_memory(ancillary))
