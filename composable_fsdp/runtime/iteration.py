@@ -333,7 +333,7 @@ class Iteration:
     def _reshard_as_chosen(self, unit: Unit) -> None:
         kind = unit.reshard.kind
         if kind is ReshardKind.AUTO:
-            keep = unit is self.root and self._leads_to_backward
+            keep = (unit is self.root or self._comes_back_at_once(unit)) and self._leads_to_backward
             kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
         if kind is ReshardKind.NEVER:
             unit.kept_version = unit.group.tensors.version
@@ -342,6 +342,14 @@ class Iteration:
             unit.group.shrink(unit.reshard.mesh_size)
         else:
             unit.group.reshard()
+
+    def _comes_back_at_once(self, unit: Unit) -> bool:
+        """Whether backward begins with ``unit``, on a device that would have nothing to do while it is gathered anew.
+
+        Where the host waits, it is freed like the others: the peak of memory often comes with the loss.
+        """
+        expected = self._scheduler.expected
+        return not self.lanes.block_the_host and bool(expected) and expected[-1] == unit.name
 
     def _end_forward_if_outermost(self, unit: Unit) -> None:
         if unit is not self._outermost:

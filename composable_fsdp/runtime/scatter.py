@@ -13,6 +13,7 @@ from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.pack import pack_gradient
 from composable_fsdp.layout.plan import BucketPlan
 from composable_fsdp.layout.reduction import Reduction
+from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.memory.storage import contiguous_strides
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.exchange import EncodedAllReduce, EncodedParcel, Parcel, aligned_piece
@@ -74,6 +75,7 @@ class GradientScatter:
         self.channel = channel
         self._shard = channel.axes.shard
         self.device = device
+        self._on_host = blocks_the_host(device)
         self._rest = rest
         self._pin_memory = pin_memory
         self._extensions = extensions
@@ -164,7 +166,7 @@ class GradientScatter:
 
     def _chunks_into(self, rows: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:
         """Whether ``torch._chunk_cat`` casts on the way, as it does on accelerators, or has nothing to cast."""
-        return not pieces or pieces[0].dtype == rows.dtype or self.device.type != "cpu"
+        return not pieces or pieces[0].dtype == rows.dtype or not self._on_host
 
     def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]) -> Parcel:
         """What is added up where it arrives."""
