@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 RANKS = 2
 FIGURES = ("peak", "idle", "idle trimmed")
-INTERVAL = 0.005
+INTERVAL = 0.02
 """Seconds between two looks at the set size; a look takes about a millisecond."""
 
 
@@ -109,7 +110,7 @@ def in_processes(library: str, case: str, steps: int) -> list[float]:
 
 def measure(case: str, steps: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each of ``FIGURES``."""
-    variants = {library: lambda library=library: in_processes(library, case, steps) for library in LIBRARIES}
+    variants = {library: partial(in_processes, library, case, steps) for library in LIBRARIES}
     taken = interleaved(variants, rounds, warm_up=0)
     rows = []
     for i, figure in enumerate(FIGURES):
