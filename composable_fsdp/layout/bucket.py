@@ -87,7 +87,9 @@ class ReduceLayout:
     packed_numel: int
     has_padding: bool
     in_chunks: bool
-    """Whether each rank's row is what ``torch.chunk`` gives of every packed gradient on dim 0, without gaps."""
+    """Whether each rank's row is what ``torch.chunk`` gives of every packed gradient on dim 0, gaps left aside."""
+    gaps: tuple[int, ...]
+    """Elements between each packed gradient and the next in a row, for alignment."""
     num_flags: int
     flags_offset: int
 
@@ -159,7 +161,7 @@ def plan_reduce(
     flags_width = widths[-1] if num_flags else 0  # all of it is written, so none of it counts as padding
     payload = sum(chosen[k].numel for k in gradients) + num_shards * flags_width
     padded = sum(widths) * num_shards != payload
-    in_chunks = all(chosen[k].dim == 0 and chosen[k].padded_numel == w for k, w in zip(gradients, widths, strict=False))
+    gaps = tuple(w - chosen[k].padded_numel for k, w in zip(gradients, widths, strict=False))
     offsets = output.offsets[: len(chosen)]
     flags_offset = output.offsets[-1] if num_flags else 0
     return ReduceLayout(
@@ -171,7 +173,8 @@ def plan_reduce(
         widths,
         sum(widths),
         padded,
-        in_chunks,
+        all(chosen[k].dim == 0 for k in gradients),
+        gaps,
         num_flags,
         flags_offset,
     )

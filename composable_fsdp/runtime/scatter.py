@@ -152,21 +152,23 @@ class GradientScatter:
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
         """Writes packed gradients and flags into ``rows``, one for each rank."""
         layout = self.plan.reduce
-        pieces = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
-        if layout.in_chunks and present is self._everyone and _are_alike(pieces) and self._chunks_into(rows, pieces):
+        packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
+        dtype = packed[0].dtype if packed else rows.dtype
+        # The one operation for all of them casts on the way on accelerators; on the host it would need memory for it.
+        casts_well = dtype == rows.dtype or not self._on_host
+        if layout.in_chunks and present is self._everyone and casts_well and _are_alike(packed):
+            pieces = packed
+            if any(layout.gaps):
+                zeros = [_constant(0.0, len(rows) * gap, dtype, self.device) for gap in layout.gaps]
+                pieces = [each for pair in zip(packed, zeros, strict=True) for each in pair if each.numel()]
             if layout.num_flags:
-                numel = len(rows) * layout.flags_width
-                pieces.append(_ones(numel, pieces[0].dtype if pieces else rows.dtype, self.device))
+                pieces.append(_constant(1.0, len(rows) * layout.flags_width, dtype, self.device))
             torch._chunk_cat(pieces, 0, len(rows), out=rows)
             return
         if layout.has_padding:
             rows.zero_()
         self._pack(gradients, rows)
         self._flag(rows[:, layout.flags_offset :], present)
-
-    def _chunks_into(self, rows: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:
-        """Whether ``torch._chunk_cat`` casts on the way, as it does on accelerators, or has nothing to cast."""
-        return not pieces or pieces[0].dtype == rows.dtype or not self._on_host
 
     def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]) -> Parcel:
         """What is added up where it arrives."""
@@ -286,9 +288,9 @@ class GradientScatter:
 
 
 @lru_cache(maxsize=64)
-def _ones(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _constant(value: float, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What nobody writes to, so that groups can share it."""
-    return torch.ones(numel, dtype=dtype, device=device)
+    return torch.full((numel,), value, dtype=dtype, device=device)
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
