@@ -69,6 +69,7 @@ class ProcessGroupCommunicator:
         self.aliases = False
         # gloo sums and divides in one pass more; a sum with the division folded into the shard-sized result is cheaper.
         self.averages = self._backend == "nccl"
+        self.widens = self._is_gloo
         self.direct_bytes = self._direct_bytes()
 
     def _direct_bytes(self) -> int:

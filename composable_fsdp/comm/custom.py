@@ -47,6 +47,7 @@ class CustomCommunicator:
     collective: CustomCollective
     direct_bytes: int = NEVER_DIRECT
     aliases: bool = False
+    widens: bool = False
 
     @property
     def rank(self) -> int:

@@ -88,21 +88,21 @@ def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Tran
     """The sum, as :meth:`~composable_fsdp.comm.protocol.Communicator.reduce_scatter`."""
     works: list[Work] = []
     sums: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-    small = [transfer for transfer in transfers if transfer.output.nbytes < _REDUCE_DIRECT_BYTES]
+    size = dist.get_world_size(group)
+    small = [transfer for transfer in transfers if transfer.input.nbytes < size * _REDUCE_DIRECT_BYTES]
     for dtype in dict.fromkeys(transfer.input.dtype for transfer in small):
         alike = [transfer for transfer in small if transfer.input.dtype == dtype]
-        sent = (
-            torch.cat([t.input.view(-1, t.output.numel()) for t in alike], dim=1) if len(alike) > 1 else alike[0].input
-        )
-        received = torch.empty_like(sent).view(dist.get_world_size(group), -1)
+        rows = [full.view(size, -1) for _, full in alike]
+        sent = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+        received = torch.empty_like(sent)
         works.append(_all_to_all(group, received.view(-1), sent.view(-1)))
-        columns = received.split([t.output.numel() for t in alike], dim=1)
-        sums += [(t.output, column.unbind(0)) for t, column in zip(alike, columns, strict=True)]
+        columns = torch.split_with_sizes(received, [row.size(1) for row in rows], dim=1)
+        sums += [(output, column.unbind(0)) for (output, _), column in zip(alike, columns, strict=True)]
     for output, full in transfers:
-        if output.nbytes < _REDUCE_DIRECT_BYTES:
+        if full.nbytes < size * _REDUCE_DIRECT_BYTES:
             continue
-        parts = list(full.view(-1, output.numel()).unbind(0))
-        summands = list(output.new_empty(len(parts) - 1, output.numel()).unbind(0))
+        parts = list(full.view(size, -1).unbind(0))
+        summands = list(full.new_empty(size - 1, output.numel()).unbind(0))
         summands.insert(rank, parts[rank])
         works += _exchange(group, rank, parts, summands)
         sums.append((output, summands))

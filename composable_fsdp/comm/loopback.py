@@ -26,6 +26,7 @@ class LoopbackCommunicator:
     rank: int = 0
     size: int = 1
     averages: bool = True
+    widens: bool = True
     aliases: bool = True
     direct_bytes: int = 0
 

@@ -18,7 +18,8 @@ class Transfer(NamedTuple):
     """One tensor of a coalesced collective; both contiguous and 1-d.
 
     All-gather: ``output`` has ``size`` times the elements of ``input``, in rank order.
-    Reduce-scatter: ``input`` has ``size`` times the elements of ``output``; rank r gets the r-th part.
+    Reduce-scatter: ``input`` has ``size`` times the elements of ``output``; rank r gets the r-th part. Where the
+    communicator widens, ``input`` may have a narrower dtype.
     All-to-all: both have the same number of elements, in ``size`` parts.
     """
 
@@ -47,6 +48,11 @@ class Communicator(Protocol):
     @property
     def averages(self) -> bool:
         """Whether ``ReduceOp.AVERAGE`` is supported."""
+        ...
+
+    @property
+    def widens(self) -> bool:
+        """Whether a reduce-scatter takes 16-bit floats for an fp32 output, and adds them up in fp32."""
         ...
 
     @property

@@ -13,18 +13,20 @@ _ADDED_AT_ONCE = 1 << 18
 
 
 def add_up(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum in their order; floats narrower than fp32 in fp32, rounded once at the end."""
+    """The sum in their order; floats narrower than fp32 in fp32, rounded once at the end if ``out`` is narrow too."""
     if len(summands) == 1:
         out.copy_(summands[0])
         return
     narrow = out.dtype.is_floating_point and out.dtype.itemsize < torch.float32.itemsize
+    alike = not narrow and summands[0].dtype == out.dtype
     for start in range(0, out.numel(), _ADDED_AT_ONCE):
         run = slice(start, start + _ADDED_AT_ONCE)
         place = out[run]
-        total = summands[0][run].float() if narrow else place
-        if not narrow:
-            torch.add(summands[0][run], summands[1][run], out=place)
-        for summand in summands[1 if narrow else 2 :]:
+        if alike:
+            total = torch.add(summands[0][run], summands[1][run], out=place)
+        else:
+            total = summands[0][run].float() if narrow else place.copy_(summands[0][run])
+        for summand in summands[2 if alike else 1 :]:
             total.add_(summand[run])
         if narrow:
             place.copy_(total)

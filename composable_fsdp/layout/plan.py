@@ -25,6 +25,9 @@ from composable_fsdp.layout.shard import TensorShards
 __all__ = ["SMALL_BYTES", "BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptions", "plan_group", "plan_smaller"]
 
 
+_WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
+"""Pairs of dtypes in which gradients come, and are added up."""
+
 SMALL_BYTES = 1 << 19
 """Of a group's full parameters, up to which its collectives cost more by their number than by their bytes."""
 
@@ -92,6 +95,7 @@ class PlanOptions:
         alias: a gather moves nothing, so full parameters may be views of their shards.
         flags_from: groups with at least this many trainable parameters, and small ones, say in their messages which of
             them had a gradient on any rank; ``None``, where there is one rank, says so of none.
+        widens: 16-bit gradients may be added up in fp32 without being cast before they travel.
         batch_bytes: full size from which some parameters' gradients are worth a reduction of their own.
     """
 
@@ -100,6 +104,7 @@ class PlanOptions:
     reduce_direct_bytes: int
     alias: bool = False
     flags_from: int | None = 2
+    widens: bool = False
     batch_bytes: int = NEVER_DIRECT
 
 
@@ -123,6 +128,8 @@ class BucketPlan:
     gradient_extended: bool
     gather: GatherLayout
     reduce: ReduceLayout
+    wire_dtype: torch.dtype
+    """In which gradients travel that are not encoded, unless they were summed in ``sum_dtype`` before."""
     aliased: bool
 
     def store_layout(self, rank: int) -> FlatLayout:
@@ -159,13 +166,13 @@ class BucketPlan:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """dtype in which gradients are added up, and in which they travel if they are not encoded."""
+        """dtype in which gradients are added up."""
         return torch.float32 if self.gradient_is_encoded else self.reduce_dtype
 
     @property
     def reduce_bytes(self) -> int:
         """Bytes of one reduction over the shard axis without codecs and hooks, all ranks' shares together."""
-        return self.reduce.wire_numel * self.reduce_dtype.itemsize
+        return self.reduce.wire_numel * (self.reduce_dtype if self.exchanges else self.wire_dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +265,14 @@ def _plan_bucket(
         direct_bytes=axes.direct_bytes if first.codec is None else NEVER_DIRECT,
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
-    as_it_is = first.reduce_dtype == first.compute_dtype and not encoded
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
+    is_widened = axes.widens and (first.compute_dtype, sum_dtype) in _WIDENED and not encoded
+    wire_dtype = first.compute_dtype if is_widened else sum_dtype
+    as_it_is = wire_dtype == first.compute_dtype and not encoded
     reduce = plan_reduce(
         shards,
         trainable,
-        itemsize=sum_dtype.itemsize,
+        itemsize=wire_dtype.itemsize,
         direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
         flags=axes.flags_from is not None and (group_trainable >= axes.flags_from or is_small),
     )
@@ -288,6 +297,7 @@ def _plan_bucket(
         first.gradient_extended,
         gather,
         reduce,
+        wire_dtype,
         aliased,
     )
 

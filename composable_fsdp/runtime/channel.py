@@ -66,6 +66,7 @@ class Channel:
             num_shards=self.axes.shard.size,
             direct_bytes=self.gather.direct_bytes,
             reduce_direct_bytes=self.scatter.direct_bytes,
+            widens=self.scatter.widens,
             batch_bytes=_BATCH_BYTES_ON_HOST if blocks_the_host(self.axes.device) else _BATCH_BYTES_ON_STREAMS,
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),
             flags_from=self._flags_from(),

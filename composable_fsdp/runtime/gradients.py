@@ -47,6 +47,7 @@ class GroupGradients:
         self._arrived: list[int] = []
         """Gradients of each batch that are there and have not been launched."""
         self._launched = 0
+        self._were_summed = False
         self._pending_partial: Pending[list[ReducedBucket]] | None = None
 
     def follow_choices(self, other: GroupGradients) -> None:
@@ -84,6 +85,10 @@ class GroupGradients:
         """Whether there are gradients that have not become those of the sharded parameters yet."""
         return self.state in (GradientState.LOCAL, GradientState.PARTIAL)
 
+    def note_sums(self) -> None:
+        """A backward ended whose gradients are held, on this rank or on others."""
+        self._were_summed = True
+
     def hold(self) -> None:
         """Keeps this microbatch's gradients unreduced, summed in the reduce dtype."""
         self._end_round()
@@ -99,6 +104,7 @@ class GroupGradients:
         for bucket in self._tensors.buckets:
             bucket.scatter.drop_partial()
         self._pending_partial = None  # complete by now, or ended by an exception, which waiting again would repeat
+        self._were_summed = False
         self._advance(GradientOperation.DROP)
 
     def _end_round(self) -> None:
@@ -135,7 +141,7 @@ class GroupGradients:
             if bucket.plan.batch not in batches:
                 continue
             reduction = self._reduction(bucket)
-            scatter = bucket.scatter.prepare(reduction)
+            scatter = bucket.scatter.prepare(reduction, were_summed=self._were_summed)
             if scatter is not None:
                 jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook))
         return jobs
@@ -149,8 +155,10 @@ class GroupGradients:
             sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
         )
 
-    def begin_reduction(self, pending: Pending[list[ReducedBucket]], *, partial: bool) -> None:
+    def begin_reduction(self, pending: Pending[list[ReducedBucket]], *, partial: bool, ends_round: bool) -> None:
         """``pending`` has been launched."""
+        if ends_round:
+            self._were_summed = False
         if partial:
             self._pending_partial = pending
 
@@ -200,7 +208,7 @@ def _launch(
     device = members[0]._tensors.device
     pending = launch_reduction(lanes, [job for of_member in jobs for job in of_member], device, partial=partial)
     for member, of_member in zip(members, jobs, strict=True):
-        member.begin_reduction(pending, partial=partial)
+        member.begin_reduction(pending, partial=partial, ends_round=ends_round)
         if trace.listeners:
             moved = reduce_traffic([job.bucket for job in of_member])
             trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)

@@ -387,6 +387,8 @@ class Iteration:
         for unit in self.units.values():
             unit.open_calls = 0
             self.settle_gradients(unit, at_end=True)
+            if unit.accumulation is Accumulation.UNSHARDED:
+                unit.group.gradients.note_sums()
             if unit.reshard_after_backward:
                 unit.group.reshard()
             elif unit.group.parameter_state is not ParameterState.SHARDED:

@@ -118,8 +118,12 @@ class GradientScatter:
             for shards, offset in zip(layout.shards, layout.output.offsets, strict=True)
         ]
 
-    def prepare(self, reduction: Reduction) -> Scatter | None:
+    def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> Scatter | None:
         """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
+
+        Args:
+            reduction: what will be done with them.
+            were_summed: any rank may have sums of several microbatches, which must not travel in fewer bits.
 
         The message always holds every trainable parameter, zeros for those without a gradient, so that its size is the
         same on every rank whatever part each of them used. Flags in it tell all ranks what any of them used.
@@ -132,17 +136,18 @@ class GradientScatter:
         if any(gradient is None for gradient in gradients):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         output = torch.empty(layout.output.numel, dtype=plan.sum_dtype, device=self.device)
+        wire_dtype = plan.sum_dtype if were_summed else plan.wire_dtype
         scatter = Scatter([], output, present)
         if plan.exchanges:
             scatter.parcel = self._parcel(gradients, output, present)
             return scatter
         for k in layout.direct:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
-            full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction)
+            full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
             scatter.transfers.append(Transfer(output[start : start + length], full))
         if layout.packed_numel:
             num_shards = self._shard.size
-            message = self.channel.scatter.allocate(num_shards * layout.packed_numel, plan.sum_dtype, self.device)
+            message = self.channel.scatter.allocate(num_shards * layout.packed_numel, wire_dtype, self.device)
             self._fill(gradients, present, message.view(num_shards, layout.packed_numel))
             if reduction.pre_divide != 1.0:
                 message.div_(reduction.pre_divide)
@@ -280,10 +285,12 @@ class GradientScatter:
         found: list[int] = flags.ne(0).nonzero().flatten().tolist()
         return found
 
-    def _wire_gradient(self, gradient: torch.Tensor | None, numel: int, reduction: Reduction) -> torch.Tensor:
+    def _wire_gradient(
+        self, gradient: torch.Tensor | None, numel: int, reduction: Reduction, dtype: torch.dtype
+    ) -> torch.Tensor:
         if gradient is None:
-            return torch.zeros(numel, dtype=self.plan.sum_dtype, device=self.device)
-        flat = gradient.reshape(-1).to(self.plan.sum_dtype)
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        flat = gradient.reshape(-1).to(dtype)
         return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
 
 

@@ -59,7 +59,7 @@ def reduce_traffic(buckets: Sequence[AnyBucket]) -> Traffic:
         if plan.exchanges:
             total += bucket.channel.axes.shard.size * aligned_bytes(bucket.scatter.row_bytes)
         else:
-            total += plan.reduce.wire_numel * plan.sum_dtype.itemsize
+            total += plan.reduce.wire_numel * plan.wire_dtype.itemsize
     return Traffic(total, sum(bucket.plan.reduce_bytes for bucket in buckets))
 
 

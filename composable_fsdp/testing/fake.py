@@ -182,6 +182,10 @@ class FakeCommunicator:
         return self.world.size
 
     @property
+    def widens(self) -> bool:
+        return False
+
+    @property
     def averages(self) -> bool:
         return self.world.averages
 

@@ -38,6 +38,7 @@ class SharedMemoryCommunicator:
     """
 
     averages = False
+    widens = True
     direct_bytes = _DIRECT_BYTES
 
     def __init__(self, group: dist.ProcessGroup, engine: Engine) -> None:
