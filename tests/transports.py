@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS"]
+__all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment"]
 
 Environment = Mapping[str, str]
 

@@ -187,9 +187,14 @@ class GroupPlan:
     num_trainable: int
 
     @property
+    def full_bytes(self) -> int:
+        """Of the full parameters, wherever they lie."""
+        return sum(bucket.gather.places.numel * bucket.compute_dtype.itemsize for bucket in self.buckets)
+
+    @property
     def is_small(self) -> bool:
-        """Whether it is worth while to send it together with others."""
-        return self.wire_bytes <= SMALL_BYTES
+        """Whether it is worth while to send it together with others: if it is sent at all."""
+        return self.full_bytes <= SMALL_BYTES and any(bucket.gather.num_shards > 1 for bucket in self.buckets)
 
     @property
     def unsharded_bytes(self) -> int:

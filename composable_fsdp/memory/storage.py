@@ -10,7 +10,15 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AliasedBuffer", "OwnedBuffer", "UnshardedBuffer", "allocate_storage", "contiguous_strides", "free_storage"]
+__all__ = [
+    "AliasedBuffer",
+    "OwnedBuffer",
+    "UnshardedBuffer",
+    "allocate_storage",
+    "contiguous_strides",
+    "free_storage",
+    "view_at",
+]
 
 
 def allocate_storage(tensor: torch.Tensor, nbytes: int) -> None:
@@ -70,7 +78,7 @@ class OwnedBuffer:
         return self._writable[offset : offset + length]
 
     def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return _shaped(self._flat.data, offset, shape)
+        return view_at(self._flat.data, offset, shape)
 
 
 class AliasedBuffer:
@@ -93,7 +101,7 @@ class AliasedBuffer:
         return self._flat.data[offset : offset + length]
 
     def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return _shaped(self._flat.data, offset, shape)
+        return view_at(self._flat.data, offset, shape)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,5 +113,6 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _shaped(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return flat.as_strided(shape, contiguous_strides(shape), offset)
+def view_at(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The contiguous view of ``shape`` that begins ``offset`` elements after the beginning of ``flat``."""
+    return flat.as_strided(shape, contiguous_strides(shape), flat.storage_offset() + offset)

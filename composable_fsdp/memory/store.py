@@ -15,7 +15,7 @@ import torch
 
 from composable_fsdp.layout.bucket import FlatLayout
 from composable_fsdp.layout.shard import TensorShards
-from composable_fsdp.memory.storage import contiguous_strides
+from composable_fsdp.memory.storage import contiguous_strides, view_at
 
 __all__ = ["ShardStore", "carry"]
 
@@ -49,7 +49,7 @@ class ShardStore:
         self.flat = flat
         self.in_common = in_common
         shapes = [s.shard_shape(rank) for s in shards]
-        place = _part_of_storage if in_common else _view
+        place = _part_of_storage if in_common else view_at
         self.locals = [place(flat, offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
 
     @property
@@ -58,12 +58,8 @@ class ShardStore:
         return sum(local._version for local in self.locals) if self.in_common else self.flat._version
 
 
-def _view(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return flat.as_strided(shape, contiguous_strides(shape), offset)
-
-
 def _part_of_storage(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """As :func:`_view`, with a storage that has nothing else. It keeps the whole memory alive."""
+    """As :func:`view_at`, with a storage that has nothing else. It keeps the whole memory alive."""
     begin = (flat.storage_offset() + offset) * flat.itemsize
     storage = flat.untyped_storage()[begin : begin + prod(shape) * flat.itemsize]
     return torch.empty(0, dtype=flat.dtype).set_(storage, 0, shape, contiguous_strides(shape))

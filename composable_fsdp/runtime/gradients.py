@@ -47,7 +47,8 @@ class GroupGradients:
         self._arrived: list[int] = []
         """Gradients of each batch that are there and have not been launched."""
         self._launched = 0
-        self._were_summed = False
+        self.were_summed = False
+        """Whether any rank may hold sums of several microbatches."""
         self._pending_partial: Pending[list[ReducedBucket]] | None = None
 
     def follow_choices(self, other: GroupGradients) -> None:
@@ -87,7 +88,7 @@ class GroupGradients:
 
     def note_sums(self) -> None:
         """A backward ended whose gradients are held, on this rank or on others."""
-        self._were_summed = True
+        self.were_summed = True
 
     def hold(self) -> None:
         """Keeps this microbatch's gradients unreduced, summed in the reduce dtype."""
@@ -104,7 +105,7 @@ class GroupGradients:
         for bucket in self._tensors.buckets:
             bucket.scatter.drop_partial()
         self._pending_partial = None  # complete by now, or ended by an exception, which waiting again would repeat
-        self._were_summed = False
+        self.were_summed = False
         self._advance(GradientOperation.DROP)
 
     def _end_round(self) -> None:
@@ -141,7 +142,7 @@ class GroupGradients:
             if bucket.plan.batch not in batches:
                 continue
             reduction = self._reduction(bucket)
-            scatter = bucket.scatter.prepare(reduction, were_summed=self._were_summed)
+            scatter = bucket.scatter.prepare(reduction, were_summed=self.were_summed)
             if scatter is not None:
                 jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook))
         return jobs
@@ -158,7 +159,7 @@ class GroupGradients:
     def begin_reduction(self, pending: Pending[list[ReducedBucket]], *, partial: bool, ends_round: bool) -> None:
         """``pending`` has been launched."""
         if ends_round:
-            self._were_summed = False
+            self.were_summed = False
         if partial:
             self._pending_partial = pending
 
@@ -208,10 +209,10 @@ def _launch(
     device = members[0]._tensors.device
     pending = launch_reduction(lanes, [job for of_member in jobs for job in of_member], device, partial=partial)
     for member, of_member in zip(members, jobs, strict=True):
-        member.begin_reduction(pending, partial=partial, ends_round=ends_round)
         if trace.listeners:
-            moved = reduce_traffic([job.bucket for job in of_member])
+            moved = reduce_traffic([job.bucket for job in of_member], were_summed=member.were_summed)
             trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)
+        member.begin_reduction(pending, partial=partial, ends_round=ends_round)
     nbytes = sum(t.input.nbytes for of_member in jobs for job in of_member for t in job.scatter.transfers)
     return PendingReduction(members, pending, nbytes=nbytes, partial=partial, ends_round=ends_round)
 

@@ -299,7 +299,7 @@ class Iteration:
             return
         self._order = self._scheduler.expected
         plans = {name: unit.group.plan for name, unit in self.units.items() if unit is not self.root}
-        sizes = {name: plan.wire_bytes for name, plan in plans.items() if plan.is_small}
+        sizes = {name: plan.full_bytes for name, plan in plans.items() if plan.is_small}
         merged = merge_adjacent(self._order, sizes, self.root.max_merged_bytes)
         self._company = {self.units[name]: tuple(self.units[other] for other in run) for name, run in merged.items()}
 

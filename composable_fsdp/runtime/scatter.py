@@ -162,10 +162,10 @@ class GradientScatter:
         # The one operation for all of them casts on the way on accelerators; on the host it would need memory for it.
         casts_well = dtype == rows.dtype or not self._on_host
         if layout.in_chunks and present is self._everyone and casts_well and _are_alike(packed):
-            pieces = packed
-            if any(layout.gaps):
-                zeros = [_constant(0.0, len(rows) * gap, dtype, self.device) for gap in layout.gaps]
-                pieces = [each for pair in zip(packed, zeros, strict=True) for each in pair if each.numel()]
+            pieces = []
+            for gradient, gap in zip(packed, layout.gaps, strict=True):
+                pieces += [gradient] if gradient.numel() else []
+                pieces += [_constant(0.0, len(rows) * gap, dtype, self.device)] if gap else []
             if layout.num_flags:
                 pieces.append(_constant(1.0, len(rows) * layout.flags_width, dtype, self.device))
             torch._chunk_cat(pieces, 0, len(rows), out=rows)

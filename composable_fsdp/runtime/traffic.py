@@ -51,16 +51,18 @@ def _packed(payloads: Sequence[int]) -> int:
     return sum(payloads) if len(payloads) == 1 else sum(map(aligned_bytes, payloads))
 
 
-def reduce_traffic(buckets: Sequence[AnyBucket]) -> Traffic:
-    """Of the reduction over the shard axis."""
-    total = 0
+def reduce_traffic(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -> Traffic:
+    """Of the reduction over the shard axis; of gradients that ``were_summed`` before they travel, if so."""
+    total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
         plan = bucket.plan
+        itemsize = (plan.sum_dtype if were_summed else plan.wire_dtype).itemsize
         if plan.exchanges:
             total += bucket.channel.axes.shard.size * aligned_bytes(bucket.scatter.row_bytes)
         else:
-            total += plan.reduce.wire_numel * plan.wire_dtype.itemsize
-    return Traffic(total, sum(bucket.plan.reduce_bytes for bucket in buckets))
+            total += plan.reduce.wire_numel * itemsize
+        plain += plan.reduce.wire_numel * (plan.reduce_dtype.itemsize if plan.gradient_is_encoded else itemsize)
+    return Traffic(total, plain)
 
 
 def all_reduce_traffic(buckets: Sequence[AnyBucket]) -> Traffic:

@@ -34,6 +34,7 @@ def counted_collectives() -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for communicator in COMMUNICATORS:
-            for name in ("all_gather", "reduce_scatter", "all_reduce"):
-                patch.setattr(communicator, name, counting(communicator, name))
+            for name in ("all_gather", "reduce_scatter", "all_reduce", "barrier"):
+                if hasattr(communicator, name):
+                    patch.setattr(communicator, name, counting(communicator, name))
         yield counts

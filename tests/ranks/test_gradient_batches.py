@@ -1,0 +1,183 @@
+"""Large groups reduce gradients in batches, ahead of the rest of the group, in one order on every rank."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.parity.training import check_parity
+from tests.ranks._spy import counted_collectives
+from tests.transports import TRANSPORTS, Environment
+
+WIDTH = 400  # 640,000 bytes a weight: more than a batch needs
+
+
+class Tower(nn.Module):
+    """Four large weights in one group; ``used`` are those that a forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.floors = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.used = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.used:
+            x = torch.tanh(self.floors[i](x))
+        return x
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def reduce_in_batches() -> None:
+    model = Tower()
+    fully_shard(model)
+    gradients = unit_of(model).group.gradients
+    alive: list[int] = []
+
+    def watch(_: torch.Tensor) -> None:
+        alive.append(sum(p.unsharded.grad is not None for p in unit_of(model).group.parameters))
+
+    for step in range(2):
+        play(model, step, dist.get_rank())
+        if step == 0:
+            for p in unit_of(model).group.parameters:
+                p.unsharded.register_post_accumulate_grad_hook(watch)
+    assert len(unit_of(model).group.plan.batches) == 4
+    assert max(alive) <= 3, "a weight and two biases, but never a second weight"
+    assert not gradients.are_held
+    with Recorder() as recorder:
+        play(model, 2, dist.get_rank())
+    operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
+    assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "one on the wire at a time"
+
+
+def test_gradients_leave_as_they_come_and_wait_for_no_others() -> None:
+    run_ranks(reduce_in_batches, 2)
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_batches_train_like_the_unsharded_model(transport: Environment) -> None:
+    run_ranks(train_tower, 2, environment=transport)
+
+
+def train_tower() -> None:
+    for keep in (False, True):
+        shard = partial(fully_shard, reshard_after_forward=not keep)
+        check_parity(Tower, play, shard=shard, steps=3)
+
+
+def accumulate_in_batches(sharded: bool) -> None:
+    def several(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for i in range(3):
+            if isinstance(model, FSDPModule) and i < 2:
+                with no_sync(model, sharded=sharded):
+                    total += play(model, 3 * step + i, rank)
+            else:
+                total += play(model, 3 * step + i, rank)
+        return total
+
+    check_parity(Tower, several, shard=fully_shard, steps=2)
+
+
+@pytest.mark.behaviour("C-07")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_batches_wait_while_gradients_are_accumulated(sharded: bool) -> None:
+    run_ranks(accumulate_in_batches, 2, sharded)
+
+
+def use_different_weights() -> None:
+    """On one rank the first batch is never complete, so all of its batches go at the end, in the same order."""
+    model, rank, size = Tower(), dist.get_rank(), dist.get_world_size()
+    fully_shard(model)
+    reference = Tower()
+    routes = {0: [0, 1, 2, 3], 1: [0, 2], 2: [1], 3: [0, 1, 2]}
+    expected: dict[str, torch.Tensor] = {}
+    for other in range(size):
+        reference.zero_grad()
+        reference.used = routes[other]
+        play(reference, 0, other)
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / size
+    model.used = routes[rank]
+    with counted_collectives() as counts:
+        play(model, 0, rank)
+    assert counts["reduce_scatter"] == 4
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_ranks_that_use_different_weights_reduce_the_same_batches(world_size: int, transport: Environment) -> None:
+    run_ranks(use_different_weights, world_size, environment=transport)
+
+
+def widen(microbatches: int) -> None:
+    """bf16 gradients travel as they are, unless they are sums of several, and are added up in fp32 in rank order."""
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model, rank, size = Tower(), dist.get_rank(), dist.get_world_size()
+    fully_shard(model, mp_policy=precision)
+    assert isinstance(model, FSDPModule)
+    everyones: list[dict[str, torch.Tensor]] = []
+    for other in range(size):
+        reference = Tower().bfloat16()
+        sums: dict[str, torch.Tensor] = {}
+        for i in range(microbatches):
+            reference.zero_grad()
+            play_bf16(reference, i, other)
+            for name, parameter in reference.named_parameters():
+                assert parameter.grad is not None
+                sums[name] = sums[name] + parameter.grad.float() if name in sums else parameter.grad.float()
+        everyones.append(sums)
+    with Recorder() as recorder:
+        for i in range(microbatches):
+            model.set_requires_gradient_sync(i == microbatches - 1)
+            play_bf16(model, i, rank)
+    sent = sum(e.bytes for e in recorder if e.operation is Operation.REDUCE)
+    numel = sum(p.numel() for p in model.parameters())
+    itemsize = 2 if microbatches == 1 else 4
+    assert itemsize * numel <= sent <= itemsize * (numel + 1000)
+    for name, parameter in model.named_parameters():
+        total = everyones[0][name].clone()
+        for sums in everyones[1:]:
+            total += sums[name]
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), total / size, rtol=0, atol=0, msg=name)
+
+
+def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, rank).bfloat16()).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_16_bit_gradients_travel_as_they_are_and_are_added_up_in_fp32(world_size: int, transport: Environment) -> None:
+    for microbatches in (1, 3):
+        run_ranks(widen, world_size, microbatches, environment=transport)

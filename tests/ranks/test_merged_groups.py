@@ -1,0 +1,182 @@
+"""Small groups next to each other share a gather and a reduction, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp.testing import run_ranks
+from tests.parity.training import check_parity
+from tests.ranks._models import TASKS, Routed, Task, seeded, shard_layers, squared_error, vectors
+from tests.ranks._spy import counted_collectives
+from tests.transports import TRANSPORTS, Environment
+
+DEPTH = 12
+
+
+class Stack(nn.Module):
+    """Layers of one row more than the last, so that hardly any divides evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8 + i, 9 + i) for i in range(DEPTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+STACK = Task(seeded(Stack), vectors(8, 8 + DEPTH), squared_error)
+
+
+def count_collectives() -> None:
+    model = shard_layers(STACK.build(), fully_shard)
+    layers = list(model.get_submodule("layers").children())
+
+    def only_this_one_is_whole(layer: nn.Module, *_: object) -> None:
+        whole = [other for other in layers if not isinstance(other.weight, DTensor)]
+        assert whole in ([], [layer])
+
+    for layer in layers:
+        layer.register_forward_pre_hook(only_this_one_is_whole)
+        layer.register_forward_hook(only_this_one_is_whole)
+    gathers, reductions = [], []
+    for step in range(3):
+        with counted_collectives() as counts:
+            STACK.loss(model, STACK.batch_of(step, dist.get_rank())).backward()
+        gathers.append(counts["all_gather"] + counts["barrier"])
+        reductions.append(counts["reduce_scatter"])
+    assert reductions == [DEPTH, 1, 1], "the first forward shows the order"
+    assert gathers[0] >= 2 * DEPTH - 1
+    assert gathers[1] == gathers[2] <= 4, "one each way, and the ends of both passes"
+
+
+def merge_nothing() -> None:
+    model = shard_layers(STACK.build(), fully_shard)
+    assert isinstance(model, FSDPModule)
+    model.set_max_merged_bytes(0)
+    for step in range(3):
+        with counted_collectives() as counts:
+            STACK.loss(model, STACK.batch_of(step, dist.get_rank())).backward()
+        assert counts["reduce_scatter"] == DEPTH
+
+
+def test_with_a_limit_of_zero_each_group_travels_by_itself() -> None:
+    run_ranks(merge_nothing, 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_neighbours_share_one_gather_each_way_and_one_reduction(transport: Environment) -> None:
+    run_ranks(count_collectives, 2, environment=transport)
+
+
+def train_merged(task_name: str) -> None:
+    task = TASKS.get(task_name, STACK)
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        return loss.detach()
+
+    check_parity(task.build, play, shard=lambda model: shard_layers(model, fully_shard))
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_merged_groups_train_like_the_unsharded_model(world_size: int, transport: Environment) -> None:
+    for task in ("stack", "chain", "transformer"):
+        run_ranks(train_merged, world_size, task, environment=transport)
+
+
+def skip_layers() -> None:
+    task = TASKS["routed"]
+    routes = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2], [3], [1, 1, 0], [0, 1, 2, 3]]
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        assert isinstance(model, Routed)
+        model.route = routes[step]
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        used = {i for i, layer in enumerate(model.layers) if layer.weight.grad is not None}
+        assert used == set(routes[step]), "what no rank used keeps no gradient"
+        return loss.detach()
+
+    check_parity(task.build, play, shard=lambda model: shard_layers(model, fully_shard), steps=len(routes))
+
+
+@pytest.mark.behaviour("C-04")
+def test_neighbours_that_take_no_part_keep_no_gradient() -> None:
+    run_ranks(skip_layers, 2)
+
+
+class Gated(nn.Module):
+    """All layers run; of those that are not ``used`` the output counts for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.used = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            out = layer(x)
+            x = torch.tanh(out) if i in self.used else x + 0 * out.detach()
+        return x
+
+
+def use_different_neighbours() -> None:
+    """Each rank leaves out other layers of groups that travel together; the last is left out by both."""
+    rank, task = dist.get_rank(), TASKS["chain"]
+    used = {0: [0, 1], 1: [1, 2]}
+    model, reference = shard_layers(Gated(), fully_shard), Gated()
+    assert isinstance(model, Gated)
+    expected: dict[str, torch.Tensor] = {}
+    for other in range(2):
+        reference.zero_grad()
+        reference.used = used[other]
+        task.loss(reference, task.batch_of(1, other)).backward()
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / 2
+    task.loss(model, task.batch_of(0, rank)).backward()  # shows the order
+    model.zero_grad()
+    model.used = used[rank]
+    task.loss(model, task.batch_of(1, rank)).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name not in expected), name
+        if isinstance(parameter.grad, DTensor):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+
+@pytest.mark.behaviour("C-17")
+def test_ranks_may_use_different_neighbours() -> None:
+    run_ranks(use_different_neighbours, 2)
+
+
+def set_limits() -> None:
+    model = shard_layers(STACK.build(), fully_shard)
+    assert isinstance(model, FSDPModule)
+    for bad in (-1, True, 1.5, None):
+        with pytest.raises(ConfigurationError, match=f"max_merged_bytes must be an int of at least 0, not {bad!r}"):
+            model.set_max_merged_bytes(bad)  # type: ignore[arg-type]
+    for bad in (-1, True, 1.5):
+        with pytest.raises(
+            ConfigurationError, match=f"max_unsharded_bytes must be an int of at least 0 or None, not {bad!r}"
+        ):
+            model.set_max_unsharded_bytes(bad)  # type: ignore[arg-type]
+    model.set_max_unsharded_bytes(10)
+    assert unit_of(model).max_unsharded_bytes == 10
+
+
+def test_limits_are_bytes() -> None:
+    run_ranks(set_limits, 1)

@@ -1,0 +1,82 @@
+"""Which groups travel together, and which gradients go ahead of their group: decided by sizes and order alone."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.codec.blockwise import Int8
+from composable_fsdp.layout.plan import ParameterSpec, PlanOptions, plan_group
+from composable_fsdp.runtime.schedule import merge_adjacent
+
+NAMES = st.sampled_from("abcdefgh")
+ORDERS = st.lists(NAMES, max_size=20)
+SIZES = st.dictionaries(NAMES, st.integers(0, 100))
+
+
+@given(ORDERS, SIZES, st.integers(0, 150))
+def test_groups_that_travel_together_are_small_enough_and_follow_each_other(
+    order: list[str], sizes: dict[str, int], limit: int
+) -> None:
+    merged = merge_adjacent(order, sizes, limit)
+    first_runs = list(dict.fromkeys(order))
+    for group, run in merged.items():
+        assert group in run
+        assert len(run) > 1
+        assert sum(sizes[name] for name in run) <= limit
+        start = first_runs.index(run[0])
+        assert tuple(first_runs[start : start + len(run)]) == run
+        assert all(merged[name] == run for name in run)
+
+
+@given(ORDERS, SIZES, st.integers(0, 150))
+def test_neighbours_that_would_fit_together_are_together(order: list[str], sizes: dict[str, int], limit: int) -> None:
+    merged = merge_adjacent(order, sizes, limit)
+    runs = list(dict.fromkeys(merged.get(name, (name,)) for name in order))
+    for left, right in pairwise(runs):
+        joined = (*left, right[0])
+        assert not (all(name in sizes for name in joined) and sum(sizes[name] for name in joined) <= limit)
+
+
+def test_a_limit_of_zero_bytes_merges_nothing_that_has_bytes() -> None:
+    assert merge_adjacent("abc", {"a": 1, "b": 1, "c": 1}, 0) == {}
+
+
+def spec(rows: int, **options: object) -> ParameterSpec:
+    kinds = dict.fromkeys(("dtype", "compute_dtype", "reduce_dtype", "gradient_dtype"), torch.float32)
+    return ParameterSpec(name="weight", shape=(rows, 4), dim=0, trainable=True, **kinds, **options)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 2000))
+def test_batches_begin_with_the_last_parameters_and_each_is_worth_a_launch(rows: list[int], least: int) -> None:
+    plan = plan_group(tuple(map(spec, rows)), (PlanOptions(2, 0, 0, batch_bytes=least),))
+    batch_of = {i: bucket.batch for bucket in plan.buckets for i in bucket.indices}
+    order = [batch_of[i] for i in reversed(range(len(rows)))]
+    assert order == sorted(order)
+    assert len(plan.batches) == order[-1] + 1
+    sizes = [sum(16 * n for i, n in enumerate(rows) if batch_of[i] == batch) for batch in range(len(plan.batches))]
+    assert len(sizes) == 1 or all(size >= least for size in sizes)
+    assert sum(plan.batches) == plan.num_trainable == len(rows)
+
+
+def test_what_is_encoded_stays_in_one_batch() -> None:
+    options = (PlanOptions(2, 0, 0, batch_bytes=16),)
+    assert len(plan_group((spec(8), spec(8)), options).batches) == 2
+    assert len(plan_group((spec(8), spec(8, codec=Int8())), options).batches) == 1
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 5))
+def test_shards_of_all_ranks_in_common_memory_are_the_full_parameters(rows: list[int], num_shards: int) -> None:
+    (bucket,) = plan_group(tuple(map(spec, rows)), (PlanOptions(num_shards, 0, 0, alias=True),)).buckets
+    assert bucket.aliased
+    layouts = [bucket.store_layout(rank) for rank in range(num_shards)]
+    for k, shards in enumerate(bucket.gather.shards):
+        place = bucket.gather.places.offsets[k]
+        taken = chain.from_iterable(
+            range(layout.offsets[k], layout.offsets[k] + 4 * len(shards.layout.owned_by(rank)))
+            for rank, layout in enumerate(layouts)
+        )
+        assert list(taken) == list(range(place, place + shards.numel))
