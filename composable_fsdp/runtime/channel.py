@@ -9,6 +9,7 @@ import torch
 from composable_fsdp.comm.choose import duplicate
 from composable_fsdp.comm.custom import customize
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.plan import PlanOptions
 from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.mesh import DataParallelAxes
@@ -51,6 +52,11 @@ class Channel:
         return self.axes.replicate
 
     @property
+    def is_custom(self) -> bool:
+        """Whether callables of the user move bytes."""
+        return self._custom_gather is not None or self._custom_scatter is not None
+
+    @property
     def gathers_over(self) -> Communicator:
         """From where the next all-gather comes."""
         return self.smaller or self.gather
@@ -67,10 +73,15 @@ class Channel:
             direct_bytes=self.gather.direct_bytes,
             reduce_direct_bytes=self.scatter.direct_bytes,
             widens=self.scatter.widens,
-            batch_bytes=_BATCH_BYTES_ON_HOST if blocks_the_host(self.axes.device) else _BATCH_BYTES_ON_STREAMS,
+            batch_bytes=self._batch_bytes(),
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),
             flags_from=self._flags_from(),
         )
+
+    def _batch_bytes(self) -> int:
+        if self.is_custom:  # which is promised all of a group at once
+            return NEVER_DIRECT
+        return _BATCH_BYTES_ON_HOST if blocks_the_host(self.axes.device) else _BATCH_BYTES_ON_STREAMS
 
     def _flags_from(self) -> int | None:
         if self.axes.num_ranks == 1:

@@ -170,7 +170,9 @@ class Unit:
         """Whether its parameters may be gathered, and its gradients reduced, together with those of other units."""
         shares = self.lenders or self.borrowers
         chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
-        return not shares and not chosen and self.reshard.kind is not ReshardKind.SMALLER
+        if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
+            return False
+        return not any(channel.is_custom for channel in self.group.channels)
 
     @property
     def unequal_use(self) -> bool:

@@ -7,6 +7,7 @@ real ones all at once. A new communicator passes the suite by one more ``test_``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.testing import assert_close
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.choose import communicator_over
 from composable_fsdp.comm.loopback import LoopbackCommunicator
-from composable_fsdp.comm.protocol import Communicator, Transfer, Work
+from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator, Transfer, Work
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import FakeWorld, run_ranks
@@ -60,7 +61,8 @@ def a_rank_knows_its_place(comm: Communicator) -> Iterator[None]:
     assert 0 <= comm.rank < comm.size
     assert isinstance(comm.averages, bool)
     assert comm.direct_bytes >= 0
-    assert comm.aliases == (comm.size == 1 and comm.aliases), "only an axis of size 1 has nothing to move"
+    assert isinstance(comm.aliases, bool)
+    assert isinstance(comm.widens, bool)
     yield
 
 
@@ -89,12 +91,34 @@ def all_gather_takes_an_input_that_lies_in_its_place_in_the_output(comm: Communi
 
 
 @case
-def an_all_gather_that_aliases_takes_one_tensor_as_both(comm: Communicator) -> Iterator[None]:
-    tensor = own(comm.rank, 7, torch.float32)
-    if comm.aliases:
-        comm.all_gather([Transfer(tensor, tensor)]).wait()
+def ranks_that_alias_have_memory_in_common_and_meet(comm: Communicator) -> Iterator[None]:
     yield
-    exactly(tensor, own(comm.rank, 7, torch.float32))
+    if not comm.aliases:
+        return
+    aliasing = cast(AliasingCommunicator, comm)
+    for dtype in FLOATS + INTEGERS:
+        memory = aliasing.share(7 * comm.size * dtype.itemsize).view(dtype)
+        exactly(memory, torch.zeros(7 * comm.size, dtype=dtype))
+        aliasing.barrier("read").wait()
+        part(memory, comm).copy_(own(comm.rank, 7, dtype))
+        aliasing.barrier("written").wait()
+        exactly(memory, gathered(comm.size, 7, dtype))
+
+
+@case
+def a_reduce_scatter_that_widens_adds_up_in_fp32(comm: Communicator) -> Iterator[None]:
+    for dtype in (torch.bfloat16, torch.float16):
+        input = (own(comm.rank, 5 * comm.size, torch.float32) / 3).to(dtype)
+        output = torch.full((5,), 99.0)
+        work = comm.reduce_scatter([Transfer(output, input)], ReduceOp.SUM) if comm.widens else None
+        yield
+        if work is None:
+            continue
+        work.wait()
+        expected = torch.zeros(5 * comm.size)
+        for rank in range(comm.size):
+            expected += (own(rank, 5 * comm.size, torch.float32) / 3).to(dtype).float()
+        exactly(output, part(expected, comm))
 
 
 @case

@@ -227,9 +227,15 @@ TASKS = {
 }
 
 
-def shard_layers(model: nn.Module, fully_shard: Callable[..., Any], **options: Any) -> nn.Module:
-    """``fully_shard`` on every module in ``model.layers``, then on the whole."""
+def shard_layers(
+    model: nn.Module, fully_shard: Callable[..., Any], *, merges: object = True, **options: Any
+) -> nn.Module:
+    """``fully_shard`` on every module in ``model.layers``, then on the whole. These are all so small that they would
+    travel together, unless it ``merges`` nothing.
+    """
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    if not merges:
+        model.set_max_merged_bytes(0)  # type: ignore[operator]
     return model

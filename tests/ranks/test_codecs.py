@@ -24,6 +24,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests.transports import SOCKETS
 
 CODECS = (Int8(), Int8(block=7), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
 
@@ -120,7 +121,7 @@ def count_bytes() -> None:
 @pytest.mark.behaviour("E-08", "E-07")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_on_the_wire_are_those_of_the_codec_and_small_parameters_travel_as_they_are(world_size: int) -> None:
-    run_ranks(count_bytes, world_size)
+    run_ranks(count_bytes, world_size, environment=SOCKETS)
 
 
 def choose() -> None:

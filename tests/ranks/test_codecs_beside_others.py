@@ -30,6 +30,7 @@ from composable_fsdp.memory.lanes import Lane
 from composable_fsdp.runtime.parameter import ShardedParameter
 from composable_fsdp.testing import run_ranks
 from tests.ranks._spy import COMMUNICATORS
+from tests.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
 
@@ -231,7 +232,7 @@ def several_roots() -> None:
 
 @pytest.mark.behaviour("E-09")
 def test_residuals_of_several_roots_in_one_module_have_names_of_their_own() -> None:
-    run_ranks(several_roots, 2)
+    run_ranks(several_roots, 2, environment=SOCKETS)
 
 
 def hang(local: Any) -> None:

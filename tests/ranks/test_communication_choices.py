@@ -21,6 +21,7 @@ from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import check_parity, local_part, play_task
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._spy import counted_collectives
+from tests.transports import SOCKETS
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -229,7 +230,7 @@ def refuse_what_is_no_collective() -> None:
 @pytest.mark.behaviour("C-09")
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)])
 def test_collectives_of_ones_own_move_all_bytes_in_one_message_a_group(mesh_shape: tuple[int, ...]) -> None:
-    run_ranks(move_bytes_by_hand, torch.Size(mesh_shape).numel(), mesh_shape)
+    run_ranks(move_bytes_by_hand, torch.Size(mesh_shape).numel(), mesh_shape, environment=SOCKETS)
     if mesh_shape == (2,):
         run_ranks(refuse_what_is_no_collective, 2)
 
@@ -267,7 +268,7 @@ def separate_and_pool() -> None:
 
 def trace_reductions_in_flight() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard)
+    model = shard_layers(task.build(), fully_shard, merges=False)
     assert isinstance(model, FSDPModule)
 
     def most_in_flight() -> int:
@@ -314,6 +315,6 @@ def train_after_an_event() -> None:
 
 @pytest.mark.behaviour("C-09")
 def test_groups_pools_events_and_the_number_of_reductions_in_flight() -> None:
-    run_ranks(trace_reductions_in_flight, 2)
+    run_ranks(trace_reductions_in_flight, 2, environment=SOCKETS)
     run_ranks(train_after_an_event, 2)
     run_ranks(separate_and_pool, 4)

@@ -17,6 +17,7 @@ from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
 from tests.parity.training import OPTIMIZERS
 from tests.ranks._models import TASKS, shard_layers
+from tests.transports import COPIES, SOCKETS, Environment
 
 
 def units_of(model: nn.Module) -> list[Unit]:
@@ -71,7 +72,7 @@ WEIGHTS = [768 * 1024 * 4, 1028 * 768 * 4]  # 1027 rows are padded to 1028
 def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
     task, rank = TASKS["wide"], dist.get_rank()
     live = LiveStorages()
-    model = shard_layers(task.build(), fully_shard, reshard_after_forward=reshard_after_forward)
+    model = shard_layers(task.build(), fully_shard, merges=False, reshard_after_forward=reshard_after_forward)
     optimizer = OPTIMIZERS["adamw-foreach"](model.parameters())
     kept = WEIGHTS if reshard_after_forward is False else []
     live.check("after sharding", least=FULL, expected=[])
@@ -112,10 +113,11 @@ def check_gradients(model: nn.Module) -> None:
 
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (2, False), (4, 2)])
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
 def test_no_full_parameter_is_in_memory_after_forward_and_after_backward(
-    world_size: int, reshard: bool | int | None
+    world_size: int, reshard: bool | int | None, transport: Environment
 ) -> None:
-    run_ranks(watch_training_steps, world_size, reshard)
+    run_ranks(watch_training_steps, world_size, reshard, environment=transport)
 
 
 class CheckedLedger:
@@ -143,7 +145,9 @@ class CheckedLedger:
 def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy) -> None:
     task, rank = TASKS[task_name], dist.get_rank()
     for reshard in (True, False, None, 2):
-        model = shard_layers(task.build(), fully_shard, reshard_after_forward=reshard, mp_policy=precision)
+        model = shard_layers(
+            task.build(), fully_shard, merges=False, reshard_after_forward=reshard, mp_policy=precision
+        )
         task.loss(model, task.batch_of(0, rank)).backward()  # names the groups
         for unit in units_of(model):
             unit.group.reshard()
@@ -167,12 +171,12 @@ def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy
 def test_the_ledger_of_the_trace_is_what_the_storages_say(
     world_size: int, task: str, precision: MixedPrecisionPolicy
 ) -> None:
-    run_ranks(compare_ledger_with_storages, world_size, task, precision)
+    run_ranks(compare_ledger_with_storages, world_size, task, precision, environment=SOCKETS)
 
 
 def count_groups_in_memory() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard)
+    model = shard_layers(task.build(), fully_shard, merges=False)
     for step in range(3):
         with Recorder() as forward, CheckedLedger(model) as checked:
             loss = task.loss(model, task.batch_of(step, rank))
@@ -188,4 +192,4 @@ def count_groups_in_memory() -> None:
 
 @pytest.mark.behaviour("C-03")
 def test_at_most_two_groups_are_in_memory_at_a_time() -> None:
-    run_ranks(count_groups_in_memory, 2)
+    run_ranks(count_groups_in_memory, 2, environment=SOCKETS)

@@ -12,6 +12,7 @@ from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, Routed, shard_layers
+from tests.transports import SOCKETS
 
 PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
 SCHEDULE = (*PARAMETERS, Operation.REDUCE)
@@ -19,7 +20,7 @@ SCHEDULE = (*PARAMETERS, Operation.REDUCE)
 
 def trace_the_first_iterations() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard)
+    model = shard_layers(task.build(), fully_shard, merges=False)
     forwards, backwards = [], []
     for step in range(3):
         with Recorder() as forward:
@@ -87,14 +88,14 @@ def trace_the_first_iterations() -> None:
 
 @pytest.mark.behaviour("C-01", "C-08")
 def test_the_second_iteration_prefetches_what_the_first_one_ran_and_backward_goes_the_other_way() -> None:
-    run_ranks(trace_the_first_iterations, 2)
+    run_ranks(trace_the_first_iterations, 2, environment=SOCKETS)
 
 
 def trace_a_group_whose_inputs_need_no_gradient() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
     fully_shard(model.get_submodule("side"))
-    shard_layers(model, fully_shard)
+    shard_layers(model, fully_shard, merges=False)
     for step in range(2):
         loss = task.loss(model, task.batch_of(step, rank))
         with Recorder() as backward:
@@ -128,14 +129,14 @@ def trace_a_group_whose_inputs_need_no_gradient() -> None:
 
 @pytest.mark.behaviour("C-05")
 def test_a_group_whose_inputs_need_no_gradient_is_reduced_before_the_next_ones_backward() -> None:
-    run_ranks(trace_a_group_whose_inputs_need_no_gradient, 2)
+    run_ranks(trace_a_group_whose_inputs_need_no_gradient, 2, environment=SOCKETS)
 
 
 def leave_out_what_was_prefetched() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
     assert isinstance(model, Routed)
-    shard_layers(model, fully_shard)
+    shard_layers(model, fully_shard, merges=False)
     task.loss(model, task.batch_of(0, rank)).backward()
     model.zero_grad()
     model.route = [0, 1, 2]
@@ -174,7 +175,7 @@ def train_along_changing_routes() -> None:
 
     def shard(model: nn.Module) -> None:
         fully_shard(model.get_submodule("side"))
-        shard_layers(model, fully_shard)
+        shard_layers(model, fully_shard, merges=False)
 
     check_parity(task.build, play, shard=shard, steps=len(ROUTES))
     assert max(peaks) == 2  # the one that runs, and one ahead
@@ -183,4 +184,4 @@ def train_along_changing_routes() -> None:
 @pytest.mark.behaviour("C-01", "C-04")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_an_order_that_changes_between_iterations_trains_and_keeps_one_group_ahead_at_most(world_size: int) -> None:
-    run_ranks(train_along_changing_routes, world_size)
+    run_ranks(train_along_changing_routes, world_size, environment=SOCKETS)

@@ -18,6 +18,7 @@ from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import OPTIMIZERS, check_parity, play_task
 from tests.ranks._models import TASKS, Transformer, seeded
+from tests.transports import SOCKETS
 
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
 
@@ -129,6 +130,7 @@ def trace_a_lent_parameter() -> None:
     """The owner comes into memory with the borrower, and its gradient travels once, when both have added to it."""
     task, rank = TASKS["tied"], dist.get_rank()
     model = lend_the_embedding(tied_transformer())
+    model.set_max_merged_bytes(0)  # type: ignore[operator]
     forward, backward = Recorder(), Recorder()
     for step in range(2):
         with forward if step else Recorder():
@@ -172,7 +174,7 @@ def a_lent_parameter_stays_one() -> None:
 
 @pytest.mark.behaviour("A-10")
 def test_a_lent_parameter_comes_along_with_its_borrower_and_stays_one() -> None:
-    run_ranks(trace_a_lent_parameter, 2)
+    run_ranks(trace_a_lent_parameter, 2, environment=SOCKETS)
     run_ranks(a_lent_parameter_stays_one, 2)
 
 

@@ -15,6 +15,7 @@ from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import OPTIMIZERS, check_parity, play_task
 from tests.ranks._models import TASKS, Chain, Transformer, seeded, shard_layers
+from tests.transports import SOCKETS
 
 PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
 
@@ -133,7 +134,7 @@ def change_reshard_after_forward() -> None:
 
 @pytest.mark.behaviour("C-08")
 def test_reshard_after_forward_can_be_changed_between_iterations() -> None:
-    run_ranks(change_reshard_after_forward, 2)
+    run_ranks(change_reshard_after_forward, 2, environment=SOCKETS)
 
 
 class ByHand:
@@ -191,7 +192,7 @@ def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
 
 def prefetch_as_told() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard)
+    model = shard_layers(task.build(), fully_shard, merges=False)
     layers = sharded_layers(model)
     # Two ahead in forward, each group only once; in backward two ahead from the last, then nothing.
     layers[0].set_modules_to_forward_prefetch([layers[1], layers[2]])
@@ -218,8 +219,8 @@ def prefetch_as_told() -> None:
             "unshard layers.2",
             "wait layers.0",
             "reshard layers.0",
-            "unshard layers.3",
             "wait layers.1",
+            "unshard layers.3",
             "reshard layers.1",
             "wait layers.2",
             "reshard layers.2",
@@ -235,8 +236,8 @@ def prefetch_as_told() -> None:
             "reshard layers.3",
             "wait layers.2",
             "reshard layers.2",
-            "unshard layers.0",
             "wait layers.1",
+            "unshard layers.0",
             "reshard layers.1",
             "wait layers.0",
             "reshard layers.0",
@@ -247,7 +248,7 @@ def prefetch_as_told() -> None:
 
 @pytest.mark.behaviour("C-08")
 def test_prefetch_lists_say_what_is_gathered_when() -> None:
-    run_ranks(prefetch_as_told, 2)
+    run_ranks(prefetch_as_told, 2, environment=SOCKETS)
 
 
 def train_with_prefetch_lists() -> None:
