@@ -106,6 +106,7 @@ def main() -> None:
     options.add_argument("--variants", default=",".join(TRAINERS), help=f"of {', '.join(TRAINERS)}")
     options.add_argument("--bf16", action="store_true", help="bf16 parameters, fp32 reduction")
     options.add_argument("--optimizer", choices=["sgd", "adamw"], default="adamw")
+    options.add_argument("--local-optimizer", action="store_true", help="ours steps through local_optimizer")
     options.add_argument(
         "--no-peer-prefetch", dest="peer_prefetch", action="store_false", help="FSDP2 as it comes only"
     )
@@ -117,13 +118,13 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = []
     for case in ["experts"] if arguments.quick else arguments.cases.split(","):
-        job = Job(CASES[case], mesh, arguments.bf16, arguments.optimizer)
+        job = Job(CASES[case], mesh, arguments.bf16, arguments.optimizer, arguments.local_optimizer)
         rows.append({"case": case, **measure(job, names, 3 if arguments.quick else arguments.rounds)})
     if dist.get_rank() == 0:
         settings = {
             "ranks": dist.get_world_size(),
             "dtype": "bf16" if arguments.bf16 else "fp32",
-            "optimizer": arguments.optimizer,
+            "optimizer": arguments.optimizer + ", ours through local_optimizer" * arguments.local_optimizer,
         }
         publish("step time", settings, columns(names), rows, arguments.out)
     dist.barrier()

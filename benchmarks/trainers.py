@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from composable_fsdp import local_optimizer
+
 __all__ = ["FSDP2", "FSDP2_PREFETCH", "OURS", "TRAINERS", "Job", "absent"]
 
 OURS, FSDP2, FSDP2_PREFETCH = "ours", "fsdp2", "fsdp2 prefetch"
@@ -30,11 +32,14 @@ class Job:
     mesh: DeviceMesh
     bf16: bool
     optimizer: str
+    local: bool
 
-    def step(self, model: nn.Module) -> Step:
+    def step(self, model: nn.Module, *, local: bool = False) -> Step:
         """Forward, backward and an update of ``model``, whose output is the loss."""
         algorithm = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[self.optimizer]
         optimizer = algorithm(model.parameters(), lr=LEARNING_RATE)
+        if local:
+            local_optimizer(optimizer)
 
         def run(batch: torch.Tensor) -> None:
             model(batch).backward()
@@ -55,7 +60,7 @@ def by_fully_shard(job: Job, library: str, *, prefetch: bool = False) -> Step:
     if prefetch:
         prefetch_explicitly(blocks)
         model._set_unshard_async_op(True)  # without it, FSDP2 waits for each all-gather on a CPU
-    return job.step(model)
+    return job.step(model, local=job.local and library == "ours")
 
 
 def by_fsdp1(job: Job) -> Step:

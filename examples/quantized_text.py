@@ -35,6 +35,9 @@ from text.training import Trainer, make_optimizer
 from text.variants import PLAIN, VARIANTS, traffic_of
 from torch.distributed.device_mesh import DeviceMesh
 
+# What travels is the point here: ranks of one host would keep parameters in common memory and send nothing.
+os.environ.setdefault("COMPOSABLE_FSDP_SHARED_MEMORY", "0")
+
 CLAIM = "int8-ef"  # the variant that must keep up with fp32
 ALLOWED = 1.0  # percent
 ENOUGH_STEPS = 300  # before, losses fall too fast to be compared
