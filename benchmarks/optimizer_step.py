@@ -8,16 +8,13 @@ library offers for it. The last rows are why clipping takes no single norm of a 
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import show, spread, store
+from report import parser, publish, ratios, spread
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -76,8 +73,11 @@ def steps(numel: int, option: str, rounds: int) -> dict[str, Any]:
         "local": local_optimizer(make(models[1].parameters())),
     }
     taken = microseconds({name: optimizer.step for name, optimizer in optimizers.items()}, rounds)
-    ratio = [a / b for a, b in zip(taken["local"], taken["DTensor"], strict=True)]
-    return {"what": f"AdamW {option}", "ratio": spread(ratio), **{f"{n} us": spread(t) for n, t in taken.items()}}
+    return {
+        "what": f"AdamW {option}",
+        "local/DTensor": ratios(taken["local"], taken["DTensor"]),
+        **{f"{n} us": spread(t) for n, t in taken.items()},
+    }
 
 
 def clips(numel: int, rounds: int) -> dict[str, Any]:
@@ -93,8 +93,11 @@ def clips(numel: int, rounds: int) -> dict[str, Any]:
         },
         rounds,
     )
-    ratio = [a / b for a, b in zip(taken["local"], taken["DTensor"], strict=True)]
-    return {"what": "clip", "ratio": spread(ratio), **{f"{n} us": spread(t) for n, t in taken.items()}}
+    return {
+        "what": "clip",
+        "local/DTensor": ratios(taken["local"], taken["DTensor"]),
+        **{f"{n} us": spread(t) for n, t in taken.items()},
+    }
 
 
 def norm_errors(numel: int) -> dict[str, Any]:
@@ -107,22 +110,20 @@ def norm_errors(numel: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file to write")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=60)
+    arguments = options.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    rounds = 5 if arguments.quick else arguments.rounds
     rows: list[dict[str, Any]] = []
     for numel in (16, 16384):
-        for row in (*(steps(numel, option, arguments.rounds) for option in OPTIONS), clips(numel, arguments.rounds)):
-            rows.append({"elements": numel, **row})
-            times = "  ".join(f"{n[:-3]} {show(value, 1)}" for n, value in row.items() if n.endswith(" us"))
-            print(f"{numel:6d} elements, {row['what']}, us: {times}  local/DTensor {show(row['ratio'])}", flush=True)
+        of_size = [*(steps(numel, option, rounds) for option in OPTIONS), clips(numel, rounds)]
+        rows += [{"elements": numel, **row} for row in of_size]
+    columns = ["elements", "what", "plain us", "DTensor us", "local us", "flat us", "local/DTensor"]
+    publish("optimizer step and clipping, per parameter", {"parameters": PARAMETERS}, columns, rows, arguments.out)
     for numel in (10**5, 10**6, 10**7, 3 * 10**7):
-        rows.append(norm_errors(numel))
-        print("  ".join(f"{n} {v:.1e}" if isinstance(v, float) else f"{n} {v}" for n, v in rows[-1].items()))
-    store("optimizer step and clipping per parameter", " ".join(sys.argv), rows, arguments.out)
+        print("  ".join(f"{n} {v:.1e}" if isinstance(v, float) else f"{n} {v}" for n, v in norm_errors(numel).items()))
     dist.destroy_process_group()
 
 

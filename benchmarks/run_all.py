@@ -66,12 +66,14 @@ BENCHMARKS = [
     Benchmark("construction", "construction.py"),
     Benchmark("exposure", "exposure.py"),
     Benchmark("host-overhead", "host_overhead.py"),
+    Benchmark("optimizer-step", "optimizer_step.py"),
     Benchmark("resident", "resident.py"),
     *(
         benchmark
         for ranks in (2, 4)
         for benchmark in (
             Benchmark(f"step-time-{ranks}", "step_time.py", ranks, 30),
+            Benchmark(f"step-time-{ranks}-local", "step_time.py --local-optimizer", ranks, 30),
             Benchmark(f"step-time-{ranks}-bf16", "step_time.py --bf16", ranks, 30),
             Benchmark(f"step-time-{ranks}-sockets", "step_time.py", ranks, 30, SOCKETS),
             Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),
