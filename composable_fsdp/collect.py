@@ -15,7 +15,7 @@ from composable_fsdp.interop import as_placement
 from composable_fsdp.layout.shard import resolve_dim
 from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, find_taken, local_part
-from composable_fsdp.runtime.unit import Unit, find_owner, find_unit
+from composable_fsdp.runtime.unit import Unit, find_unit, owners
 from composable_fsdp.sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
 
 __all__ = ["Collector", "CommunicationFunction", "PlacementFunction"]
@@ -48,6 +48,8 @@ class Collector:
     lenders: Sequence[Unit] = ()
     communication_of: CommunicationFunction = _plain
     _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
+    _taken: dict[int, Unit] = field(default_factory=owners)
+    """The unit of every parameter object that any has, by its id."""
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
         """The parameters that the call takes, each once, with all the places where it is registered."""
@@ -110,7 +112,7 @@ class Collector:
 
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
         """How ``parameter`` is cut, once it is clear that it can be."""
-        _check_free(name, parameter, module_name)
+        self._check_free(name, parameter, module_name)
         placement, mesh = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
         dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
         if mesh is not None:
@@ -121,33 +123,32 @@ class Collector:
             return shard_over_full_mesh(name, parameter, self.full_mesh, dim)
         return shard_over_axes(parameter, self.axes, dim)
 
+    def _check_free(self, name: str, parameter: nn.Parameter, module_name: str) -> None:
+        """Raises where another group has ``parameter``, or it is not there yet."""
+        owner = self._taken.get(id(parameter))
+        if owner is not None:
+            raise ConfigurationError(
+                f"parameter {name!r} of {module_name} already belongs to the group of {owner.name!r}. fully_shard "
+                f"works bottom-up: call it on {module_name} first, then on the {owner.class_name} that contains it."
+            )
+        taken = find_taken(parameter)
+        if taken is not None:
+            raise ParameterError(
+                f"parameter {name!r} of {module_name} is the same tensor as {taken.description}, which has been "
+                f"sharded already. {_HOW_TO_SHARE}"
+            )
+        if is_lazy(parameter):
+            raise ParameterError(
+                f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward "
+                "before fully_shard, so that the module learns its shapes."
+            )
+
 
 _HOW_TO_SHARE = (
     "Parameters that are shared must be in one group: leave out fully_shard on the inner module, so that the module "
     "that contains both takes them; or shard the modules that use them as one list; or name the module that owns them: "
     "fully_shard(..., shared_from=[owner])."
 )
-
-
-def _check_free(name: str, parameter: nn.Parameter, module_name: str) -> None:
-    """Raises where another group has ``parameter``, or it is not there yet."""
-    owner = find_owner(parameter)
-    if owner is not None:
-        raise ConfigurationError(
-            f"parameter {name!r} of {module_name} already belongs to the group of {owner.name!r}. fully_shard works "
-            f"bottom-up: call it on {module_name} first, then on the {owner.class_name} that contains it."
-        )
-    taken = find_taken(parameter)
-    if taken is not None:
-        raise ParameterError(
-            f"parameter {name!r} of {module_name} is the same tensor as {taken.description}, which has been sharded "
-            f"already. {_HOW_TO_SHARE}"
-        )
-    if is_lazy(parameter):
-        raise ParameterError(
-            f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward before "
-            "fully_shard, so that the module learns its shapes."
-        )
 
 
 def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, nn.Module]]:

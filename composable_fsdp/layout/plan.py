@@ -28,6 +28,8 @@ __all__ = ["SMALL_BYTES", "BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptio
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 """Pairs of dtypes in which gradients come, and are added up."""
 
+_MOST_BATCHES = 4
+
 SMALL_BYTES = 1 << 19
 """Of a group's full parameters, up to which its collectives cost more by their number than by their bytes."""
 
@@ -237,13 +239,15 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
 def _batches(specs: Sequence[ParameterSpec], least: int) -> list[int]:
     """The batch of each parameter: runs of at least ``least`` bytes, the last parameters in the first batch.
 
-    Backward comes to them in about that order. What is encoded stays together, as codecs work on whole messages.
+    Backward comes to them in about that order. More than a few batches would cost more than the memory is worth. What
+    is encoded stays together, as codecs work on whole messages.
     """
     batch_of = [0] * len(specs)
     if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
         return batch_of
     sizes = [prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs]
     batch, filled, left = 0, 0, sum(sizes)
+    least = max(least, left // _MOST_BATCHES)
     for index in reversed(range(len(specs))):
         batch_of[index] = batch
         filled, left = filled + sizes[index], left - sizes[index]

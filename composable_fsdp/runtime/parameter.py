@@ -132,7 +132,8 @@ class ShardedParameter:
         """Whether a codec that counts rows would lose step behind it in a message, where it is filled up with zeros."""
         chosen = self.communication
         codecs = (chosen.all_gather, *map(without_feedback, (chosen.reduce_scatter, chosen.all_reduce)))
-        if not self._is_encoded or not any(isinstance(codec, CodecPerParameter) for codec in codecs):
+        chosen_ones = [codec for codec in codecs if codec is not None]
+        if not chosen_ones or not self._is_encoded or not any(isinstance(c, CodecPerParameter) for c in chosen_ones):
             return False
         return prod(self._largest_shard) % ALIGNMENT_BYTES != 0
 

@@ -145,7 +145,8 @@ class GroupTensors:
         ]
         for plan in moved:  # written to elsewhere, their memory would change under ranks that still read it
             self._channels[plan.axes].common_memory = None
-        self.plan = self._make_plan()
+        if moved:
+            self.plan = self._make_plan()
         self.are_placed = self._placed([p.local for p in self.parameters])
         self.buckets = []
         for plan in self.plan.buckets:

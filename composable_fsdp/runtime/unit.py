@@ -14,7 +14,7 @@ from composable_fsdp.policy import MixedPrecisionPolicy, Reshard, ReshardKind
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.schedule import ForwardRecord
 
-__all__ = ["Accumulation", "Round", "Unit", "find_owner", "find_unit", "unit_of"]
+__all__ = ["Accumulation", "Round", "Unit", "find_unit", "owners", "unit_of"]
 
 _UNIT_ATTRIBUTE = "_composable_fsdp_unit"
 MERGED_BYTES = 1 << 20
@@ -189,9 +189,9 @@ class Unit:
 _units: WeakSet[Unit] = WeakSet()
 
 
-def find_owner(parameter: nn.Parameter) -> Unit | None:
-    """The unit that has sharded ``parameter``, wherever it is. Walks all units: for messages, not for steps."""
-    return next((unit for unit in _units if any(p is parameter for p in unit.registered_parameters())), None)
+def owners() -> dict[int, Unit]:
+    """The unit of every parameter object that any has, by its id. Walks all units: not for steps."""
+    return {id(parameter): unit for unit in _units for parameter in unit.registered_parameters()}
 
 
 def find_unit(module: nn.Module) -> Unit | None:
