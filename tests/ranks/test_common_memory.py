@@ -189,8 +189,12 @@ def one_rank_is_late() -> None:
     reference = task.build()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
     for step in range(3):
-        with torch.no_grad():  # an evaluation, after which somebody could write too
-            model(*task.batch_of(9, rank)[:-1])
+        with torch.no_grad():  # an evaluation, after which each rank writes at once
+            torch.testing.assert_close(model(*task.batch_of(9, rank)[:-1]), reference(*task.batch_of(9, rank)[:-1]))
+            for parameter in model.parameters():
+                local(parameter).mul_(1.5)
+            for parameter in reference.parameters():
+                parameter.mul_(1.5)
         own = play(model, step, rank)
         losses = [play(reference, step, other) for other in range(2)]
         torch.testing.assert_close(own, losses[rank])
