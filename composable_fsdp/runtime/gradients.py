@@ -7,7 +7,8 @@ every rank makes the same launches in the same order, whichever parameters it us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -179,8 +180,8 @@ class GroupGradients:
 
 def reduce_together(
     members: Sequence[GroupGradients], lanes: Lanes, *, partial: bool = False
-) -> Iterator[PendingReduction]:
-    """Launches what is left of this round's gradients, one launch each time the next one is asked for.
+) -> list[Callable[[], PendingReduction]]:
+    """Ends this round: what launches the gradients that are left of it, to be called one after the other.
 
     Args:
         members: of one group, batch by batch; of several, all at once. Those that have no gradients take no part.
@@ -190,13 +191,15 @@ def reduce_together(
     """
     taken = [(member, rest) for member in members if (rest := member.take_rest())]
     if not taken:
-        return
+        return []
     portions = [taken]
     if len(taken) == 1 and not partial:
         ((member, rest),) = taken
         portions = [[(member, [batch])] for batch in rest]
-    for portion in portions:
-        yield _launch(portion, lanes, partial=partial, ends_round=portion is portions[-1])
+    return [
+        functools.partial(_launch, portion, lanes, partial=partial, ends_round=portion is portions[-1])
+        for portion in portions
+    ]
 
 
 @without_grad

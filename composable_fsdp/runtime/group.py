@@ -153,8 +153,8 @@ class ParameterGroup:
     def _deliver_before_a_change(self, lanes: Lanes) -> None:
         """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
         if any(parameter.was_flipped for parameter in self.parameters):
-            for reduction in reduce_together((self.gradients,), lanes):
-                reduction.complete()
+            for launch in reduce_together((self.gradients,), lanes):
+                launch().complete()
 
     def wait(self) -> None:
         """Makes the unsharded parameters usable and registers them."""

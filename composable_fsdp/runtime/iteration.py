@@ -24,10 +24,11 @@ from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
+from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
 from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.instep import InStep
-from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler, merge_adjacent
+from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
 __all__ = ["Iteration", "note_optimizer_step"]
@@ -88,12 +89,7 @@ class Iteration:
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
         self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Over which shards may lie in memory that ranks have in common."""
-        self._order: Sequence[str] = ()
-        """The expected order of forward that ``_company`` was made for."""
-        self._company: dict[Unit, tuple[Unit, ...]] = {}
-        """For small units those next to them, in the order of forward, with which they travel."""
-        self._settled: set[Unit] = set()
-        """Those whose gradients are complete, and wait for their company's."""
+        self._company = Company(root, units)
         self._unseen: list[Call] = []
         self._grad_mode = True
         """Of the outermost module's forward."""
@@ -217,7 +213,7 @@ class Iteration:
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
         self._scheduler.begin_forward()
-        self._find_company()
+        self._company.expect(self._scheduler.expected)
         stepped, self._seen_steps = self._seen_steps != _optimizer_steps, _optimizer_steps
         for kept in self.units.values():
             if kept.kept_version is None:
@@ -282,32 +278,11 @@ class Iteration:
 
     def _launch_gather(self, unit: Unit) -> None:
         """Gathers ``unit``, along with those of its company to which this pass comes after it."""
-        company = self._company.get(unit)
-        if company is None or unit.group.parameter_state is not ParameterState.SHARDED or not self._merges(unit):
+        if self._in_step is not None:
             unit.group.unshard(self.lanes)
             return
-        place = company.index(unit)
-        later = company[place::-1] if self._pass is Pass.BACKWARD else company[place:]
-        unshard_together(
-            [u.group for u in later if u.group.parameter_state is ParameterState.SHARDED and self._merges(u)],
-            self.lanes,
-        )
-
-    def _find_company(self) -> None:
-        """Follows a change of the expected order."""
-        if self._scheduler.expected == self._order:
-            return
-        self._order = self._scheduler.expected
-        plans = {name: unit.group.plan for name, unit in self.units.items() if unit is not self.root}
-        sizes = {name: plan.full_bytes for name, plan in plans.items() if plan.is_small}
-        merged = merge_adjacent(self._order, sizes, self.root.max_merged_bytes)
-        self._company = {self.units[name]: tuple(self.units[other] for other in run) for name, run in merged.items()}
-
-    def _merges(self, unit: Unit) -> bool:
-        """Whether ``unit`` travels together with others in this pass."""
-        if self._in_step is not None or not unit.may_have_company:
-            return False
-        return self._pass is not Pass.BACKWARD or unit.unshard_in_backward
+        together = self._company.gathered_with(unit, in_backward=self._pass is Pass.BACKWARD)
+        unshard_together([each.group for each in together], self.lanes)
 
     def _fits(self, unit: Unit) -> bool:
         """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
@@ -383,7 +358,7 @@ class Iteration:
                 raise _unseen_output(call.unit)
         self._unseen.clear()
         self._held_back.clear()
-        self._settled.clear()
+        self._company.forget_settled()
         for unit in self.units.values():
             unit.open_calls = 0
             self.settle_gradients(unit, at_end=True)
@@ -420,37 +395,20 @@ class Iteration:
         if unit.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
-        if self._in_step is None and unit in self._company and self._reduces_whole(unit):
-            self._settle_company(unit, at_end=at_end)
-        else:
+        if self._in_step is not None or not self._company.reduces(unit):
             self._reduce((gradients,), partial=unit.keeps_partial)
-
-    def _settle_company(self, unit: Unit, *, at_end: bool) -> None:
-        """``unit``'s gradients are complete: reduces those of its company once they all are, or at the end.
-
-        Then members without gradients take part with zeros, as they may have some on other ranks.
-        """
-        self._settled.add(unit)
-        if not at_end and not self._settled.issuperset(self._company[unit]):
             return
-        self._settled.difference_update(self._company[unit])
-        company = [member for member in self._company[unit] if self._reduces_whole(member)]
-        for member in company:
-            if member.group.gradients.state is not GradientState.LOCAL:
-                member.group.gradients.contribute()
-        self._reduce([member.group.gradients for member in company], partial=False)
-
-    @staticmethod
-    def _reduces_whole(unit: Unit) -> bool:
-        """Whether ``unit``'s gradients become those of its sharded parameters in this backward."""
-        return unit.accumulation is Accumulation.REDUCE and not unit.keeps_partial and unit.may_have_company
+        together = [each.group.gradients for each in self._company.settle(unit, at_end=at_end)]
+        for member in together:
+            if member.state is not GradientState.LOCAL:
+                member.contribute()
+        if together:
+            self._reduce(together, partial=False)
 
     def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
-        launches = reduce_together(members, self.lanes, partial=partial)
-        self._make_room()
-        while (reduction := next(launches, None)) is not None:
-            self._enqueue(reduction)
+        for launch in reduce_together(members, self.lanes, partial=partial):
             self._make_room()
+            self._enqueue(launch())
 
     def _make_room(self) -> None:
         """Completes reductions before the next one takes memory."""
@@ -492,6 +450,8 @@ class Iteration:
             unit.group.reshard()
             unit.open_calls, unit.kept_version, unit.round = 0, None, None
         self._unseen.clear()
+        self._held_back.clear()
+        self._company.forget_settled()
         if self._in_step is not None:
             self._in_step.forget_backward()
         self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None

@@ -61,7 +61,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.group",),
     ("runtime.schedule",),
     ("runtime.unit",),
-    ("runtime.call", "runtime.instep"),
+    ("runtime.call", "runtime.company", "runtime.instep"),
     ("runtime.iteration",),
     ("runtime.assemble",),
     ("runtime.hooks",),
