@@ -64,7 +64,8 @@ def fully_shard(
             plain data parallelism. ``None``: all ranks of the default process group, on its accelerator if it has one.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
             keeps them until backward is over. An int that divides the shard ranks keeps a slice and gathers over that
-            many neighbouring ranks in backward. ``None`` is ``True``, but ``False`` for the outermost module.
+            many neighbouring ranks in backward. ``None`` is ``True``, but ``False`` for the outermost module, and on
+            accelerators for the group that runs last in forward, with which backward begins.
         shard_placement_fn: called with each parameter; returns ``Shard(d)``, also negative, or ``None`` for
             ``Shard(0)``, or a ``ShardPlacementResult`` with a mesh of its own, such as that of experts.
         mp_policy: dtypes of computation, reduction and output; ours or torch's.

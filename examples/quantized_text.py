@@ -35,9 +35,6 @@ from text.training import Trainer, make_optimizer
 from text.variants import PLAIN, VARIANTS, traffic_of
 from torch.distributed.device_mesh import DeviceMesh
 
-# What travels is the point here: ranks of one host would keep parameters in common memory and send nothing.
-os.environ.setdefault("COMPOSABLE_FSDP_SHARED_MEMORY", "0")
-
 CLAIM = "int8-ef"  # the variant that must keep up with fp32
 ALLOWED = 1.0  # percent
 ENOUGH_STEPS = 300  # before, losses fall too fast to be compared
@@ -113,6 +110,8 @@ def parse_plan(arguments: Sequence[str] | None = None) -> Plan:
 
 def run() -> int:
     """Train, report and check; the result is the exit code, the same on every rank."""
+    # What travels is the point here: ranks of one host would keep parameters in common memory and send nothing.
+    os.environ.setdefault("COMPOSABLE_FSDP_SHARED_MEMORY", "0")
     plan = parse_plan()
     options = plan.options
     device, reporter = choose_device(options.device), Reporter(dist.get_rank())
