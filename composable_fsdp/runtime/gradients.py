@@ -216,19 +216,17 @@ def _launch(
             moved = reduce_traffic([job.bucket for job in of_member], were_summed=member.were_summed)
             trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)
         member.begin_reduction(pending, partial=partial, ends_round=ends_round)
-    nbytes = sum(t.input.nbytes for of_member in jobs for job in of_member for t in job.scatter.transfers)
-    return PendingReduction(members, pending, nbytes=nbytes, partial=partial, ends_round=ends_round)
+    return PendingReduction(members, pending, partial=partial, ends_round=ends_round)
 
 
 class PendingReduction:
-    """Gradients of some groups on their way, ``nbytes`` of them. Owned by the queue that completes it."""
+    """Gradients of some groups on their way. Owned by the queue that completes it."""
 
     def __init__(
         self,
         members: Sequence[GroupGradients],
         pending: Pending[list[ReducedBucket]],
         *,
-        nbytes: int,
         partial: bool,
         ends_round: bool,
     ) -> None:
@@ -236,7 +234,6 @@ class PendingReduction:
         self._pending = pending
         self._partial = partial
         self._ends_round = ends_round
-        self.nbytes = nbytes
 
     def start(self) -> None:
         """Launches a second stage that had to wait for the first."""

@@ -84,8 +84,6 @@ class Iteration:
         self._seen_steps = _optimizer_steps
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = 1
-        self._held_back: list[Unit] = []
-        """To be gathered ahead once a reduction that takes more memory has been completed."""
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
         self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Over which shards may lie in memory that ranks have in common."""
@@ -173,9 +171,13 @@ class Iteration:
                     done.group.reshard()
 
     def _batch_of_gradients(self, unit: Unit) -> None:
-        """All gradients of ``unit``'s next batch are there: they need not wait for the rest of the group."""
+        """All gradients of ``unit``'s next batch are there: they need not wait for the rest of the group.
+
+        Not where other units' collectives come in between: a rank that does not use the batch sends it at the end.
+        """
         if (
             self._pass is Pass.BACKWARD
+            and not (unit.has_nested_units or unit.lenders or unit.borrowers)
             and self._in_step is None
             and unit.accumulation is Accumulation.REDUCE
             and not unit.keeps_partial
@@ -269,11 +271,8 @@ class Iteration:
             self._unshard_ahead(ahead)
 
     def _unshard_ahead(self, ahead: Iterable[Unit]) -> None:
-        self._held_back.clear()
         for unit in ahead:
-            if self.lanes.block_the_host and sum(r.nbytes for r in self._reductions) > unit.group.plan.unsharded_bytes:
-                self._held_back.append(unit)
-            elif self._fits(unit):
+            if self._fits(unit):
                 self._launch_gather(unit)
 
     def _launch_gather(self, unit: Unit) -> None:
@@ -357,7 +356,6 @@ class Iteration:
             if call.entered != self._backwards:
                 raise _unseen_output(call.unit)
         self._unseen.clear()
-        self._held_back.clear()
         self._company.forget_settled()
         for unit in self.units.values():
             unit.open_calls = 0
@@ -414,8 +412,6 @@ class Iteration:
         """Completes reductions before the next one takes memory."""
         while len(self._reductions) >= self._reductions_limit:
             self._reductions.popleft().complete()
-        if self._held_back:
-            self._unshard_ahead(tuple(self._held_back))
 
     def _enqueue(self, reduction: PendingReduction) -> None:
         self._start_reductions()
@@ -450,7 +446,6 @@ class Iteration:
             unit.group.reshard()
             unit.open_calls, unit.kept_version, unit.round = 0, None, None
         self._unseen.clear()
-        self._held_back.clear()
         self._company.forget_settled()
         if self._in_step is not None:
             self._in_step.forget_backward()

@@ -11,7 +11,7 @@ import torch
 from composable_fsdp.codec.encoder import Encoder, GradientCodec
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.pack import pack_gradient
-from composable_fsdp.layout.plan import BucketPlan
+from composable_fsdp.layout.plan import SMALL_BYTES, BucketPlan
 from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.memory.storage import contiguous_strides
@@ -159,8 +159,8 @@ class GradientScatter:
         layout = self.plan.reduce
         packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
         dtype = packed[0].dtype if packed else rows.dtype
-        # The one operation for all of them casts on the way on accelerators; on the host it would need memory for it.
-        casts_well = dtype == rows.dtype or not self._on_host
+        # The one operation for all of them casts on the way on accelerators; on the host it needs memory for it.
+        casts_well = dtype == rows.dtype or not self._on_host or rows.nbytes <= SMALL_BYTES
         if layout.in_chunks and present is self._everyone and casts_well and _are_alike(packed):
             pieces = []
             for gradient, gap in zip(packed, layout.gaps, strict=True):

@@ -181,3 +181,49 @@ def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 def test_16_bit_gradients_travel_as_they_are_and_are_added_up_in_fp32(world_size: int, transport: Environment) -> None:
     for microbatches in (1, 3):
         run_ranks(widen, world_size, microbatches, environment=transport)
+
+
+class TwoHeads(nn.Module):
+    """Sharded layers in a root with large heads of its own, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+            self.heads = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.head = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: torch.Tensor = self.heads[self.head](x)
+        return out
+
+
+def use_different_heads() -> None:
+    rank, model, reference = dist.get_rank(), TwoHeads(), TwoHeads()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for step in range(3):
+        expected: dict[str, torch.Tensor] = {}
+        for other in range(2):
+            reference.zero_grad()
+            reference.head = (other + step) % 2
+            play(reference, step, other)
+            for name, parameter in reference.named_parameters():
+                if parameter.grad is not None:
+                    expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / 2
+        model.head = (rank + step) % 2
+        model.zero_grad()
+        play(model, step, rank)
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor), name
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_ranks_may_use_different_parameters_of_a_unit_with_others_inside(transport: Environment) -> None:
+    run_ranks(use_different_heads, 2, environment=transport)
