@@ -171,11 +171,6 @@ class BucketPlan:
         """dtype in which gradients are added up."""
         return torch.float32 if self.gradient_is_encoded else self.reduce_dtype
 
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes of one reduction over the shard axis without codecs and hooks, all ranks' shares together."""
-        return self.reduce.wire_numel * (self.reduce_dtype if self.exchanges else self.wire_dtype).itemsize
-
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
@@ -209,10 +204,6 @@ class GroupPlan:
     @property
     def shard_bytes(self) -> int:
         return sum(bucket.shard_bytes for bucket in self.buckets)
-
-    @property
-    def reduce_bytes(self) -> int:
-        return sum(bucket.reduce_bytes for bucket in self.buckets)
 
 
 @lru_cache(maxsize=1024)

@@ -118,6 +118,7 @@ class GroupGradients:
     @without_grad
     def reduce_batch(self, lanes: Lanes) -> PendingReduction:
         """Launches the reduction of the next batch ahead of the others, which are not complete yet."""
+        self._await_partial()
         batch = self._launched
         self._launched += 1
         self._arrived[batch] = 0
@@ -125,8 +126,7 @@ class GroupGradients:
 
     def take_rest(self) -> list[int]:
         """Begins the end of a round: the batches still to go, the late ones last; none where nothing was there."""
-        if self._pending_partial is not None:  # what it keeps is part of this one
-            self._pending_partial.wait()
+        self._await_partial()
         before = self.state
         if self._advance(GradientOperation.REDUCE) is before:
             self._end_round()
@@ -135,6 +135,12 @@ class GroupGradients:
         rest = [*range(self._launched, len(self._tensors.plan.batches)), *late]
         self._end_round()
         return rest
+
+    def _await_partial(self) -> None:
+        """What an earlier reduction over the shard axis alone keeps is part of the next one."""
+        pending, self._pending_partial = self._pending_partial, None
+        if pending is not None:
+            pending.wait()
 
     def jobs_of(self, batches: Sequence[int]) -> list[Job]:
         """What is to be reduced of ``batches``. Takes the gradients."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
@@ -165,9 +165,9 @@ class GradientScatter:
             pieces = []
             for gradient, gap in zip(packed, layout.gaps, strict=True):
                 pieces += [gradient] if gradient.numel() else []
-                pieces += [_constant(0.0, len(rows) * gap, dtype, self.device)] if gap else []
+                pieces += [gradient.new_zeros(len(rows) * gap)] if gap else []
             if layout.num_flags:
-                pieces.append(_constant(1.0, len(rows) * layout.flags_width, dtype, self.device))
+                pieces.append(torch.ones(len(rows) * layout.flags_width, dtype=dtype, device=self.device))
             torch._chunk_cat(pieces, 0, len(rows), out=rows)
             return
         if layout.has_padding:
@@ -292,12 +292,6 @@ class GradientScatter:
             return torch.zeros(numel, dtype=dtype, device=self.device)
         flat = gradient.reshape(-1).to(dtype)
         return flat if reduction.pre_divide == 1.0 else flat / reduction.pre_divide
-
-
-@lru_cache(maxsize=64)
-def _constant(value: float, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What nobody writes to, so that groups can share it."""
-    return torch.full((numel,), value, dtype=dtype, device=device)
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:

@@ -18,9 +18,7 @@ __all__ = ["Accumulation", "Round", "Unit", "find_unit", "owners", "unit_of"]
 
 _UNIT_ATTRIBUTE = "_composable_fsdp_unit"
 MERGED_BYTES = 1 << 20
-"""Of full parameters of neighbouring small groups that travel together: below that, fewer collectives matter more than
-fewer bytes (measured over gloo).
-"""
+"""Of full parameters of neighbouring small groups that travel together."""
 
 
 class Accumulation(Enum):

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import fully_shard
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import check_parity
@@ -154,6 +155,29 @@ def leave_out_what_was_prefetched() -> None:
 @pytest.mark.behaviour("C-08")
 def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward() -> None:
     run_ranks(leave_out_what_was_prefetched, 2)
+
+
+def bound_what_is_gathered_ahead() -> None:
+    task, rank = TASKS["chain"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard, merges=False)
+    assert isinstance(model, FSDPModule)
+    layer_bytes = max(e.group.plan.unsharded_bytes for e in map(unit_of, model.get_submodule("layers").children()))
+
+    def most_at_once() -> int:
+        with Recorder() as recorder:
+            task.loss(model, task.batch_of(0, rank)).backward()
+        return recorder.peak_groups
+
+    most_at_once()  # shows the order
+    assert most_at_once() == 2
+    for limit, expected in ((0, 1), (2 * layer_bytes - 1, 1), (2 * layer_bytes, 2), (None, 2)):
+        model.set_max_unsharded_bytes(limit)
+        assert most_at_once() == expected, limit
+
+
+@pytest.mark.behaviour("C-08")
+def test_what_is_gathered_ahead_can_be_bounded() -> None:
+    run_ranks(bound_what_is_gathered_ahead, 2, environment=SOCKETS)
 
 
 ROUTES = ([0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2], [3, 2, 1, 0], [1, 1, 0, 1], [0, 1, 2, 3], [2])
