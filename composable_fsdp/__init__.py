@@ -20,12 +20,15 @@ from composable_fsdp.codec.float8 import Float8
 from composable_fsdp.communication import CommunicationReport, CommunicationRow, communication_report
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import (
+    CheckpointError,
     ConfigurationError,
+    DivergenceError,
     FSDPError,
     GradientError,
     LifecycleError,
     MeshError,
     ParameterError,
+    PeerError,
     UnsupportedError,
 )
 from composable_fsdp.full_params import unsharded_params
@@ -38,12 +41,14 @@ from composable_fsdp.sharding import ShardPlacementResult
 __all__ = [
     "CPUOffloadPolicy",
     "Cast",
+    "CheckpointError",
     "CommunicationPolicy",
     "CommunicationReport",
     "CommunicationRow",
     "CommunicationState",
     "ConfigurationError",
     "DataParallelMeshDims",
+    "DivergenceError",
     "ErrorFeedback",
     "FSDPError",
     "FSDPModule",
@@ -56,6 +61,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterError",
+    "PeerError",
     "ShardPlacementResult",
     "UnshardHandle",
     "UnsupportedError",

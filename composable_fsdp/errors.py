@@ -6,6 +6,7 @@ Each also derives from the builtin that fits, so that ``except ValueError`` writ
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "DivergenceError",
     "FSDPError",
@@ -48,6 +49,10 @@ class PeerError(FSDPError, RuntimeError):
 
 class DivergenceError(FSDPError, RuntimeError):
     """Ranks that must make the same calls in the same order do not."""
+
+
+class CheckpointError(FSDPError, RuntimeError):
+    """A checkpoint or state dict is damaged, incomplete, or of another model. The text names what and where."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):

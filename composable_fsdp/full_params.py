@@ -18,11 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp.broadcast import broadcast_
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
+from composable_fsdp.placed import shardings_of, units_below
 from composable_fsdp.registered import Registered, registered_parameters
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.hooks import is_being_called
 from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.unit import Unit, find_unit
+from composable_fsdp.sharding import ParameterSharding
 from composable_fsdp.whole import agree_on_gradients, keep, keep_gradient, whole_parameter
 
 __all__ = ["unsharded_params"]
@@ -64,7 +66,7 @@ def unsharded_params(
         ParameterError: parameters are on the meta device; or, on leaving, not of the shape that they had.
         ConfigurationError: ``rank0_only`` with ``writeback``, where no mesh has all ranks that hold parameters.
     """
-    units = _units(module, recurse)
+    units = units_below(module) if recurse else [unit for unit in [find_unit(module)] if unit is not None]
     _check_idle(units)
     for unit in units:
         if unit.iteration is not None:
@@ -72,13 +74,15 @@ def unsharded_params(
         unit.group.reshard()
         unit.group.refresh()
     entries = _sharded_parameters(module, units)
-    carrier = _Carrier(entries) if rank0_only and entries else None
+    shardings = _shardings(entries, units)
+    carrier = _Carrier(entries, shardings) if rank0_only and entries else None
     if carrier is not None and writeback:
         carrier.check_reach()
     has_gradient = agree_on_gradients([e.parameter for e in entries]) if with_grads else [False] * len(entries)
     shows = carrier is None or carrier.is_first
     wholes = [
-        whole_parameter(e.parameter, g, shows, offload_to_cpu) for e, g in zip(entries, has_gradient, strict=True)
+        whole_parameter(e.parameter, s, g, shows, offload_to_cpu)
+        for e, s, g in zip(entries, shardings, has_gradient, strict=True)
     ]
     loan = _Loan(units, entries, wholes)
     try:
@@ -92,15 +96,10 @@ def unsharded_params(
     if writeback and carrier is not None:
         carrier.settle(shown, with_grads, raised=False)
     elif writeback:
-        _keep_own(entries, shown, with_grads)
+        _keep_own(entries, shardings, shown, with_grads)
 
 
 # -- what is lent, and when it may be
-
-
-def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    modules = module.modules() if recurse else [module]
-    return list(dict.fromkeys(unit for m in modules if (unit := find_unit(m)) is not None))
 
 
 def _check_idle(units: Sequence[Unit]) -> None:
@@ -132,6 +131,11 @@ def _sharded_parameters(module: nn.Module, units: Sequence[Unit]) -> list[Regist
             "to_empty(module, device=...) and initialise them (reset_parameters(), or load a state dict) first."
         )
     return entries
+
+
+def _shardings(entries: Sequence[Registered], units: Sequence[Unit]) -> list[ParameterSharding]:
+    known = shardings_of(units)
+    return [known[id(entry.parameter)] for entry in entries]
 
 
 def _of_same_root(unit: Unit) -> list[Unit]:
@@ -184,15 +188,17 @@ class _Loan:
 # -- what is kept of it
 
 
-def _keep_own(entries: Sequence[Registered], shown: Sequence[object], with_grads: bool) -> None:
+def _keep_own(
+    entries: Sequence[Registered], shardings: Sequence[ParameterSharding], shown: Sequence[object], with_grads: bool
+) -> None:
     """Each rank its own part of its own values."""
     wrong = _of_other_shape(entries, shown)
     if wrong:
         _refuse(wrong)
-    for entry, value in zip(entries, cast(Sequence[torch.Tensor], shown), strict=True):
-        keep(entry.parameter, value, value.requires_grad)
+    for entry, sharding, value in zip(entries, shardings, cast(Sequence[torch.Tensor], shown), strict=True):
+        keep(entry.parameter, sharding, value, value.requires_grad)
         if with_grads:
-            keep_gradient(entry.parameter, value.grad)
+            keep_gradient(entry.parameter, sharding, value.grad)
 
 
 def _refuse(wrong: object) -> NoReturn:
@@ -219,8 +225,9 @@ class _Carrier:
 
     DISCARD, KEEP, REFUSE = range(3)
 
-    def __init__(self, entries: Sequence[Registered]) -> None:
+    def __init__(self, entries: Sequence[Registered], shardings: Sequence[ParameterSharding]) -> None:
         self._entries = entries
+        self._shardings = shardings
         self._meshes = list(dict.fromkeys(_mesh(e) for e in entries))
         self._mesh = max(self._meshes, key=lambda mesh: mesh.size())
         self.is_first = not any(self._mesh.get_coordinate() or ())
@@ -251,18 +258,18 @@ class _Carrier:
         if verdict == self.REFUSE:
             _refuse(_of_other_shape(self._entries, shown) if self.is_first else "see the first rank")
         if verdict == self.KEEP:
-            for entry, value, code in zip(self._entries, shown, codes, strict=True):
-                self._send(entry, value, code, with_grads)
+            for entry, sharding, value, code in zip(self._entries, self._shardings, shown, codes, strict=True):
+                self._send(entry, sharding, value, code, with_grads)
 
-    def _send(self, entry: Registered, value: object, code: int, with_grads: bool) -> None:
+    def _send(self, entry: Registered, sharding: ParameterSharding, value: object, code: int, with_grads: bool) -> None:
         requires_grad, has_gradient = bool(code & 1), bool(code & 2) and with_grads
         of_first = value if self.is_first and isinstance(value, torch.Tensor) else None
         whole = self._on_wire(entry, of_first)
         gradient = self._on_wire(entry, None if of_first is None else of_first.grad) if has_gradient else None
         broadcast_([whole] if gradient is None else [whole, gradient], self._mesh)
-        keep(entry.parameter, whole, requires_grad)
+        keep(entry.parameter, sharding, whole, requires_grad)
         if with_grads:
-            keep_gradient(entry.parameter, gradient)
+            keep_gradient(entry.parameter, sharding, gradient)
 
     def _on_wire(self, entry: Registered, tensor: torch.Tensor | None) -> torch.Tensor:
         like = entry.parameter

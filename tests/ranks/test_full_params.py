@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from composable_fsdp import (
@@ -20,8 +21,8 @@ from composable_fsdp import (
     fully_shard,
     unsharded_params,
 )
+from composable_fsdp.placed import extent_of, gather
 from composable_fsdp.testing import run_ranks
-from composable_fsdp.whole import own_part
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._sharding import adamw, exactly, sharded, train_alike, values_of, whole
 
@@ -373,8 +374,30 @@ def placements() -> None:
         for shape in ((8, 4), (9, 7), (3, 5), (1, 1), (0, 2)):
             value = torch.arange(prod(shape)).reshape(shape).float()
             placed = distribute_tensor(value, mesh, places, src_data_rank=None)  # type: ignore[arg-type]
-            exactly(own_part(value, placed), placed.to_local(), f"{shape} as {places}")
-            exactly(placed.full_tensor(), value, f"{shape} from {places}")
+            exactly(extent_of(placed).take(value), placed.to_local(), f"{shape} as {places}")
+            exactly(gather(placed), value, f"{shape} from {places}")
+
+
+def uneven_within_tensor_parallel() -> None:
+    """Sizes that no placement describes: of 7 rows, tensor parallelism leaves 4 and 3; three ranks share each."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Linear(5, 7)
+    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+    parallelize_module(model, mesh["tp"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["dp"])
+    with unsharded_params(model), torch.no_grad():
+        for name, value in model.named_parameters():
+            exactly(value, expected[name], name)
+            value.add_(1)
+    with unsharded_params(model, writeback=False):
+        for name, value in model.named_parameters():
+            exactly(value.detach(), expected[name] + 1, name)
+
+
+@pytest.mark.behaviour("C-14")
+def test_uneven_shards_within_tensor_parallel_ones_are_whole_and_written_back() -> None:
+    run_ranks(uneven_within_tensor_parallel, 6)
 
 
 @pytest.mark.behaviour("C-14")

@@ -29,6 +29,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("codec.choice",),
     ("codec",),
     ("layout.shard",),
+    ("layout.extent",),
     ("layout.placement", "layout.reduction"),
     ("layout.bucket", "layout.pack"),
     ("layout.plan",),
@@ -67,11 +68,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.hooks",),
     ("runtime",),
     ("order",),
-    ("checkpoint.forms", "checkpoint.reshard"),
-    ("checkpoint.optimizer",),
-    ("checkpoint.store",),
-    ("checkpoint.safetensors",),
-    ("checkpoint",),
     ("wrap",),
     ("testing.messages", "testing.text"),
     ("testing.fake", "testing.pool", "testing.trace", "testing.worker"),
@@ -80,16 +76,28 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("interop",),
     ("collect", "copying"),
     ("module",),
-    ("broadcast", "registered", "whole"),
+    ("broadcast", "placed", "registered"),
+    ("whole",),
     ("clip", "communication", "full_params", "initialize", "optim"),
     ("communication_state",),
+    ("checkpoint.names", "checkpoint.options"),
+    ("checkpoint.forms",),
+    ("checkpoint.optimizer",),
+    ("checkpoint.folder",),
+    ("checkpoint.manifest",),
+    ("checkpoint.plan",),
+    ("checkpoint.store",),
+    ("checkpoint.safetensors",),
+    ("checkpoint.convert",),
+    ("checkpoint",),
+    ("checkpoint.__main__",),
     ("api",),
     (PACKAGE,),
 )
 ROW = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
 # Pure: no process groups, streams or modules. Placements are plain values, so the layout may speak of them.
-PURE = ("lifecycle", "layout", "runtime.schedule", "checkpoint.reshard")
+PURE = ("lifecycle", "layout", "runtime.schedule")
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 

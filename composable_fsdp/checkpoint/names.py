@@ -1,0 +1,56 @@
+"""The names under which users know what a model holds: those of the model before anything wrapped it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp.placed import shardings_of, units_below
+from composable_fsdp.sharding import ParameterSharding
+
+__all__ = ["Entry", "entries_of", "parameter_names", "plain_name"]
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation-checkpoint wrappers of torch and ``torch.compile`` put into names."""
+
+
+def plain_name(name: str) -> str:
+    """``name`` without what wrappers put into it."""
+    for prefix in _WRAPPERS:
+        name = name.replace(prefix, "")
+    return name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a state dict has under one name.
+
+    ``value`` is the parameter or buffer itself, or whatever a module's ``get_extra_state`` gave. ``sharding`` says how
+    ``fully_shard`` cut it, if it did. Shared tensors have an entry under each of their names, with the same ``value``.
+    """
+
+    name: str
+    value: Any
+    sharding: ParameterSharding | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.value, torch.Tensor)
+
+
+def entries_of(model: nn.Module) -> dict[str, Entry]:
+    """All that ``model.state_dict()`` has, by plain names, in its order. Parameters are in their sharded form."""
+    units = units_below(model)
+    for unit in units:
+        unit.group.reshard()
+        unit.group.refresh()
+    state, shardings = model.state_dict(keep_vars=True), shardings_of(units)
+    return {plain_name(n): Entry(plain_name(n), value, shardings.get(id(value))) for n, value in state.items()}
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The first plain name of every parameter, by its id, in the order of ``model.parameters()``."""
+    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}

@@ -1,0 +1,61 @@
+"""The forms that a state dict can have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = ["Form", "Full", "Local", "Sharded"]
+
+
+class _Options:
+    """Refuses options of another form, by naming the form that has them."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        known = set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
+        for option in options:
+            owners = [form.__name__ for form in (Full, Sharded, Local) if option in form.__dataclass_fields__]
+            if option not in known:
+                whose = f"an option of {' and '.join(owners)}" if owners else "no option of any form"
+                raise ConfigurationError(f"{option} is {whose}, not of {cls.__name__}, which has {sorted(known)}.")
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True)
+class Full(_Options):
+    """Whole plain tensors, under the names and in the shapes of the unsharded model.
+
+    Args:
+        rank0_only: only rank 0 gets, or on loading gives, values; the others get, and give, an empty dict.
+        offload_to_cpu: in CPU memory. The accelerator then holds one whole tensor at a time.
+    """
+
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Sharded(_Options):
+    """``DTensor``s, of which each rank has its part. What ``torch.distributed.checkpoint`` takes.
+
+    Args:
+        offload_to_cpu: with local tensors in CPU memory, copies where they rest elsewhere.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Local(_Options):
+    """This rank's parts as plain tensors, empty ones included. They fit the same sharding only.
+
+    Args:
+        offload_to_cpu: in CPU memory, copies where they rest elsewhere.
+    """
+
+    offload_to_cpu: bool = False
+
+
+Form = Full | Sharded | Local
