@@ -31,7 +31,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("layout.shard",),
     ("layout.placement", "layout.reduction"),
     ("layout.bucket", "layout.pack"),
-    ("layout.plan",),
+    ("layout.plan", "layout.runs"),
     ("layout",),
     ("memory.lanes",),
     ("memory.storage",),
