@@ -277,6 +277,8 @@ class Iteration:
 
     def _launch_gather(self, unit: Unit) -> None:
         """Gathers ``unit``, along with those of its company to which this pass comes after it."""
+        if unit.group.is_coming:
+            return
         if self._in_step is not None:
             unit.group.unshard(self.lanes)
             return
