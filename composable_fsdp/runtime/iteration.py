@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
-from composable_fsdp.memory.lanes import Lanes
+from composable_fsdp.memory.lanes import Lanes, Work
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.company import Company
@@ -277,6 +277,8 @@ class Iteration:
 
     def _launch_gather(self, unit: Unit) -> None:
         """Gathers ``unit``, along with those of its company to which this pass comes after it."""
+        if unit.group.is_coming:
+            return
         if self._in_step is not None:
             unit.group.unshard(self.lanes)
             return
@@ -330,7 +332,7 @@ class Iteration:
             return
         if self._in_step is not None:
             self._in_step.end_forward()
-        self._part("end of forward")
+        _wait_for(self._leave_shards("end of forward"))
         self._pass, self._outermost = Pass.IDLE, None
         self._scheduler.end_forward()
         for other in self.units.values():
@@ -366,15 +368,17 @@ class Iteration:
                 unit.group.reshard()
             elif unit.group.parameter_state is not ParameterState.SHARDED:
                 unit.kept_version = unit.group.tensors.version
+        leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
         if self.is_last_backward:
             self.drain()
-        self._part("end of backward")
+        _wait_for(leaving)
         self._pass = self._around_backward
 
-    def _part(self, occasion: str) -> None:
-        """After this no rank reads others' shards until the next gather, so each may write to its own."""
-        for meeting in [communicator.barrier(occasion) for communicator in self._sharing]:
-            meeting.wait()
+    def _leave_shards(self, occasion: str) -> list[Work]:
+        """This rank reads no others' shards until the next gather. Once the works are done none does, so that each may
+        write to its own.
+        """
+        return [communicator.barrier(occasion) for communicator in self._sharing]
 
     def settle_gradients(self, unit: Unit, *, at_end: bool = False, contributes: bool = False) -> None:
         """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise.
@@ -479,6 +483,11 @@ _ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Unit], None], ..
     (Pass.FORWARD, Hook.POST_FORWARD): (Iteration._reshard_after_forward, Iteration._end_forward_if_outermost),
     (Pass.BACKWARD, Hook.POST_FORWARD): (),  # the backward that asked for recomputation still needs the parameters
 }
+
+
+def _wait_for(works: Iterable[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:

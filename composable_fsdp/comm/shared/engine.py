@@ -109,8 +109,7 @@ class Engine:
         running = _Running(self._launched, operation, NO_BLOCK, None)
         self._launched += 1
         try:
-            with torch.inference_mode():  # whose tensors may be written anywhere
-                self._begin(running)
+            self._begin(running)
         except BaseException as error:
             self._give_up(_reason(error))
             raise
@@ -164,11 +163,10 @@ class Engine:
     def _advance(self, last: int) -> None:
         """Does what can be done without waiting, of the operations up to ``last``."""
         try:
-            with torch.inference_mode():
-                self._wire.flush()
-                while self._running and self._running[0].sequence <= last and self._run(self._running[0]):
-                    self._running.popleft()
-                    self.completed += 1
+            self._wire.flush()
+            while self._running and self._running[0].sequence <= last and self._run(self._running[0]):
+                self._running.popleft()
+                self.completed += 1
         except BaseException as error:
             self._give_up(_reason(error))
             raise
