@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm import gloo
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together", "gather_objects"]
@@ -36,6 +37,9 @@ _DIRECT_BYTES = 3 << 20
 
 _COALESCING_DIRECT_BYTES = 1 << 19
 """For backends that launch many transfers as one. An estimate of what a launch costs in bytes, not measured yet."""
+
+_WHOLE_BYTES = _COALESCING_DIRECT_BYTES
+"""The same estimate: what a launch costs in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class ProcessGroupCommunicator:
         self.averages = self._backend == "nccl"
         self.widens = self._is_gloo
         self.direct_bytes = self._direct_bytes()
+        # The sum of gloo's all-reduce is not in the order of ranks.
+        self.whole_bytes = NEVER_DIRECT if self._is_gloo else _WHOLE_BYTES
 
     def _direct_bytes(self) -> int:
         if self._backend == "nccl":
