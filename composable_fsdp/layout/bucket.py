@@ -142,14 +142,10 @@ def worth_whole(shards: Sequence[TensorShards], *, itemsize: int, whole_bytes: i
         itemsize: bytes per element on the wire.
         whole_bytes: padding of all of them together from which one more launch is worth it.
     """
-    wide, padding = [], 0
-    for i, s in enumerate(shards):
-        (_, shard_end), (_, end) = (_aligned([numel], itemsize) for numel in (s.padded_numel, s.numel))
-        padded = s.num_shards * shard_end
-        if 0 < 2 * end <= padded:
-            wide.append(i)
-            padding += padded - end
-    return tuple(wide) if padding * itemsize >= whole_bytes else ()
+    padded = [s.num_shards * s.padded_numel for s in shards]
+    wide = tuple(i for i, s in enumerate(shards) if 0 < 2 * s.numel <= padded[i])
+    padding = sum(padded[i] - shards[i].numel for i in wide)
+    return wide if padding * itemsize >= whole_bytes else ()
 
 
 def plan_gather(
