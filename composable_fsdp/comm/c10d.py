@@ -124,7 +124,11 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         operation = {"op": OPERATIONS[op]}
-        return self._launch("all-reduce", [(dist.all_reduce, (tensor,), operation) for tensor in tensors])
+        works = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL takes only one at a time
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            works.append(self._launch("all-reduce", [(dist.all_reduce, (tensor,), operation) for tensor in alike]))
+        return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _launch(self, name: str, calls: Sequence[_Call]) -> Work:
         if len(calls) > 1 and self._backend == "nccl":
