@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm import gloo
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together", "gather_objects"]
@@ -36,6 +37,9 @@ _DIRECT_BYTES = 3 << 20
 
 _COALESCING_DIRECT_BYTES = 1 << 19
 """For backends that launch many transfers as one. An estimate of what a launch costs in bytes, not measured yet."""
+
+_WHOLE_BYTES = _COALESCING_DIRECT_BYTES
+"""The same estimate: what a launch costs in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class ProcessGroupCommunicator:
         self.averages = self._backend == "nccl"
         self.widens = self._is_gloo
         self.direct_bytes = self._direct_bytes()
+        # The sum of gloo's all-reduce is not in the order of ranks.
+        self.whole_bytes = NEVER_DIRECT if self._is_gloo else _WHOLE_BYTES
 
     def _direct_bytes(self) -> int:
         if self._backend == "nccl":
@@ -118,7 +124,11 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
         operation = {"op": OPERATIONS[op]}
-        return self._launch("all-reduce", [(dist.all_reduce, (tensor,), operation) for tensor in tensors])
+        works = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL takes only one at a time
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            works.append(self._launch("all-reduce", [(dist.all_reduce, (tensor,), operation) for tensor in alike]))
+        return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _launch(self, name: str, calls: Sequence[_Call]) -> Work:
         if len(calls) > 1 and self._backend == "nccl":

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["LoopbackCommunicator"]
@@ -29,6 +30,7 @@ class LoopbackCommunicator:
     widens: bool = True
     aliases: bool = True
     direct_bytes: int = 0
+    whole_bytes: int = NEVER_DIRECT
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

@@ -65,6 +65,11 @@ class Communicator(Protocol):
         """Full size in bytes from which a tensor of its own transfer beats a copy into a packed one."""
         ...
 
+    @property
+    def whole_bytes(self) -> int:
+        """Padding in bytes from which an all-reduce of its own, without any, beats all-gathers and reduce-scatters."""
+        ...
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """1-d memory for a message, contents undefined."""
         ...

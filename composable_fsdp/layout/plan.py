@@ -19,6 +19,7 @@ from composable_fsdp.layout.bucket import (
     ReduceLayout,
     plan_gather,
     plan_reduce,
+    worth_whole,
 )
 from composable_fsdp.layout.shard import TensorShards
 
@@ -99,6 +100,8 @@ class PlanOptions:
             them had a gradient on any rank; ``None``, where there is one rank, says so of none.
         widens: 16-bit gradients may be added up in fp32 without being cast before they travel.
         batch_bytes: full size from which some parameters' gradients are worth a reduction of their own.
+        whole_bytes: padding from which it is worth a launch that what causes it travels whole in an all-gather.
+        reduce_whole_bytes: the same for a reduce-scatter.
     """
 
     num_shards: int
@@ -108,6 +111,8 @@ class PlanOptions:
     flags_from: int | None = 2
     widens: bool = False
     batch_bytes: int = NEVER_DIRECT
+    whole_bytes: int = NEVER_DIRECT
+    reduce_whole_bytes: int = NEVER_DIRECT
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,11 @@ class BucketPlan:
     def wire_bytes(self) -> int:
         """Bytes of one all-gather without codecs and hooks, all ranks' shares together."""
         return 0 if self.aliased else self.gather.wire_numel * self.compute_dtype.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of parameters that travel whole."""
+        return self.gather.whole_numel * self.compute_dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
@@ -259,10 +269,20 @@ def _plan_bucket(
     shards = [TensorShards(specs[i].shape, specs[i].dim, axes.num_shards) for i in indices]
     trainable = [k for k, i in enumerate(indices) if specs[i].trainable]
     is_small = sum(prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs) <= SMALL_BYTES
+    itemsize = first.compute_dtype.itemsize
+    as_values = not first.extended and first.codec is None
+    aliased = (
+        axes.alias
+        and first.dtype == first.compute_dtype
+        and as_values
+        and (axes.num_shards == 1 or all(s.concatenates for s in shards))
+    )
+    whole_bytes = axes.whole_bytes if as_values and not aliased else NEVER_DIRECT
     gather = plan_gather(
         shards,
-        itemsize=first.compute_dtype.itemsize,
+        itemsize=itemsize,
         direct_bytes=axes.direct_bytes if first.codec is None else NEVER_DIRECT,
+        whole=worth_whole(shards, itemsize=itemsize, whole_bytes=whole_bytes),
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
@@ -275,13 +295,8 @@ def _plan_bucket(
         itemsize=wire_dtype.itemsize,
         direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
         flags=axes.flags_from is not None and (group_trainable >= axes.flags_from or is_small),
-    )
-    aliased = (
-        axes.alias
-        and first.dtype == first.compute_dtype
-        and not first.extended
-        and first.codec is None
-        and (axes.num_shards == 1 or all(s.concatenates for s in shards))
+        # An all-reduce does not widen.
+        whole_bytes=NEVER_DIRECT if encoded or is_widened else axes.reduce_whole_bytes,
     )
     return BucketPlan(
         indices,
@@ -305,8 +320,15 @@ def _plan_bucket(
 def plan_smaller(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:
     """The gather of the same bucket from a smaller mesh, into the unsharded buffer that is there.
 
-    A multiple of the larger number of shards is also one of the smaller, so the padded places always fit.
+    A multiple of the larger number of shards is also one of the smaller, so the padded places always fit. Places
+    without padding fit where the smaller number divides the rows; elsewhere what travels whole does so here too.
     """
     shards = [TensorShards(s.shape, s.dim, num_shards) for s in bucket.gather.shards]
-    itemsize = bucket.compute_dtype.itemsize
-    return plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes, places=bucket.gather.places)
+    whole = [i for i in bucket.gather.whole if shards[i].full_numel > shards[i].numel]
+    return plan_gather(
+        shards,
+        itemsize=bucket.compute_dtype.itemsize,
+        direct_bytes=direct_bytes,
+        places=bucket.gather.places,
+        whole=whole,
+    )

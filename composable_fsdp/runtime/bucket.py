@@ -16,7 +16,7 @@ from composable_fsdp.codec.encoder import encode_rows, row_runs
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.bucket import GatherLayout
-from composable_fsdp.layout.pack import take_shard, unpack_parameter
+from composable_fsdp.layout.pack import put_shard, take_shard, unpack_parameter
 from composable_fsdp.layout.plan import BucketPlan, plan_smaller
 from composable_fsdp.layout.runs import PackedRun, find_runs
 from composable_fsdp.memory.lanes import blocks_the_host
@@ -33,15 +33,18 @@ __all__ = ["AnyBucket", "Bucket", "Gather"]
 class Gather:
     """One bucket's part of a group's all-gather.
 
-    ``direct`` travels by itself. ``payloads``, 1-d and contiguous, of any dtypes, are packed into a message by the
-    group, which puts what came into ``rows``: for each payload ``(num_shards, numel)``, contiguous along the last dim
-    only. ``messages`` keeps alive what they are views of.
+    ``direct`` travels by itself. ``whole`` are the bits of what travels whole, to be summed up where they lie: at most
+    one rank has any that are not zero, so as integers their sum is exact, whatever they mean. ``payloads``, 1-d and
+    contiguous, of any dtypes, are packed into a message by the group, which puts what came into ``rows``: for each
+    payload ``(num_shards, numel)``, contiguous along the last dim only. ``messages`` keeps alive what they are views
+    of.
     """
 
     direct: list[Transfer]
     payloads: list[torch.Tensor]
     rows: list[torch.Tensor] = field(default_factory=list)
     messages: list[torch.Tensor] = field(default_factory=list)
+    whole: list[torch.Tensor] = field(default_factory=list)
 
 
 class AnyBucket(Protocol):
@@ -211,17 +214,31 @@ class Bucket:
             wire = carry(self.store.flat, self.plan.compute_dtype, self._device)
             self._layout = self.plan.gather
         layout, gather = self._layout, Gather([], [])
-        if layout.direct:
+        if layout.direct or layout.whole:
             self.buffer.allocate()
         for i in layout.direct:
             length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
             place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
             gather.direct.append(Transfer(place, wire[offset : offset + length]))
+        if layout.whole:
+            gather.whole = self._fill_spans(layout, wire)
         if layout.packed_numel:
             packed = wire[: layout.packed_numel]
             codec = self.plan.codec if self._decodes else None
             gather.payloads.append(packed if codec is None else encode_rows(codec, packed.unsqueeze(0)).view(-1))
         return gather
+
+    def _fill_spans(self, layout: GatherLayout, wire: torch.Tensor) -> list[torch.Tensor]:
+        """Of what travels whole, this rank's rows to their places and zeros to all others'; the bits of both."""
+        rank = self.channel.gathers_over.rank
+        spans = [self.buffer.region(span.start, len(span)) for span in layout.spans]
+        torch._foreach_zero_(spans)
+        for i in layout.whole:
+            shards, start = layout.shards[i], layout.store.offsets[i]
+            if shards.layout.owned_by(rank):
+                full = self.buffer.region(layout.places.offsets[i], shards.numel).view(shards.shape)
+                put_shard(shards, wire[start : start + shards.padded_numel], rank, full)
+        return [span.view(torch.int32) for span in spans]
 
     def finish_gather(self, gather: Gather) -> None:
         """Decodes what came and copies packed parameters to their places, which take no memory before that."""

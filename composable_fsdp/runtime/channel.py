@@ -72,6 +72,8 @@ class Channel:
             num_shards=self.axes.shard.size,
             direct_bytes=self.gather.direct_bytes,
             reduce_direct_bytes=self.scatter.direct_bytes,
+            whole_bytes=self.gather.whole_bytes,
+            reduce_whole_bytes=self.scatter.whole_bytes,
             widens=self.scatter.widens,
             batch_bytes=self._batch_bytes(),
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),

@@ -72,6 +72,11 @@ class _Legs:
             communicator.reduce_scatter([t for job in jobs for t in job.scatter.transfers], op)
             for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in plain], plain)
         ]
+        whole = [job for job in self._jobs if job.scatter.whole]
+        works += [
+            communicator.all_reduce([message for job in jobs for message in job.scatter.whole], op)
+            for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in whole], whole)
+        ]
         works += [exchange.launch() for exchange in self._scatters]
         return works[0] if len(works) == 1 else Together(tuple(works))
 
@@ -83,9 +88,11 @@ class _Legs:
 
     @without_grad
     def arrive(self) -> None:
-        """After ``scatter``: adds up what came."""
+        """After ``scatter``: adds up what came, and takes this rank's part of what came whole."""
         for exchange in self._scatters:
             exchange.finish()
+        for job in self._jobs:
+            job.bucket.scatter.take_own(job.scatter)
 
     @without_grad
     def keep(self) -> list[ReducedBucket]:

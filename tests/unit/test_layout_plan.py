@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composable_fsdp.codec.blockwise import Int8
+from composable_fsdp.codec.choice import GradientCodecs
 from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, plan_group, plan_smaller
 from composable_fsdp.layout.shard import TensorShards
 from tests.unit.test_layout_bucket import DIRECT_BYTES, assert_disjoint_and_aligned, assert_packed_first
@@ -157,6 +159,7 @@ def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
     larger, smaller = sizes
     for bucket in plan_group(specs, (PlanOptions(larger, direct_bytes, direct_bytes),)).buckets:
         layout = plan_smaller(bucket, smaller, direct_bytes)
+        assert layout.whole == ()
         itemsize = bucket.compute_dtype.itemsize
         assert layout.places is bucket.gather.places
         assert [(s.shape, s.dim) for s in layout.shards] == [(s.shape, s.dim) for s in bucket.gather.shards]
@@ -179,3 +182,42 @@ def test_asking_for_the_same_plan_again_returns_the_one_that_is_there() -> None:
 
     assert ask(True) is ask(True)
     assert ask(True) is not ask(False)
+
+
+@FEWER
+@given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
+def test_a_smaller_mesh_gathers_whole_what_does_not_fit_into_a_place_without_padding(
+    specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], direct_bytes: int
+) -> None:
+    larger, smaller = sizes
+    options = PlanOptions(larger, direct_bytes, direct_bytes, whole_bytes=0)
+    for bucket in plan_group(specs, (options,)).buckets:
+        layout = plan_smaller(bucket, smaller, direct_bytes)
+        assert set(layout.whole) <= set(bucket.gather.whole)
+        taken = [s.numel if i in layout.whole else s.full_numel for i, s in enumerate(layout.shards)]
+        itemsize = bucket.compute_dtype.itemsize
+        assert_disjoint_and_aligned(layout.places.offsets, taken, layout.places.numel, itemsize)
+        covered = {element for span in layout.spans for element in span}
+        for i, (offset, length) in enumerate(zip(layout.places.offsets, taken, strict=True)):
+            segment = set(range(offset, offset + length))
+            assert segment <= covered if i in layout.whole else not segment & covered
+
+
+def test_what_is_encoded_or_in_common_or_widened_on_the_way_keeps_its_padding() -> None:
+    whole = PlanOptions(8, 0, 0, whole_bytes=0, reduce_whole_bytes=0)
+    fp32 = torch.float32
+    row = ParameterSpec("weight", (1, 64), 0, fp32, fp32, fp32, fp32, trainable=True)
+
+    def ways(spec: ParameterSpec, options: PlanOptions = whole) -> tuple[bool, bool]:
+        (bucket,) = plan_group((spec,), (options,)).buckets
+        return bool(bucket.gather.whole), bool(bucket.reduce.whole)
+
+    assert ways(row) == (True, True)
+    assert ways(dataclasses.replace(row, extended=True)) == (False, True)
+    assert ways(dataclasses.replace(row, codec=Int8())) == (False, True)
+    assert ways(dataclasses.replace(row, gradient_codecs=GradientCodecs(shard=Int8()))) == (True, False)
+    assert ways(dataclasses.replace(row, gradient_extended=True)) == (True, False)
+    assert ways(row, dataclasses.replace(whole, alias=True)) == (False, True)
+    widened = dataclasses.replace(row, dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
+    assert ways(widened) == (True, True)
+    assert ways(widened, dataclasses.replace(whole, widens=True)) == (True, False)
