@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from math import prod
 from typing import TypeAlias
@@ -23,7 +24,16 @@ from composable_fsdp.layout.bucket import (
 )
 from composable_fsdp.layout.shard import TensorShards
 
-__all__ = ["SMALL_BYTES", "BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptions", "plan_group", "plan_smaller"]
+__all__ = [
+    "SMALL_BYTES",
+    "BucketPlan",
+    "GroupPlan",
+    "ParameterSpec",
+    "PlanOptions",
+    "Residence",
+    "plan_group",
+    "plan_smaller",
+]
 
 
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -33,6 +43,17 @@ _MOST_BATCHES = 4
 
 SMALL_BYTES = 1 << 19
 """Of a group's full parameters, up to which its collectives cost more by their number than by their bytes."""
+
+
+class Residence(Enum):
+    """Where the full parameters of a bucket are while modules compute with them."""
+
+    BUFFER = "buffer"
+    """In memory of this rank's own, into which all shards travel."""
+    SHARDS = "shards"
+    """Where the shards rest: one rank has all, or ranks have that memory in common and their shards lie end to end."""
+    COMMON = "common"
+    """In memory that ranks have in common, where each casts its own shards to their places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +116,7 @@ class PlanOptions:
         num_shards: ranks of the shard axis.
         direct_bytes: full size from which an all-gather of its own beats a copy into a packed one.
         reduce_direct_bytes: the same for a reduce-scatter.
-        alias: a gather moves nothing, so full parameters may be views of their shards.
+        alias: memory is common to all ranks of the axis, so that a gather need not move anything.
         flags_from: groups with at least this many trainable parameters, and small ones, say in their messages which of
             them had a gradient on any rank; ``None``, where there is one rank, says so of none.
         widens: 16-bit gradients may be added up in fp32 without being cast before they travel.
@@ -119,7 +140,7 @@ class PlanOptions:
 class BucketPlan:
     """The parameters ``indices`` of the group, which share their axes and dtypes, and where their bytes lie.
 
-    Invariant: ``aliased`` only where all ranks' shards, one after the other, are the full parameter, in one dtype.
+    Invariant: ``residence`` is ``BUFFER`` unless all ranks' shards, one after the other, are the full parameter.
     """
 
     indices: tuple[int, ...]
@@ -137,25 +158,43 @@ class BucketPlan:
     reduce: ReduceLayout
     wire_dtype: torch.dtype
     """In which gradients travel that are not encoded, unless they were summed in ``sum_dtype`` before."""
-    aliased: bool
+    residence: Residence
+
+    @property
+    def aliased(self) -> bool:
+        """Whether full parameters are views of the shards."""
+        return self.residence is Residence.SHARDS
+
+    @property
+    def travels(self) -> bool:
+        """Whether a gather moves anything, and full parameters take memory for as long as they are needed."""
+        return self.residence is Residence.BUFFER
+
+    def own_places(self, rank: int) -> tuple[int, ...]:
+        """Where the shards of ``rank`` begin, in elements, among full parameters that lie one after the other."""
+        starts = zip(self.gather.places.offsets, self.gather.shards, strict=True)
+        return tuple(offset + rank * shards.padded_numel for offset, shards in starts)
 
     def store_layout(self, rank: int) -> FlatLayout:
         """Where the shards of ``rank`` lie: by themselves, or where full parameters lie that ranks have in common."""
         if not self.aliased:
             return self.gather.store
-        places = self.gather.places
-        starts = (o + rank * s.padded_numel for o, s in zip(places.offsets, self.gather.shards, strict=True))
-        return FlatLayout(tuple(starts), places.numel)
+        return FlatLayout(self.own_places(rank), self.gather.places.numel)
+
+    @property
+    def full_bytes(self) -> int:
+        """Of the full parameters, wherever they lie."""
+        return self.gather.places.numel * self.compute_dtype.itemsize
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory that the unsharded parameters take beside the shards."""
-        return 0 if self.aliased else self.gather.places.numel * self.compute_dtype.itemsize
+        """Memory that the unsharded parameters take while they are there."""
+        return self.full_bytes if self.travels else 0
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of one all-gather without codecs and hooks, all ranks' shares together."""
-        return 0 if self.aliased else self.gather.wire_numel * self.compute_dtype.itemsize
+        return self.gather.wire_numel * self.compute_dtype.itemsize if self.travels else 0
 
     @property
     def whole_bytes(self) -> int:
@@ -196,7 +235,7 @@ class GroupPlan:
     @property
     def full_bytes(self) -> int:
         """Of the full parameters, wherever they lie."""
-        return sum(bucket.gather.places.numel * bucket.compute_dtype.itemsize for bucket in self.buckets)
+        return sum(bucket.full_bytes for bucket in self.buckets)
 
     @property
     def is_small(self) -> bool:
@@ -313,8 +352,19 @@ def _plan_bucket(
         gather,
         reduce,
         wire_dtype,
-        aliased,
+        _residence(first, axes, shards),
     )
+
+
+def _residence(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[TensorShards]) -> Residence:
+    """Of parameters like ``spec``. What one rank alone casts is freed between uses, like what travels."""
+    if not axes.alias or spec.extended or spec.codec is not None:
+        return Residence.BUFFER
+    if axes.num_shards > 1 and not all(s.concatenates for s in shards):
+        return Residence.BUFFER
+    if spec.dtype == spec.compute_dtype:
+        return Residence.SHARDS
+    return Residence.COMMON if axes.num_shards > 1 else Residence.BUFFER
 
 
 def plan_smaller(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:

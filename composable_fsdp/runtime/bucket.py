@@ -23,6 +23,7 @@ from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer
 from composable_fsdp.memory.store import ShardStore, carry
 from composable_fsdp.runtime.channel import Channel
+from composable_fsdp.runtime.common import CommonCopy
 from composable_fsdp.runtime.parameter import ShardedParameter
 from composable_fsdp.runtime.scatter import GradientScatter
 
@@ -77,6 +78,11 @@ class AnyBucket(Protocol):
         """The same two of a gather from a smaller mesh, from slices in which nothing is encoded."""
         ...
 
+    @property
+    def awaits_readers(self) -> bool:
+        """Whether the gather would write to what other ranks may still read."""
+        ...
+
     def follow(self, plan: BucketPlan) -> None: ...
 
     def prepare_gather(self) -> Gather:
@@ -100,6 +106,12 @@ class Bucket:
     """The parameters of one group that share their axes and dtypes.
 
     Invariant: the local tensor of every parameter is one of ``store``, its unsharded tensor a view of ``buffer``.
+
+    Args:
+        plan: which of the group's ``parameters`` these are, and where their bytes lie.
+        store: where shards rest.
+        device: where modules compute.
+        common: where the full parameters lie that ranks have in common; of the plan's compute dtype.
     """
 
     def __init__(
@@ -109,19 +121,22 @@ class Bucket:
         channel: Channel,
         store: ShardStore,
         device: torch.device,
+        common: torch.Tensor | None,
     ) -> None:
         self.parameters = [parameters[i] for i in plan.indices]
         self.store = store
         self.channel = channel
         self._shard = channel.axes.shard
         self._device = device
+        self._common = None if common is None else CommonCopy(plan, self.parameters, store, self._shard.rank, common)
+        """Set where the plan's residence is ``COMMON``."""
         self.buffer: UnshardedBuffer = (
-            AliasedBuffer(store.flat)
-            if plan.aliased
-            else OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
+            OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
+            if plan.travels
+            else AliasedBuffer(store.flat if common is None else common)
         )
-        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if not plan.aliased else []
-        self._runs = () if plan.aliased else self._runs_worth_while(plan.gather)
+        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if plan.travels else []
+        self._runs = self._runs_worth_while(plan.gather) if plan.travels else ()
         self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
         """Of full parameters that ranks have in common, once these were made."""
@@ -147,18 +162,22 @@ class Bucket:
     @property
     def payload_bytes(self) -> list[int]:
         layout, codec = self.plan.gather, self.plan.codec
-        if self.plan.aliased or not layout.packed_numel:
+        if not self.plan.travels or not layout.packed_numel:
             return []
         return [layout.packed_numel * self._itemsize if codec is None else codec.payload_bytes(layout.packed_numel)]
 
     @property
     def direct_bytes(self) -> int:
         layout = self.plan.gather
-        return 0 if self.plan.aliased else sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
+        return sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize if self.plan.travels else 0
+
+    @property
+    def awaits_readers(self) -> bool:
+        return self._common is not None and not self._common.is_kept and self.channel.others_may_read
 
     def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
         """Of each payload, and of what travels direct, where a gather comes from a smaller mesh."""
-        if self.plan.aliased:
+        if not self.plan.travels:
             return [], 0
         layout = plan_smaller(self.plan, num_shards, direct_bytes)
         direct = sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
@@ -180,7 +199,7 @@ class Bucket:
             ParameterError: somebody wrote to full parameters that ranks have in common.
         """
         self.buffer.free()
-        if self.store.in_common:
+        if self.store.in_common or self._common is not None:
             self._check_unwritten()
 
     def _check_unwritten(self) -> None:
@@ -205,7 +224,9 @@ class Bucket:
 
     def prepare_gather(self) -> Gather:
         """Encodes the shards, or takes the slice kept on the smaller mesh, and says what must travel."""
-        if self.plan.aliased:
+        if self._common is not None:
+            self._common.fill()
+        if not self.plan.travels:
             return Gather([], [])
         self._decodes = self._slice is None and self.plan.codec is not None
         if self._slice is not None:
@@ -308,7 +329,9 @@ class Bucket:
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
         """Keeps the slice of ``rank`` on a smaller mesh of ``num_shards``, from which backward gathers again."""
-        if self.plan.aliased:
+        if self._common is not None:
+            self._common.is_kept = True
+        if not self.plan.travels:
             return
         layout = plan_smaller(self.plan, num_shards, direct_bytes)
         kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
@@ -319,3 +342,5 @@ class Bucket:
     def drop_slice(self) -> None:
         """Releases what :meth:`keep_slice` kept."""
         self._slice = None
+        if self._common is not None:
+            self._common.is_kept = False

@@ -40,6 +40,7 @@ class _Gathering:
 
     @without_grad
     def launch(self) -> Work:
+        self._await_readers()
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
         works: list[Work] = []
         for communicator, gathers in together([b.channel.gathers_over for b in self._buckets], self._gathers):
@@ -53,6 +54,12 @@ class _Gathering:
             elif transfers or not whole:
                 works.append(communicator.all_gather(transfers))
         return works[0] if len(works) == 1 else Together(tuple(works))
+
+    def _await_readers(self) -> None:
+        """Returns when no rank computes any more with what the gather would change in memory that ranks share."""
+        axes = dict.fromkeys(bucket.channel.axes.shard for bucket in self._buckets if bucket.awaits_readers)
+        for meeting in [cast(AliasingCommunicator, axis).barrier("release before an all-gather") for axis in axes]:
+            meeting.wait()
 
     @without_grad
     def finish(self) -> None:

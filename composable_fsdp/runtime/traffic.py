@@ -42,7 +42,7 @@ def smaller_gather_traffic(buckets: Sequence[AnyBucket], size: int) -> Traffic:
         slices = [bucket.smaller_bytes(num_shards, direct_from) for bucket in members]
         payloads = [nbytes for of_bucket, _ in slices for nbytes in of_bucket]
         total += num_shards * (_packed(payloads) + sum(direct for _, direct in slices))
-        for plan in (bucket.plan for bucket in members if not bucket.plan.aliased):
+        for plan in (bucket.plan for bucket in members if bucket.plan.travels):
             layout = plan_smaller(plan, num_shards, direct_from)
             plain += layout.wire_numel * plan.compute_dtype.itemsize
             total += 2 * layout.whole_numel * plan.compute_dtype.itemsize

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from composable_fsdp.codec.blockwise import Int8
 from composable_fsdp.codec.choice import GradientCodecs
-from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, plan_group, plan_smaller
+from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, Residence, plan_group, plan_smaller
 from composable_fsdp.layout.shard import TensorShards
 from tests.unit.test_layout_bucket import DIRECT_BYTES, assert_disjoint_and_aligned, assert_packed_first
 from tests.unit.test_layout_shard import SHAPES, WORLD_SIZES
@@ -120,6 +120,25 @@ def test_an_axis_of_one_rank_aliases_exactly_the_buckets_that_need_no_cast(
         if bucket.aliased:
             assert all(s.padded_numel == s.full_numel == s.numel for s in bucket.gather.shards)
             assert (bucket.unsharded_bytes, bucket.wire_bytes) == (0, 0)
+
+
+@FEWER
+@given(SPECS, st.integers(2, 4))
+def test_ranks_with_memory_in_common_cast_into_it_what_is_not_their_shards(
+    specs: tuple[ParameterSpec, ...], num_shards: int
+) -> None:
+    for bucket in plan_group(specs, (PlanOptions(num_shards, 1, 1, alias=True),)).buckets:
+        shards = bucket.gather.shards
+        if not all(s.concatenates for s in shards):
+            assert bucket.residence is Residence.BUFFER
+            continue
+        is_cast = bucket.dtype != bucket.compute_dtype
+        assert bucket.residence is (Residence.COMMON if is_cast else Residence.SHARDS)
+        assert (bucket.unsharded_bytes, bucket.wire_bytes) == (0, 0)
+        places = zip(*(bucket.own_places(rank) for rank in range(num_shards)), strict=True)
+        for shard, of_ranks, begin in zip(shards, places, bucket.gather.places.offsets, strict=True):
+            own = [range(start, start + shard.padded_numel) for start in of_ranks]
+            assert [i for place in own for i in place] == list(range(begin, begin + shard.full_numel))
 
 
 @FEWER

@@ -79,8 +79,16 @@ class SharedMemoryCommunicator:
         _check_sum(op)
         return self._launch(tensors and operation.all_reduce(self.rank, self.size, tensors))
 
+    @property
+    def partings(self) -> int:
+        return self._engine.partings
+
     def barrier(self, name: str) -> Work:
         return self._engine.launch(operation.Meeting(name))
+
+    def part(self, name: str) -> Work:
+        self._engine.partings += 1
+        return self.barrier(name)
 
     def share(self, nbytes: int) -> torch.Tensor:
         """It takes memory only where it is written, and lives as long as the tensor or a view of it on any rank.

@@ -85,6 +85,8 @@ class Engine:
         self.rank, self.size = rank, len(peers.ranks)
         self.completed = 0
         """Operations that are done, which are the first ones."""
+        self.partings = 0
+        """Barriers at which no rank read what others wrote, as its communicators count them."""
         self.blocks = Blocks()
         self._wire, self._timeout, self._peers = wire, timeout, peers
         self._launched = 0
