@@ -74,20 +74,6 @@ class Held:
         if write:
             fill_(local if isinstance(self.value, DTensor) else self.value, part)
 
-    def is_written_here(self, turn: int, *, is_first: bool) -> bool:
-        """Whether this rank is the one of those with the same part that writes it: of a tensor that is no DTensor
-        the first of all, of replicas each in its ``turn``, so that all of them have work.
-        """
-        if not isinstance(self.value, DTensor):
-            return is_first
-        mesh = self.value.device_mesh
-        coordinate = mesh.get_coordinate()
-        return coordinate is not None and all(
-            coordinate[axis] == turn % mesh.size(axis)
-            for axis, placement in enumerate(self.value.placements)
-            if placement.is_replicate()
-        )
-
 
 def block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of ``box`` in this rank's part."""

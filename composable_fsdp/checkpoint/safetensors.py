@@ -176,10 +176,12 @@ def _some(names: Sequence[str]) -> str:
 def _check_same_files(stored: StoredTensors, ranks: Ranks) -> None:
     """That all ranks see the same tensors: a path may lead elsewhere on another host."""
     described = sorted((name, found.code, found.shape) for name, found in stored.tensors.items())
-    digests = ranks.gather(hashlib.sha256(repr(described).encode()).hexdigest())
-    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    digest = hashlib.sha256(repr(described).encode()).hexdigest()
+    of_ranks = ranks.gather((digest, str(stored.path)))
+    first, path = of_ranks[0]
+    others = [str(rank) for rank, (other, _) in enumerate(of_ranks) if other != first]
     if others:
         raise CheckpointError(
-            f"{stored.path} is not the same checkpoint on all ranks: rank {', '.join(others)} found other tensors than "
-            "rank 0. Put it on storage that all ranks share, or the same copy on every host."
+            f"{path} is not the same checkpoint on all ranks: rank {', '.join(others)} found other tensors than rank "
+            "0. Put it on storage that all ranks share, or the same copy on every host."
         )

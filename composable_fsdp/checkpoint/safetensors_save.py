@@ -14,11 +14,14 @@ import secrets
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable_fsdp.checkpoint.agreement import Ranks
 from composable_fsdp.checkpoint.held import Held, KeyMap, block, held_tensors
@@ -78,8 +81,7 @@ def save_safetensors(
         generation = token if has_parts(folder) else ""
     token, generation = ranks.gather((token, generation))[0]
     files = TensorFiles.of(specs.values(), _aliases(tensors), max_file_bytes, generation)
-    own = {held for turn, held in enumerate(tensors) if held.is_written_here(turn, is_first=ranks.is_first)}
-    _check_same_model(files, [held.local_numel if held in own else 0 for held in tensors], specs, ranks)
+    own = _shares(files, specs, ranks)
     if others and ranks.is_first:
         text = f"save_safetensors leaves out the extra state of modules, which need not be tensors: {', '.join(others)}"
         warnings.warn(text, stacklevel=2)
@@ -116,15 +118,16 @@ def _aliases(tensors: Sequence[Held]) -> dict[str, str]:
     return {key: held.keys[0] for held in tensors for key in held.keys[1:] if key != held.keys[0]}
 
 
-def _check_same_model(files: TensorFiles, counts: list[int], specs: Mapping[Held, TensorSpec], ranks: Ranks) -> None:
-    """That all ranks would write the same files, and every element of them once.
+def _shares(files: TensorFiles, specs: Mapping[Held, TensorSpec], ranks: Ranks) -> list[Held]:
+    """What this rank is to write, so that all ranks together write every element once.
 
-    Args:
-        counts: elements that this rank is to write of each tensor.
+    Several ranks may hold the same part, on a mesh that the tensor knows or, as with parameters that tensor parallelism
+    leaves alone, on one that it does not. Of a DTensor they take turns, so that all have work.
     """
     with ranks.agreeing():
         digest = hashlib.sha256(b"".join(file.header for file in files.files)).hexdigest()
-    of_ranks = ranks.gather((digest, counts))
+        parts = [_Part.of(held) for held in specs]
+    of_ranks = ranks.gather((digest, parts))
     advice = "Pass process_group= with the ranks that hold one model, and another path for every such group."
     different = [str(rank) for rank, (other, _) in enumerate(of_ranks) if other != of_ranks[0][0]]
     if different:
@@ -132,15 +135,35 @@ def _check_same_model(files: TensorFiles, counts: list[int], specs: Mapping[Held
             "save_safetensors: the ranks of this call have tensors of other names, shapes or dtypes than the first, "
             f"namely rank {', '.join(different)}. {advice}"
         )
-    written = [sum(of_tensor) for of_tensor in zip(*(counts for _, counts in of_ranks), strict=True)]
-    wrong = [
-        f"{spec.name} ({count} of {torch.Size(spec.shape).numel()} elements)"
-        for spec, count in zip(specs.values(), written, strict=True)
-        if count != torch.Size(spec.shape).numel()
-    ]
+    own, wrong = [], []
+    for turn, (held, spec) in enumerate(specs.items()):
+        holders: dict[_Part, list[int]] = {}
+        for rank, (_, of_rank) in enumerate(of_ranks):
+            holders.setdefault(of_rank[turn], []).append(rank)
+        count, numel = sum(part.numel for part in holders), prod(spec.shape)
+        if count != numel:
+            wrong.append(f"{spec.name} ({count} of {numel} elements)")
+        same = holders[parts[turn]]
+        if ranks.rank == same[turn % len(same) if isinstance(held.value, DTensor) else 0]:
+            own.append(held)
     if wrong:
         raise CheckpointError(
-            f"save_safetensors: the ranks of this call do not hold these tensors once: {', '.join(wrong)}. {advice}"
+            f"save_safetensors: the ranks of this call do not hold each element once: {', '.join(wrong)}. {advice}"
+        )
+    return own
+
+
+class _Part(NamedTuple):
+    """Stands for the part of a tensor that a rank holds, in a message of few bytes."""
+
+    digest: bytes
+    numel: int
+
+    @staticmethod
+    def of(held: Held) -> _Part:
+        numel = held.local_numel
+        return _Part(
+            hashlib.blake2b(repr(held.extent.ranges).encode(), digest_size=8).digest() if numel else b"", numel
         )
 
 
