@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.testing import run_ranks
+from tests.ranks._sharding import exactly
 
 pytestmark = [
     pytest.mark.behaviour("F-11"),
@@ -115,7 +116,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
     ours, theirs = whole_state(model), whole_state(other)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        assert_close(theirs[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+        exactly(theirs[name], value, name)
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
