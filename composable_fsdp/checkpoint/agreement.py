@@ -20,7 +20,8 @@ class Ranks:
     """Those that make a call together.
 
     Args:
-        group: theirs; ``None`` for the default process group, or this process alone where there is none.
+        group: theirs; ``None`` for the default process group, or this process alone where there is none. Ranks are
+            counted within it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

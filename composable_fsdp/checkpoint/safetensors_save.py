@@ -54,8 +54,9 @@ def save_safetensors(
     checksums; :func:`composable_fsdp.checkpoint.save` makes checkpoints that do.
 
     Every rank writes its own part, block by block, with about 32 MB of extra memory; of replicas one writes each
-    tensor. Tied parameters are written once, under the first of their names; the others are in the metadata, from
-    which :func:`load_safetensors` knows them, as is customary for readers of transformers, which tie them themselves.
+    tensor. Tied parameters are written once, under the first of their names. The others are in the metadata, where
+    :func:`load_safetensors` finds them; transformers needs none, as it ties them itself. Extra state of modules is left
+    out, with a warning.
 
     Args:
         model: sharded or not. Of plain tensors the first rank's values count.
@@ -79,12 +80,11 @@ def save_safetensors(
         specs = _specs(tensors, dtype)
         token = secrets.token_hex(4)
         generation = token if has_parts(folder) else ""
+        if others and ranks.is_first:
+            warnings.warn(f"save_safetensors leaves out the extra state of modules: {', '.join(others)}", stacklevel=2)
     token, generation = ranks.gather((token, generation))[0]
     files = TensorFiles.of(specs.values(), _aliases(tensors), max_file_bytes, generation)
     own = _shares(files, specs, ranks)
-    if others and ranks.is_first:
-        text = f"save_safetensors leaves out the extra state of modules, which need not be tensors: {', '.join(others)}"
-        warnings.warn(text, stacklevel=2)
     with _replacement(Replacement(folder, token), files, ranks) as replacement, ranks.agreeing():
         _write(files, {specs[held].name: held for held in own}, replacement, shown=ranks.is_first)
 
@@ -162,9 +162,8 @@ class _Part(NamedTuple):
     @staticmethod
     def of(held: Held) -> _Part:
         numel = held.local_numel
-        return _Part(
-            hashlib.blake2b(repr(held.extent.ranges).encode(), digest_size=8).digest() if numel else b"", numel
-        )
+        ranges = repr(held.extent.ranges).encode() if numel else b""
+        return _Part(hashlib.blake2b(ranges, digest_size=8).digest(), numel)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.layout.extent import Box
 
 __all__ = ["Reader", "Stored", "StoredTensors"]
+
+_PART = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 WINDOW_BYTES = 16 << 20
 """Of a mapped file that may be in memory before it is mapped anew. Two such windows are, while one follows another."""
@@ -128,7 +131,7 @@ def _add(path: Path, names: Iterable[str] | None, tensors: dict[str, Stored], al
     absent = [] if names is None else [name for name in names if name not in held]
     if absent:
         raise CheckpointError(f"{path} lacks tensors that the index says it has: {', '.join(sorted(absent))}")
-    for name in held if names is None else names:
+    for name in sorted(held) if names is None else names:
         view = file.get_slice(name)
         tensors[name] = Stored(path, view.get_dtype(), tuple(view.get_shape()))
     aliases |= file.metadata() or {}
@@ -165,8 +168,11 @@ def _main_file(path: Path) -> Path:
     for name in (SINGLE, INDEX):
         if (path / name).is_file():
             return path / name
-    found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+    indexes, files = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
+    found = indexes or [file for file in files if not _PART.fullmatch(file.name)]
     if len(found) == 1:
         return found[0]
     which = f"several: {', '.join(p.name for p in found)}. Pass the path of one" if found else "none"
+    if files and not found:
+        which = f"only parts of one, such as {files[0].name}, without the index"
     raise CheckpointError(f"{path} should have one safetensors file or index, but has {which}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.checkpoint.replacing import Replacement
 from composable_fsdp.checkpoint.stored import StoredTensors
+from composable_fsdp.errors import CheckpointError
 from tests.unit._small import assert_alike, filled
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")
@@ -69,3 +71,27 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one
             break
     assert outcomes == sorted(outcomes, reverse=True)
     assert {*outcomes} == {"old", "new"}
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("limit", [60, 10**9])
+def test_a_first_save_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, limit: int) -> None:
+    new, complete = filled(2), 0
+    for calls in range(1000):
+        with pytest.MonkeyPatch.context() as patch:
+            fuse = Fuse(patch, calls)
+            with contextlib.suppress(Killed):
+                save_safetensors(new, tmp_path / str(calls), max_file_bytes=limit)
+        found = filled(3)
+        try:
+            load_safetensors(found, tmp_path / str(calls))
+        except CheckpointError as error:
+            assert not complete
+            assert re.search(r"is missing|has none|has only parts of one", str(error))  # noqa: PT017
+            assert_alike(found, filled(3))
+        else:
+            complete += 1
+            assert_alike(found, new)
+        if fuse.left:
+            break
+    assert complete > 1
