@@ -1,1 +1,12 @@
-"""State dicts of sharded models and optimizers, and checkpoints on disk."""
+
+from composable_fsdp.checkpoint.forms import load_state_dict, state_dict, state_dict_form
+from composable_fsdp.checkpoint.options import Full, Local, Sharded
+
+__all__ = [
+    "Full",
+    "Local",
+    "Sharded",
+    "load_state_dict",
+    "state_dict",
+    "state_dict_form",
+]
