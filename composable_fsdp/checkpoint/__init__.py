@@ -1,12 +1,19 @@
+"""State dicts of sharded models and optimizers, and checkpoints on disk."""
 
 from composable_fsdp.checkpoint.forms import load_state_dict, state_dict, state_dict_form
+from composable_fsdp.checkpoint.optimizer import load_optimizer_state_dict, optimizer_state_dict
 from composable_fsdp.checkpoint.options import Full, Local, Sharded
+from composable_fsdp.checkpoint.rekey import rekey_optimizer, rekey_optimizer_state_dict
 
 __all__ = [
     "Full",
     "Local",
     "Sharded",
+    "load_optimizer_state_dict",
     "load_state_dict",
+    "optimizer_state_dict",
+    "rekey_optimizer",
+    "rekey_optimizer_state_dict",
     "state_dict",
     "state_dict_form",
 ]

@@ -25,6 +25,7 @@ from composable_fsdp import (
     ConfigurationError,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    ShardPlacementResult,
     fully_shard,
     to_empty,
 )
@@ -43,7 +44,9 @@ from composable_fsdp.checkpoint.options import Form
 from composable_fsdp.testing import run_ranks
 from tests.ranks._checkpoint import Everything, build, same_values, scramble, shard, train, wholes_of
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.ranks._models import seeded, shard_layers
 from tests.ranks._sharding import exactly, expected_shard
+from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
 
 FORMS: tuple[Form, ...] = (
     Sharded(),
@@ -60,6 +63,9 @@ BF16: dict[str, Any] = {
 }
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 
+
+SAFE: list[Any] = [DTensor, DeviceMesh, DTensorSpec, TensorMeta, Shard, Replicate]
+"""What sharded values are made of, for ``torch.load(..., weights_only=True)``."""
 
 COUNT = "norm.num_batches_tracked"
 """Not missing in a state dict of no version: ``nn.BatchNorm1d`` adds it then."""
@@ -387,6 +393,52 @@ def test_uneven_tensor_parallel_shards_in_every_form() -> None:
     run_ranks(uneven_tensor_parallel, 4)
 
 
+class ExpertOnEachRank(nn.Module):
+    """A layer that all ranks have, and an expert of which every second rank has another one."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(3, 3)
+        self.expert = nn.Linear(3, 3)
+        nn.init.constant_(self.dense.weight, 5)
+        nn.init.constant_(self.expert.weight, index)
+
+
+def experts() -> None:
+    mesh = named_mesh(edp=2, ep=2)
+    data, index, rank = mesh["edp", "ep"]._flatten("dp"), mesh.get_local_rank("ep"), dist.get_rank()
+
+    def mixture() -> nn.Module:
+        model = MIXTURE.build()
+        placed = place_experts(model, mesh["ep"])
+        apart = ShardPlacementResult(None, mesh["edp"])
+        return shard_layers(model, fully_shard, mesh=data, shard_placement_fn=lambda p: apart if p in placed else None)
+
+    def plain_experts() -> nn.Module:
+        model = seeded(ExpertOnEachRank, index=index)()
+        own, apart = set(model.get_submodule("expert").parameters()), ShardPlacementResult(None, mesh["edp"])
+        return fully_shard(model, mesh=data, shard_placement_fn=lambda p: apart if p in own else None)
+
+    distinct = seeded(ExpertOnEachRank, index=index)().state_dict()
+    own = {name: value for name, value in distinct.items() if "expert" in name}
+    for make, expected, here in (
+        (mixture, MIXTURE.build().state_dict(), {}),
+        (plain_experts, distinct, own if rank == 1 else {}),
+    ):
+        for form in FORMS:
+            found = copy.deepcopy(state_dict(make(), form))
+            if isinstance(form, Full):
+                same_values(found, expected if rank == 0 or not form.rank0_only else here)
+            fresh = scramble(make())
+            load_state_dict(fresh, found, form)
+            same_values(wholes_of(fresh), expected)
+
+
+@pytest.mark.behaviour("F-02", "F-04", "F-05")
+def test_experts_have_a_first_rank_of_their_own_where_others_have_others() -> None:
+    run_ranks(experts, 4)
+
+
 def saved_to_disk() -> None:
     model = shard(build())
     train(model, sgd(model))
@@ -395,7 +447,7 @@ def saved_to_disk() -> None:
         file = io.BytesIO()
         torch.save(state_dict(model, form), file)
         file.seek(0)
-        with torch.serialization.safe_globals([DTensor, DeviceMesh, DTensorSpec, TensorMeta, Shard, Replicate]):
+        with torch.serialization.safe_globals(SAFE):
             found = torch.load(file, weights_only=True)
         fresh = scramble(shard(build()))
         load_state_dict(fresh, found, form)
