@@ -35,8 +35,8 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
         model: any module; what is not sharded shows whole in every form.
         form: :class:`Sharded` and :class:`Local` alias the parameters, as ``model.state_dict()`` does. :class:`Full`
             has memory of its own, buffers too; all ranks must ask for it together, and each gathers tensor by tensor.
-            With ``rank0_only`` rank 0 has it, or the first of the ranks that hold parts of the model; of
-            parameters that fewer data-parallel ranks hold, such as experts, the first of these.
+            With ``rank0_only`` rank 0 has it, or the first of the ranks that hold parts of the model; of parameters
+            that fewer data-parallel ranks hold than others, such as experts, the first of these.
 
     Raises:
         CheckpointError: the full form of parameters that are on the meta device.
@@ -45,7 +45,8 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
     on_meta = _on_meta(entries)
     if on_meta and isinstance(form, Full):
         raise CheckpointError(f"{type(model).__name__} has no full state dict: {on_meta[0]}.")
-    holders = Holders.of((entry.value, entry.sharding) for entry in entries.values())
+    tensors = ((entry.value, entry.sharding) for entry in entries.values())
+    holders = Holders.of(tensors, all_ranks=comes_from_rank0(form))
     state: dict[str, Any] = OrderedDict()
     known: dict[int, torch.Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -134,7 +135,6 @@ class _Report:
     """What one rank says about the state dict that it was given."""
 
     problems: list[str] = field(default_factory=list)
-    present: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: dict[str, str] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
@@ -166,13 +166,13 @@ class _Load:
                 problems[rank] += [f"missing: {n!r}, {described(self._entries[n].value)}" for n in report.missing]
                 problems[rank] += [f"unexpected: {n!r}, {what}" for n, what in report.unexpected.items()]
             elif not self._streams:
-                given = [n for n in report.missing if any(n in other.present for other in self._reports.values())]
-                problems[rank] += [f"missing, though other ranks have it: {n!r}" for n in given]
+                some = [n for n in report.missing if any(n not in other.missing for other in self._reports.values())]
+                problems[rank] += [f"missing, though other ranks have it: {n!r}" for n in some]
         refuse(f"the state dict does not fit {type(self._model).__name__}", problems)
 
     def carry_out(self) -> _IncompatibleKeys:
         """Fills parameters and buffers, then has the model's own method run with values that are there already."""
-        present = {name: e for name, e in self._entries.items() if name in self._told(e).present}
+        present = {name: e for name, e in self._entries.items() if name not in self._told(e).missing}
         filled: set[int] = set()
         values = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -201,11 +201,11 @@ class _Load:
         if not isinstance(state_dict, Mapping):
             report.problems.append(f"a state dict maps names to values, but a {type(state_dict).__name__} was given")
             return report
-        self._given = {plain_name(name): value for name, value in state_dict.items()}
+        self._given = {plain_name(str(name)): value for name, value in state_dict.items()}
         for entry in mine:
             self._inspect_entry(entry, report)
         if is_speaker:
-            unexpected = {n: v for n, v in state_dict.items() if plain_name(n) not in self._entries}
+            unexpected = {str(n): v for n, v in state_dict.items() if plain_name(str(n)) not in self._entries}
             report.unexpected = {name: described(value) for name, value in unexpected.items()}
             report.versions = getattr(state_dict, "_metadata", None)
         return report
@@ -214,9 +214,7 @@ class _Load:
         name = entry.name
         if name not in self._given:
             report.missing.append(name)
-            return
-        report.present.append(name)
-        if entry.is_tensor:
+        elif entry.is_tensor:
             reason = misfit(entry.value, self._given[name], self._form)
             report.problems += [f"{name!r} {reason}"] if reason else []
         elif self._streams:
@@ -271,8 +269,7 @@ def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
 def _shows(model: nn.Module, form: Form) -> Callable[..., Any]:
     def show(*args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         if args or keep_vars:  # the parameters themselves have no other form
-            arguments = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-            return type(model).state_dict(model, *args, **({} if args else arguments))
+            return type(model).state_dict(model, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         state = state_dict(model, form)
         if destination is None and not prefix:
             return state

@@ -42,10 +42,11 @@ class Holders:
         Args:
             all_ranks: where all are plain, the default process group, if there is one.
         """
-        meshes = {v.device_mesh: s for v, s in tensors if isinstance(v, DTensor)}
+        placed = [(v.device_mesh, sharding) for v, sharding in tensors if isinstance(v, DTensor)]
+        meshes = dict.fromkeys(mesh for mesh, _ in placed)
         if not meshes and all_ranks and dist.is_initialized():
             return Holders(default_mesh())
-        num_ranks = {mesh: sharding.axes.num_ranks for mesh, sharding in meshes.items() if sharding is not None}
+        num_ranks = {mesh: sharding.axes.num_ranks for mesh, sharding in placed if sharding is not None}
         apart = frozenset(mesh for mesh, ranks in num_ranks.items() if ranks < max(num_ranks.values()))
         return Holders(max(meshes, key=lambda mesh: mesh.size(), default=None), apart)
 

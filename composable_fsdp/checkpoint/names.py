@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from composable_fsdp.placed import shardings_of, units_below
 from composable_fsdp.sharding import ParameterSharding
@@ -40,7 +41,8 @@ class Entry:
 
     @property
     def is_tensor(self) -> bool:
-        return isinstance(self.value, torch.Tensor)
+        """Whether it is a parameter or buffer. Extra state may be a tensor too, but of any shape at any time."""
+        return isinstance(self.value, torch.Tensor) and self.name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
 
 
 def at_rest(model: nn.Module) -> dict[int, ParameterSharding]:

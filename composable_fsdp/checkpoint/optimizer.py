@@ -50,7 +50,8 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     """
     groups = members_of(model, optimizer)
     members = [member for group in groups for member in group]
-    holders = Holders.of((member.parameter, member.sharding) for member in members)
+    tensors = ((member.parameter, member.sharding) for member in members)
+    holders = Holders.of(tensors, all_ranks=comes_from_rank0(form))
     packed = optimizer.state_dict()
     ids = [i for group in packed["param_groups"] for i in group["params"]]
     entries = {m.name: packed["state"][i] for i, m in zip(ids, members, strict=True) if i in packed["state"]}
@@ -167,7 +168,7 @@ class _Report:
 class _Load:
     """One call of :func:`load_optimizer_state_dict`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, state: object, form: Form | None, streams: bool) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, state: Any, form: Form | None, streams: bool) -> None:
         self._optimizer = optimizer
         self._form = form
         self._streams = streams
@@ -207,32 +208,26 @@ class _Load:
 
     # -- checks
 
-    def _inspect(self, state: object) -> _Report:
+    def _inspect(self, state: Any) -> _Report:
         report = _Report()
         on_meta = [m.name for m in self._members.values() if m.parameter.is_meta]
         if on_meta:
-            report.problems.append(
-                f"parameters are on the meta device: {on_meta}. Call to_empty(model, device=...) first"
-            )
+            report.problems.append(f"these are on the meta device: {on_meta}. Call to_empty(model, device=...) first")
         is_speaker = not self._streams or self._holders.is_source_of()
         mine = {n for n, m in self._members.items() if not self._streams or self._holders.is_source_of(m.parameter)}
         if not mine and not is_speaker:
             return report
-        if not isinstance(state, Mapping) or "state" not in state or (is_speaker and "param_groups" not in state):
+        if not _is_state(state) or (is_speaker and "param_groups" not in state):
             report.problems.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
             return report
         if any(isinstance(name, int) for name in state["state"]):
-            report.problems.append(
-                "parameters have numbers for names: use rekey_optimizer_state_dict(state, model) first"
-            )
+            report.problems.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
             return report
+        entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
         if is_speaker:
             self._match_groups(state["param_groups"], report)
             report.others = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-        entries = {plain_name(name): dict(entry) for name, entry in state["state"].items()}
-        report.problems += [
-            f"state of unexpected parameter {n!r}" for n in entries if n not in self._members and is_speaker
-        ]
+            report.problems += [f"state of unexpected parameter {n!r}" for n in entries if n not in self._members]
         self._given = {name: entries[name] for name in self._members if name in entries and name in mine}
         for name, entry in self._given.items():
             reasons = {key: self._misfit(self._members[name], key, value) for key, value in entry.items()}
@@ -247,8 +242,8 @@ class _Load:
         by_members = {frozenset(group["params"]): group for group in named}
         wanted = [[member.name for member in group] for group in self._groups]
         report.groups = [by_members.get(frozenset(names), {}) for names in wanted]
-        unmatched = [names for names, group in zip(wanted, report.groups, strict=True) if not group]
-        left = [group["params"] for group in named if group not in report.groups]
+        unmatched = [names for names in wanted if frozenset(names) not in by_members]
+        left = [group["params"] for members, group in by_members.items() if members not in map(frozenset, wanted)]
         if len(wanted) != len(named):
             report.problems.append(f"{len(named)} parameter groups, expected {len(wanted)}")
         for names, there in zip_longest(unmatched, left, fillvalue=()):
@@ -284,11 +279,9 @@ class _Load:
         value = value.detach()
         if not value.ndim and not isinstance(value, DTensor):
             return value.clone()
-        return (
-            self._like_parameter(member, key, value)
-            if self._lies_like(member, value)
-            else self._other(member, key, value)
-        )
+        if self._lies_like(member, value):
+            return self._like_parameter(member, key, value)
+        return self._other(member, key, value)
 
     def _lies_like(self, member: Member, value: torch.Tensor) -> bool:
         is_part = isinstance(self._form, Local) and not isinstance(value, DTensor)
@@ -315,6 +308,12 @@ class _Load:
             return own
         mesh = parameter.device_mesh
         return DTensor.from_local(own, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _is_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    return all(isinstance(entry, Mapping) for entry in state["state"].values())
 
 
 def _moved(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

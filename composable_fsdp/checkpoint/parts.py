@@ -87,6 +87,8 @@ def _aliasing(sharded: DTensor, local: torch.Tensor) -> DTensor:
     ``detach`` gives one that ``copy.deepcopy`` refuses where ``local`` is a view that begins later than its storage:
     the DTensor then says that it begins there too, but has no storage.
     """
+    if type(local) is not torch.Tensor:
+        return like(sharded, local)
     alias = like(sharded, local.new_empty(0))
     cast(Any, alias)._local_tensor = local
     return alias

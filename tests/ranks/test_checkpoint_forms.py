@@ -496,23 +496,34 @@ def test_a_context_chooses_the_form_of_the_models_own_methods() -> None:
 
 
 class Noted(nn.Linear):
-    """Notes what its load hooks see."""
+    """Notes what its load hooks see. Its extra state is a tensor that grows."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.seen: list[Any] = []
+        self.extra = torch.zeros(1)
         self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: self.seen.append(sorted(state)))
         self.register_load_state_dict_post_hook(lambda module, keys: self.seen.append(list(keys.missing_keys)))
 
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
 
 def hooks_of_modules() -> None:
-    model = fully_shard(nn.Sequential(Noted(), nn.Linear(3, 1)))
-    values: dict[str, Any] = {name: torch.ones_like(v) for name, v in state_dict(model, Full()).items()}
-    load_state_dict(model, values)
-    assert model[0].seen == [["0.bias", "0.weight"], []]
-    same_values(wholes_of(model), values)
+    for streams in (False, True):
+        first = Noted()
+        model = fully_shard(nn.Sequential(first, nn.Linear(3, 1)))
+        values: dict[str, Any] = {name: torch.ones_like(v) for name, v in state_dict(model, Full()).items()}
+        values["0._extra_state"] = torch.full((5,), 2.0)
+        load_state_dict(model, {} if streams and dist.get_rank() else values, broadcast_from_rank0=streams)
+        assert first.seen == [["0._extra_state", "0.bias", "0.weight"], []]
+        exactly(first.extra, torch.full((5,), 2.0), "extra state")
+        same_values(state_dict(model, Full()), values)
 
 
 @pytest.mark.behaviour("F-04")
-def test_load_hooks_of_modules_run() -> None:
+def test_load_hooks_of_modules_run_and_extra_state_is_set() -> None:
     run_ranks(hooks_of_modules, 2)

@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_named_and_numbers_and_files_are_read() -> None:
     assert "'exp_avg' of 'layers.0.weight' is float32 (4, 5); expected (7, 5) (on rank 0)" in local
     assert "'exp_avg' of 'layers.0.weight' is float32 (7, 5); expected (4, 5) as this rank's part (on rank 0)" in full
     assert one_less.endswith("ranks were given state of different parameters")
-    assert "parameters have numbers for names: use rekey_optimizer_state_dict(state, model) first" in numbers
+    assert "parameters have numbers for names: use rekey_optimizer_state_dict(state, model)" in numbers
     assert "a state dict of an optimizer has 'state' and 'param_groups'; this one has not" in empty
     assert strange.startswith("this AdamW holds parameters that are not the model's, of shapes [(1,), (3,), (7, 5)")
     assert "  0 parameter groups, expected 2 (on rank 0)" in rank0
