@@ -53,10 +53,19 @@ def misfit(target: torch.Tensor, value: object, form: Form | None) -> str | None
         return f"is {described(value)}; expected {tuple(shape)}{where}"
     if _kind(value.dtype) != _kind(target.dtype):
         return f"is {described(value)}; expected {str(target.dtype).removeprefix('torch.')}"
-    if isinstance(value, DTensor) and _lies_alike(target, value):
-        here, there = tuple(local_part(target).shape), tuple(local_part(value).shape)
-        return None if here == there else f"has a local part of {there}; expected {here}"
-    return None
+    return _misplaced(target, value) if isinstance(value, DTensor) else None
+
+
+def _misplaced(target: torch.Tensor, value: DTensor) -> str | None:
+    """Whether ``value`` is not where its placements say, so that it could not be found when it is redistributed.
+
+    They cannot say how every uneven tensor-parallel shard was cut again. Where that is how ``target`` is cut, it knows.
+    """
+    if any(placement.is_partial() for placement in value.placements):
+        return None
+    found = tuple(local_part(value).shape)
+    wanted = tuple(local_part(target).shape) if _lies_alike(target, value) else extent_of(value).local_shape
+    return None if found == wanted else f"has a local part of {found}; expected {wanted}"
 
 
 def part_for(

@@ -214,6 +214,11 @@ def misfits() -> list[str]:
     found.append(message(lambda: load_state_dict(model, full, Sharded())))
     found.append(message(lambda: load_state_dict(model, [])))  # type: ignore[arg-type]
     found.append(message(lambda: load_state_dict(model, {"frozen": torch.zeros(3, device="meta")}, strict=False)))
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    for name, part, dim in (("frozen", torch.zeros(3 - 3 * rank), 0), ("layers.0.weight", torch.zeros(7, 5), 1)):
+        shape = before[name].shape
+        odd = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=shape, stride=before[name].stride())
+        found.append(message(partial(load_state_dict, model, {name: odd}, strict=False)))
     same_values(wholes_of(model), before)
     keys = load_state_dict(model, {"layers.3._orig_mod.bias": torch.zeros(5), "b.extra": torch.zeros(1)}, strict=False)
     assert keys.unexpected_keys == ["b.extra"]
@@ -227,7 +232,7 @@ def misfits() -> list[str]:
 def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_loaded() -> None:
     first, second = run_ranks(misfits, 2)
     assert first == second
-    wrong, lax, some, some_lax, parts, whole_parts, sharded, plain, no_dict, meta, contradiction = first
+    wrong, lax, some, some_lax, parts, whole_parts, sharded, plain, no_dict, meta, alike, other, contradiction = first
     assert wrong.splitlines() == [
         "the state dict does not fit FSDPEverything. Nothing was loaded.",
         "  'flag' is no tensor but of type float",
@@ -246,7 +251,27 @@ def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_loaded() -> 
     assert "'plain.weight'" not in plain
     assert "a state dict maps names to values, but a list was given" in no_dict
     assert "'frozen' is on the meta device and has no values" in meta
+    assert "  'frozen' has a local part of (3,); expected (2,) (on rank 0)" in alike.splitlines()
+    assert "  'layers.0.weight' has a local part of (7, 5); expected (7, 3) (on rank 0)" in other.splitlines()
     assert contradiction.startswith("broadcast_from_rank0 sends whole tensors, but form is Local(")
+
+
+def kept_unsharded() -> None:
+    model = shard(build(), reshard_after_forward=False).eval()
+    x = torch.ones(2, 5)
+    with torch.no_grad():
+        model(x)  # leaves the groups unsharded
+        values = {n: v * 2 if isinstance(v, torch.Tensor) else v for n, v in state_dict(model, Full()).items()}
+        model(x)
+        load_state_dict(model, values)
+        plain = build().eval()
+        plain.load_state_dict(values)
+        assert_close(model(x), plain(x))
+
+
+@pytest.mark.behaviour("F-04")
+def test_what_was_left_unsharded_computes_with_the_loaded_values() -> None:
+    run_ranks(kept_unsharded, 2)
 
 
 class OneAtATime:
