@@ -114,10 +114,11 @@ class Ranks:
 
     def _lost(self, peer: int, error: RuntimeError) -> str:
         """Notes that the group is of no more use."""
+        reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
         for meetings in _meetings.values():
             if meetings.group is self._group:
                 meetings.group = None
-        return f"rank {peer} is gone, or did not answer within {self._timeout:.0f} s ({_text(error)})"
+        return f"rank {peer} is gone, or did not answer within {self._timeout:g} s ({reason})"
 
     def _send(self, value: object, peer: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -237,7 +238,7 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
         missing = verdict.get("missing", [])
         if missing and rank not in missing:
             raise CheckpointError(
-                f"{note['call']}: {_names(missing)} did not make this call within {timeout:.0f} s. All {size} ranks of "
+                f"{note['call']}: {_names(missing)} did not make this call within {timeout:g} s. All {size} ranks of "
                 "the default process group must make it, also those that have no part of the model."
             )
         if not missing:

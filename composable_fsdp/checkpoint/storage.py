@@ -30,14 +30,14 @@ class _Stream:
         self.checksum = 0
         self.bytes = 0
         self.error: OSError | None = None
-        """The first that a write met: torch's zip writer turns it into one that says nothing of its cause."""
+        """That of a write: torch's zip writer turns it into one that does not say what it was."""
 
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
         try:
             count: int = self._file.write(data)
         except OSError as error:
-            self.error = self.error or error
+            self.error = error
             raise
         self.bytes += count
         return count
@@ -56,21 +56,23 @@ class _Stream:
 
 
 class _ChecksummingFiles(FileSystem):
-    """Keeps a record of every file that it wrote."""
+    """Keeps a record of every file that it wrote, and names the file of which writing failed."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
-        with super().create_stream(path, mode) as file:
-            stream = _Stream(file)
-            try:
+        stream = None
+        try:
+            with super().create_stream(path, mode) as file:
+                stream = _Stream(file)
                 yield stream
-            except RuntimeError:
-                if stream.error is not None:
-                    raise OSError(stream.error.errno, stream.error.strerror, str(path)) from stream.error
-                raise
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) or stream is None else stream.error
+            if isinstance(cause, OSError):
+                raise OSError(cause.errno, cause.strerror, str(path)) from error
+            raise
         self.records[Path(path).name] = FileRecord(stream.bytes, f"{stream.checksum:08x}")
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

@@ -12,14 +12,20 @@ from zlib import crc32
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
-from composable_fsdp import fully_shard
+from composable_fsdp import CPUOffloadPolicy, fully_shard
 from composable_fsdp.placed import extent_of, gather, like, shardings_of, units_below
 from tests.ranks._model_parallel import Pair, named_mesh, parallelize_pairs
 
-__all__ = ["WORLDS", "Everything", "adamw", "assert_holds", "fill", "zeroed"]
+__all__ = ["WORLDS", "Everything", "adamw", "assert_holds", "fill", "local", "zeroed"]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part."""
+    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach()
 
 
 class Counter(nn.Module):
@@ -88,9 +94,9 @@ def _sharded(model: Everything, **options: Any) -> Everything:
 
 WORLDS: dict[str, tuple[int, Callable[[], Everything]]] = {
     "1": (1, flat(1)),
-    "2": (2, flat(2)),
+    "2, on dim 1": (2, flat(2, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)),
     "3": (3, flat(3)),
-    "4": (4, flat(4)),
+    "4, in host memory": (4, flat(4, offload_policy=CPUOffloadPolicy())),
     "2x2 hybrid": (4, hybrid),
     "2x2 tensor-parallel": (4, tensor_parallel(2, 2)),
     "3x2 tensor-parallel": (6, tensor_parallel(3, 2)),
@@ -133,27 +139,26 @@ def fill(model: Everything, optimizer: Optimizer | None = None) -> None:
             moments = {key: _zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
     for name, tensor, sharding in tensors(model, optimizer):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local.copy_(extent_of(tensor, sharding).take(whole(name, tensor)))
+        local(tensor).copy_(extent_of(tensor, sharding).take(whole(name, tensor)))
     model.counter.calls = 42
 
 
 def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return torch.zeros_like(parameter)
-    return like(parameter, torch.zeros_like(parameter.to_local()))
+    return like(parameter, torch.zeros_like(local(parameter)))
 
 
 @torch.no_grad()
 def zeroed(model: Everything) -> Everything:
     for _, tensor, _ in tensors(model):
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+        local(tensor).zero_()
     return model
 
 
 @torch.no_grad()
 def assert_holds(model: Everything, optimizer: Optimizer | None = None) -> None:
-    """Everything has the value that :func:`fill` gave, to the bit, and state is placed like its parameter. Collective."""
+    """Everything has the value that :func:`fill` gave, to the bit; state is placed like its parameter. Collective."""
     for name, tensor, sharding in tensors(model, optimizer):
         found = gather(tensor, sharding)
         assert torch.equal(found, whole(name, tensor)), f"{name}\n{found}\n{whole(name, tensor)}"
@@ -167,4 +172,4 @@ def assert_holds(model: Everything, optimizer: Optimizer | None = None) -> None:
             assert isinstance(state[key], DTensor) == isinstance(parameter, DTensor), key
             if isinstance(parameter, DTensor):
                 assert state[key].placements == parameter.placements
-                assert state[key].to_local().shape == parameter.to_local().shape
+                assert local(state[key]).shape == local(parameter).shape

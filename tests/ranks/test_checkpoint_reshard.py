@@ -60,14 +60,13 @@ def test_every_world_loads_what_every_other_saved(tmp_path: Path) -> None:
 
 def unsharded_without_process_groups(folder: Path) -> None:
     assert not dist.is_initialized()
+    model = Everything()
+    optimizer = adamw(model)
     for kind in WORLDS:
-        model = zeroed(Everything())
-        optimizer = adamw(model)
+        zeroed(model)
         load(folder / kind, model, optimizer)
         assert_holds(model, optimizer)
     save(folder / "unsharded", model, optimizer)
     other = zeroed(Everything())
     load(folder / "unsharded", other, None)
     assert_holds(other)
-
-

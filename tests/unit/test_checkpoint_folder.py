@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp import CheckpointError
 from composable_fsdp.checkpoint.folder import MANIFEST, Writing, complete, latest
 
 
