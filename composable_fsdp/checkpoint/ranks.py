@@ -30,7 +30,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _TAG = 6
-_LONGEST_PAUSE = 0.05
+_LONGEST_PAUSE = 0.02
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,11 @@ class Ranks:
 
     def agree(self, what: str, each: Callable[[], object] = lambda: None) -> None:
         """Calls ``each`` on every rank and goes on when all have returned. Raises as :meth:`exchange` does."""
-        self.exchange(what, lambda: each() and None, lambda results: results)
+
+        def act() -> None:
+            each()
+
+        self.exchange(what, act, lambda results: results)
 
     def from_first(self, what: str, central: Callable[[], R]) -> R:
         """What ``central`` returns on rank 0, on all ranks."""
@@ -97,28 +101,28 @@ class Ranks:
         try:
             return self._receive(peer)
         except RuntimeError as error:
-            return _Failure(self._lost(peer, error))
+            return _Failure(self._lost(error))
 
     def _reply(self, reply: object, peer: int) -> None:
         try:
             self._send(reply, peer)
         except RuntimeError as error:  # it cannot be told; the next exchange, if there is one, names it to the others
-            logger.warning("%s", self._lost(peer, error))
+            logger.warning("rank %d: %s", peer, self._lost(error))
 
     def _ask(self, what: str, outcome: object) -> Any:
         try:
             self._send(outcome, 0)
             return self._receive(0)
         except RuntimeError as error:
-            raise CheckpointError(f"{what}: {self._lost(0, error)}") from error
+            raise CheckpointError(f"{what}: rank 0: {self._lost(error)}") from error
 
-    def _lost(self, peer: int, error: RuntimeError) -> str:
-        """Notes that the group is of no more use."""
+    def _lost(self, error: RuntimeError) -> str:
+        """What became of a peer. Notes that the group is of no more use."""
         reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
         for meetings in _meetings.values():
             if meetings.group is self._group:
                 meetings.group = None
-        return f"rank {peer} is gone, or did not answer within {self._timeout:g} s ({reason})"
+        return f"gone, or did not answer within {self._timeout:g} s ({reason})"
 
     def _send(self, value: object, peer: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -195,7 +199,10 @@ def meet(call: str, timeout: float) -> Ranks:
     meetings = _meetings.setdefault(world, _Meetings())
     if meetings.group is not None and not _is_registered(meetings.group):
         meetings.group = None
-    verdict = _assemble(meetings, {"call": call, "group": meetings.group is not None}, timeout)
+    try:
+        verdict = _assemble(meetings, {"call": call, "group": meetings.group is not None}, timeout)
+    except dist.DistError as error:
+        raise CheckpointError(f"{call}: the store of rank 0 cannot be reached any more ({error}).") from error
     if "calls" in verdict:
         raise CheckpointError(f"the ranks did not make the same call: {verdict['calls']}.")
     if not verdict["group"]:

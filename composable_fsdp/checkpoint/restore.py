@@ -95,7 +95,7 @@ class Restore:
         with torch.no_grad():
             reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
             self._give_to_modules()
-        if self._optimizer is not None and self._groups:
+        if self._optimizer is not None:
             self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
         if communication and self._communication:
             CommunicationState(self._model).load_state_dict(self._communication)
@@ -151,12 +151,11 @@ class Restore:
         saved_groups, states = _param_groups(self._objects), self._states()
         if not saved_groups:
             self.misfit.others.append("the checkpoint has no param_groups of an optimizer.")
-            return
         by_names = {frozenset(group["params"]): group for group in saved_groups}
         names, first = names_of(self._model, optimizer), 0
         for i, (own, group) in enumerate(zip(names, optimizer.param_groups, strict=True)):
             saved = by_names.get(frozenset(own))
-            if saved is None:
+            if saved is None and saved_groups:
                 some = ", ".join(own[:3]) + (", …" if len(own) > 3 else "")
                 self.misfit.others.append(f"no param_group of the checkpoint has the parameters of group {i}: {some}")
             settings = {k: v for k, v in (saved or group).items() if k not in ("params", "param_names")}

@@ -49,6 +49,7 @@ class _Stream:
         self._file.flush()
 
     def fileno(self) -> int:
+        self._file.flush()  # DCP asks in order to sync; of the metadata it has not flushed all by then
         return cast(int, self._file.fileno())
 
     def close(self) -> None:

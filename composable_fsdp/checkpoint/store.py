@@ -38,8 +38,8 @@ def save(
 
     It is complete or not there: whenever processes are killed or the disk is full, the earlier ones can be loaded, and
     so can an earlier one of the same step until the new one is complete. Every rank writes what it holds, and of copies
-    one rank each. The format is that of ``torch.distributed.checkpoint``, whose ``load`` can read it too, with a
-    manifest of checksums.
+    one rank each: what differs between ranks must be a DTensor, or have another name on each. The format is that of
+    ``torch.distributed.checkpoint``, whose ``load`` can read it too, with a manifest of checksums.
 
     Besides parameters, buffers, extra states of modules and the state of the optimizer, by parameter names, a
     checkpoint has each rank's random number generators and what codecs with error feedback keep.
@@ -65,7 +65,6 @@ def save(
             on all ranks.
         ConfigurationError: arguments that make no sense.
     """
-    finish_earlier()
     extra, show = dict(extra or {}), wants_progress(False if progress is None and asynchronous else progress)
     if step is None and type(extra.get("step")) is int:
         step = extra["step"]
@@ -74,6 +73,7 @@ def save(
     if step is not None and step < 0:
         raise ConfigurationError(f"step must not be negative, but is {step}.")
     ranks = meet(f"save({os.fspath(path)!r}, step={step})", timeout)
+    ranks.agree("the save before this one", finish_earlier)
     saving = Saving(ranks, Path(path), step, keep_last)
     saving.plan(model, optimizer, extra)
     pending = PendingSave(saving.final, saving.step)
@@ -128,9 +128,9 @@ def load(
         CheckpointError: there is no checkpoint, it is damaged, newer than this library, or of another model, or ranks
             are missing. The same on all ranks. Names the file, or lists the differences.
     """
-    finish_earlier()
     show = wants_progress(progress)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
+    ranks.agree("the save before this load", finish_earlier)
     loading = Loading(ranks, Path(path), show=show)
     loading.check(contents=verify)
     loading.prepare(model, optimizer, strict=strict, weights_only=weights_only)

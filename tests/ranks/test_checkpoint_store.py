@@ -137,6 +137,32 @@ def missing(folder: Path) -> None:
     assert not keys
 
 
+def slow(folder: Path) -> None:
+    """Rank 1 writes for longer than the others wait, without stopping."""
+    rank, model = dist.get_rank(), nn.Linear(3, 3)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = Gate(monkeypatch)
+        if rank == 0:
+            gate.opened.set()
+        pending = save(folder, model, step=1, asynchronous=True, timeout=1)
+        while rank == 0 and not pending.done():
+            time.sleep(0.01)
+        dist.barrier()
+        gate.opened.set()
+        if rank == 0:
+            with pytest.raises(CheckpointError, match="step-00000001: rank 1: gone, or did not answer within 1 s"):
+                pending.wait()
+    assert latest(folder) is None
+    text = refused(lambda: save(folder, model, step=2))  # rank 0 knows of it already, rank 1 does not
+    assert text.startswith(f"the save before this one: rank 1: saving {folder}/step-00000001: rank 0: gone, or did ")
+    assert save(folder, model, step=2).path == latest(folder)
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_rank_that_takes_too_long_is_named_and_the_next_save_works(tmp_path: Path) -> None:
+    run_ranks(slow, 2, tmp_path)
+
+
 PLACE = "composable_fsdp/checkpoint"
 
 

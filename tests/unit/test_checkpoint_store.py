@@ -167,6 +167,21 @@ def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
         load(tmp_path, nn.ModuleDict({"first": nn.Linear(3, 3, bias=False)}))
 
 
+def test_state_without_groups_is_loaded_if_not_strict(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"first.weight": dict(optimizer.state[model.first.weight])}
+    nested = {"model": model.state_dict(), "optimizer": {"state": state}}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(nested, checkpoint_id=tmp_path, no_dist=True)
+    other = Tied()
+    fresh = torch.optim.AdamW(other.parameters(), lr=9.0)
+    with pytest.raises(CheckpointError, match="has no param_groups"):
+        load(tmp_path, other, fresh)
+    load(tmp_path, other, fresh, strict=False)
+    assert_same(fresh.state[other.first.weight], optimizer.state[model.first.weight])
+    assert fresh.param_groups[0]["lr"] == 9.0
+
+
 def test_what_is_in_both_is_loaded_if_not_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = trained()
     save(tmp_path, model, optimizer)
