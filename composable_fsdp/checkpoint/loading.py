@@ -83,12 +83,10 @@ class Loading:
 
     def read(self) -> None:
         """Reads this rank's parts of all tensors."""
-
-        def each() -> None:
-            with progress_bar(self._show, f"loading {self.folder.name}", self._restore.nbytes) as done:
-                self._restore.run(self.folder, communication=self._communication, progress=done)
-
-        self._ranks.agree(self._what, each)
+        self._ranks.agree(
+            self._what,
+            lambda: self._restore.run(self.folder, communication=self._communication, show=self._show),
+        )
 
     def restore_random_state(self) -> None:
         """Sets the random number generators, if as many ranks saved theirs."""

@@ -24,6 +24,7 @@ from composable_fsdp.checkpoint.contents import (
 from composable_fsdp.checkpoint.fit import Misfit
 from composable_fsdp.checkpoint.names import Entry, entries_of, plain_name
 from composable_fsdp.checkpoint.plan import LoadPlanner, Part
+from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.storage import reader_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
@@ -84,26 +85,28 @@ class Restore:
         self.wants_communication = bool(self._communication)
         self.fits_communication = self._matches_communication()
 
-    def run(self, folder: Path, *, communication: bool, progress: Any) -> None:
-        """Reads this rank's parts of everything from the checkpoint ``folder``."""
+    def run(self, folder: Path, *, communication: bool, show: bool) -> None:
+        """Reads this rank's parts of everything from the checkpoint ``folder``.
+
+        Args:
+            folder: the checkpoint.
+            communication: whether to load the state of codecs.
+            show: whether to show a bar.
+        """
         state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
         if communication:
             for name, each in self._communication.items():
                 self._parts[f"communication.{name}.residual"] = part_of(each["residual"], None, name)
                 each["rounds"] = self._objects[f"communication.{name}.rounds"]
-        planner = LoadPlanner(self._metadata, self._parts, done=progress)
-        with torch.no_grad():
+        total = sum(part.local.nbytes for part in self._parts.values())
+        with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as done:
+            planner = LoadPlanner(self._metadata, self._parts, done=done)
             reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
             self._give_to_modules()
         if self._optimizer is not None:
             self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
         if communication and self._communication:
             CommunicationState(self._model).load_state_dict(self._communication)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the model's tensors that this rank reads."""
-        return sum(part.local.nbytes for part in self._parts.values())
 
     def _match_model(self) -> None:
         registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}

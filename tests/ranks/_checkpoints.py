@@ -109,7 +109,8 @@ def adamw(model: nn.Module) -> AdamW:
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     known = set(map(id, biases))
     weights = [p for p in model.parameters() if id(p) not in known]
-    return AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 0.25}], lr=0.5)
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": biases, "weight_decay": 0.0, "lr": 0.25}]
+    return AdamW(groups, lr=0.5)
 
 
 def whole(name: str, like: torch.Tensor) -> torch.Tensor:
