@@ -105,12 +105,12 @@ class Writing:
         self.step = step
         self.final = path / _name(step)
         self.partial = path / (_name(step) + _PARTIAL)
-        self._lock = _locked(path)
+        self._lock: int | None = _locked(path)
         try:
             _tidy(path)
             self.partial.mkdir()
         except BaseException:
-            os.close(self._lock)
+            self._unlock()
             raise
 
     def commit(self, keep_last: int | None = None) -> None:
@@ -131,12 +131,18 @@ class Writing:
                 _remove(each)
         except OSError as error:  # the checkpoint is complete all the same
             logger.warning("%s: what is no longer needed could not be deleted: %s", self._path, error)
-        os.close(self._lock)
+        self._unlock()
 
     def abandon(self) -> None:
-        """Removes what has been written so far."""
-        shutil.rmtree(self.partial, ignore_errors=True)
-        os.close(self._lock)
+        """Removes what has been written so far, unless it is committed."""
+        if self._lock is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
 
 def _tidy(path: Path) -> None:

@@ -71,7 +71,8 @@ class Saving:
             plans = ChecksummingWriter(writing.partial).prepare_global_plan(plans)
             return [(writing.final, writing.partial, step, plan) for plan in plans]
 
-        reply = self._ranks.exchange(f"saving to {self._path}", each, central)
+        with self._abandoned_on_failure():
+            reply = self._ranks.exchange(f"saving to {self._path}", each, central)
         self.final, self._partial, self.step, self._plan = reply
 
     def stage(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from composable_fsdp.checkpoint.folder import METADATA
 from composable_fsdp.checkpoint.manifest import FileRecord
@@ -92,6 +92,10 @@ class ChecksummingWriter(FileSystemWriter):
     def records(self) -> dict[str, FileRecord]:
         """Of every file that this process wrote, by name."""
         return self._files.records
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the path, which is not where the checkpoint will be, nor can every Python read another's."""
+        return StorageMeta(save_id=self.save_id)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -77,6 +77,7 @@ def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
     assert f"{tmp_path} is being written to by process " in text
     assert names(tmp_path) == ["step-00000001.partial"]
     writing.abandon()
+    writing.abandon()
     assert names(tmp_path) == []
     write(tmp_path, 2)
     assert names(tmp_path) == ["step-00000002"]
