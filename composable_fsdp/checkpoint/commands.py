@@ -170,6 +170,7 @@ def _convert(
     max_file_bytes: Annotated[int, typer.Option(help="in one file; not for torch")] = MAX_FILE_BYTES,
     model_only: Annotated[bool, typer.Option("--model-only", help="leave out the optimizer and the rest")] = False,
     force: Annotated[bool, typer.Option("--force", help="replace a checkpoint that is there")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="do not compare checksums of SOURCE first")] = False,
     trust: Annotated[bool, typer.Option("--trust", help="admit any class, which can run any code in SOURCE")] = False,
 ) -> None:
     """Converts between directories of torch.distributed.checkpoint, files of torch.save and safetensors."""
@@ -181,6 +182,7 @@ def _convert(
         max_file_bytes=max_file_bytes,
         model_only=model_only,
         force=force,
+        verify=not no_verify,
         weights_only=not trust,
     )
     typer.echo(f"{target} is complete")

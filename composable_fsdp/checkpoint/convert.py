@@ -15,6 +15,7 @@ from composable_fsdp.checkpoint.convert_to_files import write_safetensors, write
 from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint.sources import Kind, Source, Spec, kind_of, open_source
 from composable_fsdp.checkpoint.tensor_files import INDEX, SINGLE
+from composable_fsdp.checkpoint.verify import verify as verify_files
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["MAX_FILE_BYTES", "convert"]
@@ -39,6 +40,7 @@ def convert(
     max_file_bytes: int = MAX_FILE_BYTES,
     model_only: bool = False,
     force: bool = False,
+    verify: bool = True,
     weights_only: bool = True,
     progress: bool | None = None,
 ) -> list[str]:
@@ -55,6 +57,7 @@ def convert(
         model_only: leave out all but the model. safetensors have nothing else. A torch file then is the model's state
             dict, otherwise it is ``{"model": ..., "optimizer": ..., ...}``.
         force: replace a checkpoint that is there.
+        verify: read all files of ``source`` first, as :func:`~composable_fsdp.checkpoint.verify.verify` does.
         weights_only: as for ``torch.load``.
         progress: show a bar. If left out, where stderr is a terminal.
 
@@ -76,6 +79,9 @@ def convert(
     _check_target(goal, to, force)
     if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):
         raise ConfigurationError(f"{goal} is what is to be converted. Name another target.")
+    problems = verify_files(opened.path, progress=progress).problems if verify else ()
+    if problems:
+        raise CheckpointError("\n".join(problems))
     work, left_out = _work(opened, to, dtype=dtype, model_only=model_only)
     total = sum(spec.nbytes for spec in work.tensors.values())
     with progress_bar(wants_progress(progress), f"converting {opened.path.name}", total) as work.done, torch.no_grad():

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from composable_fsdp.checkpoint import plan
 from composable_fsdp.checkpoint.conversion import Work, aside_of, sync
 from composable_fsdp.checkpoint.manifest import Manifest, TensorRecord, library_version
+from composable_fsdp.checkpoint.mapped import view_of
 from composable_fsdp.checkpoint.plan import add_aliases
 from composable_fsdp.checkpoint.sources import Spec
 from composable_fsdp.checkpoint.storage import ChecksummingWriter
@@ -34,6 +35,7 @@ def write_dcp(work: Work, target: Path, max_file_bytes: int) -> None:
         planner = _Planner(work, objects)
         plans, metadata = planner.create_global_plan(planner.plans(max_file_bytes))
         writer = ChecksummingWriter(folder)
+        writer.per_thread_copy_ahead = 0  # each block is written before the next one is asked for, also with CUDA
         writer.set_up_storage_writer(is_coordinator=True)
         results = []
         for each in writer.prepare_global_plan(plans):
@@ -84,7 +86,10 @@ def _replace_directory(target: Path, new: Path) -> None:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans all blocks in one process, and reads each one when it is to be written."""
+    """Plans all blocks in one process, and reads each one when it is to be written.
+
+    All into one buffer: DCP holds on to the tensors that it wrote until their file is complete.
+    """
 
     def __init__(self, work: Work, objects: Mapping[plan.Path, Any]) -> None:
         super().__init__()
@@ -92,11 +97,12 @@ class _Planner(DefaultSavePlanner):
         self._objects = {_key(path): value for path, value in objects.items()}
         self._paths = {_key(path): path for path in (*work.tensors, *work.aliases, *objects)}
         self._blocks: dict[MetadataIndex, Box] = {}
+        self._buffer = bytearray()
 
     def plans(self, max_file_bytes: int) -> list[SavePlan]:
         """One for each file: DCP gives every rank its own, so these are as if of so many ranks."""
         items: list[list[WriteItem]] = [[WriteItem(MetadataIndex(k), WriteItemType.BYTE_IO) for k in self._objects]]
-        size = 0
+        size = largest = 0
         for path, spec in self._work.tensors.items():
             for box in self._work.source.boxes(path):
                 block = Spec(box.sizes, spec.dtype)
@@ -104,11 +110,13 @@ class _Planner(DefaultSavePlanner):
                     items.append([])
                     size = 0
                 size += block.nbytes
+                largest = max(largest, block.nbytes)
                 index = MetadataIndex(_key(path), box.offsets)
                 self._blocks[index] = box
                 chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
                 data = TensorWriteData(chunk, TensorProperties(dtype=spec.dtype), torch.Size(spec.shape))
                 items[-1].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self._buffer = bytearray(largest)
         return [SavePlan(each, planner_data=self._paths) for each in items]
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -118,7 +126,7 @@ class _Planner(DefaultSavePlanner):
             torch.save(self._objects[key], data)
             return data
         path, box = self._paths[key], self._blocks[write_item.index]
-        block = torch.empty(box.sizes, dtype=self._work.tensors[path].dtype)
+        block = view_of(self._buffer, 0, Spec(box.sizes, self._work.tensors[path].dtype))
         self._work.source.read(path, box, block)
         self._work.done(block.nbytes)
         return block

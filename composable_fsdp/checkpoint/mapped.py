@@ -14,7 +14,7 @@ import torch
 from composable_fsdp.checkpoint.replacing import reserve
 from composable_fsdp.checkpoint.sources import Spec
 
-__all__ = ["Mapped"]
+__all__ = ["Mapped", "view_of"]
 
 
 class Mapped:
@@ -48,11 +48,8 @@ class Mapped:
             os.close(self._file)
 
     def view(self, offset: int, spec: Spec) -> torch.Tensor:
-        """A tensor at ``offset`` bytes, with a storage of its own."""
-        if spec.nbytes == 0:
-            return torch.empty(spec.shape, dtype=spec.dtype)
-        data = torch.frombuffer(self._map, dtype=torch.uint8, count=spec.nbytes, offset=offset)
-        return data.view(spec.dtype).view(spec.shape)
+        """A tensor at ``offset`` bytes."""
+        return view_of(self._map, offset, spec)
 
     @contextmanager
     def tensor(self, offset: int, spec: Spec) -> Iterator[torch.Tensor]:
@@ -62,3 +59,11 @@ class Mapped:
         if spec.nbytes:
             self._map.flush(begin, offset + spec.nbytes - begin)
             self._map.madvise(mmap.MADV_DONTNEED, begin, offset + spec.nbytes - begin)
+
+
+def view_of(memory: mmap.mmap | bytearray, offset: int, spec: Spec) -> torch.Tensor:
+    """A tensor at ``offset`` bytes of ``memory``, with a storage of just its size."""
+    if spec.nbytes == 0:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    data = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes, offset=offset)
+    return data.view(spec.dtype).view(spec.shape)

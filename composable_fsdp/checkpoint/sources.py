@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from composable_fsdp.checkpoint import plan
 from composable_fsdp.checkpoint.folder import MANIFEST, METADATA, complete, find
+from composable_fsdp.checkpoint.items import mapped_item
 from composable_fsdp.checkpoint.manifest import Manifest
 from composable_fsdp.checkpoint.restore import read_objects
-from composable_fsdp.checkpoint.storage import read_metadata, reader_of
+from composable_fsdp.checkpoint.storage import read_metadata
 from composable_fsdp.checkpoint.stored import Reader, StoredTensors
 from composable_fsdp.checkpoint.tree import canonical, flat
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.layout.extent import Box, Extent
+from composable_fsdp.layout.extent import Box
 
 __all__ = ["DcpSource", "Kind", "SafetensorsSource", "Source", "Spec", "TorchSource", "kind_of", "open_source"]
 
@@ -130,10 +131,10 @@ class Source(Protocol):
         """
 
     def boxes(self, path: plan.Path) -> Iterator[Box]:
-        """Blocks that tile a tensor, as they are best read."""
+        """Blocks of a tensor that tile it."""
 
     def read(self, path: plan.Path, box: Box, out: torch.Tensor) -> None:
-        """Copies the block ``box`` of a tensor to ``out``, of its sizes and any dtype."""
+        """Copies one of these blocks to ``out``, of its sizes and any dtype."""
 
 
 class DcpSource:
@@ -148,7 +149,6 @@ class DcpSource:
         self._weights_only = weights_only
         saved = self._metadata.state_dict_metadata
         self._keys = dict(zip(canonical([self._path(key) for key in saved]), saved, strict=True))
-        self._reader = reader_of(path, self._metadata)
         self.tensors: dict[plan.Path, Spec] = {}
         self.aliases: dict[plan.Path, plan.Path] = {}
         places: dict[object, plan.Path] = {}
@@ -167,17 +167,24 @@ class DcpSource:
         return read_objects(self.path, self._metadata, [key], weights_only=self._weights_only)[key]
 
     def boxes(self, path: plan.Path) -> Iterator[Box]:
-        """As they were written: a piece of one costs as much as all of it."""
+        spec = self.tensors[path]
+        for chunk in self._chunks(path):
+            yield from chunk.pieces(spec.shape, BLOCK_BYTES // spec.dtype.itemsize)
+
+    def read(self, path: plan.Path, box: Box, out: torch.Tensor) -> None:
+        for chunk in self._chunks(path):
+            inside = [o - c for o, c in zip(box.offsets, chunk.offsets, strict=True)]
+            if all(o >= 0 and o + n <= m for o, n, m in zip(inside, box.sizes, chunk.sizes, strict=True)):
+                item = self._metadata.storage_data[MetadataIndex(self._keys[path], torch.Size(chunk.offsets))]
+                found = mapped_item(self.path, item)
+                out.copy_(found[tuple(slice(o, o + n) for o, n in zip(inside, box.sizes, strict=True))])
+                return
+
+    def _chunks(self, path: plan.Path) -> Iterator[Box]:
         saved = self._metadata.state_dict_metadata[self._keys[path]]
         assert isinstance(saved, TensorStorageMetadata)
         for chunk in saved.chunks:
-            yield Box(tuple(chunk.offsets), tuple(chunk.offsets), tuple(chunk.sizes))
-
-    def read(self, path: plan.Path, box: Box, out: torch.Tensor) -> None:
-        ranges = tuple((range(o, o + n),) if n else () for o, n in zip(box.offsets, box.sizes, strict=True))
-        parts = {self._keys[path]: plan.Part(Extent(self.tensors[path].shape, ranges), out)}
-        planner = plan.LoadPlanner(self._metadata, parts)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+            yield Box(tuple(chunk.offsets), (0,) * len(chunk.sizes), tuple(chunk.sizes))
 
     def _path(self, key: str) -> plan.Path:
         """As DCP noted it; keys of others that did not are taken apart where ours would be."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import mmap
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from composable_fsdp.checkpoint.folder import MANIFEST, complete
+from composable_fsdp.checkpoint.items import archive_in
 from composable_fsdp.checkpoint.manifest import Manifest, check_file
 from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint.sources import Kind, kind_of
@@ -105,12 +105,12 @@ def _check_archives(path: Path, spans: list[tuple[int, int]]) -> None:
         raise CheckpointError(f"{path} is missing.") from None
     if size < _end(spans):
         raise CheckpointError(f"{path} has {size} bytes instead of {_end(spans)}: it is truncated or overwritten.")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with path.open("rb") as file:
         for offset, length in spans:
-            _check_archive(path, io.BytesIO(data[offset : offset + length]), f" at byte {offset}")
+            _check_archive(path, archive_in(file, offset, length), f" at byte {offset}")
 
 
-def _check_archive(path: Path, archive: Path | io.BytesIO, where: str = "") -> None:
+def _check_archive(path: Path, archive: Path | IO[bytes], where: str = "") -> None:
     try:
         with zipfile.ZipFile(archive) as opened:
             bad = opened.testzip()

@@ -94,7 +94,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.agreement", "checkpoint.held", "checkpoint.tensor_files"),
     ("checkpoint.replacing", "checkpoint.stored"),
     ("checkpoint.safetensors", "checkpoint.safetensors_save"),
-    ("checkpoint.tree",),
+    ("checkpoint.items", "checkpoint.tree"),
     ("checkpoint.sources",),
     ("checkpoint.conversion", "checkpoint.describe", "checkpoint.mapped", "checkpoint.verify"),
     ("checkpoint.convert_to_dcp", "checkpoint.convert_to_files"),
