@@ -8,15 +8,14 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command. ``typer`` and ``rich`` are extras, so they are looked for here."""
+    """Runs the command. ``typer`` and ``rich`` are of an extra, so they are looked for here."""
     try:
         from composable_fsdp.checkpoint.commands import app
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        absent = (error.name or "").partition(".")[0]
+        if absent not in ("typer", "rich"):
             raise
-        sys.exit(
-            f'This command needs typer and rich, but {error.name} is not installed: pip install "composable-fsdp[cli]"'
-        )
+        sys.exit(f'this command needs {absent}, which is not installed: pip install "composable-fsdp[cli]"')
     app(prog_name="python -m composable_fsdp.checkpoint")
 
 

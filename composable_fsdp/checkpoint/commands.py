@@ -85,18 +85,20 @@ def _count(number: int, what: str) -> str:
 
 
 def _show_folder(console: Console, found: FolderDescription) -> None:
-    table = Table("step", "name", "ranks", "size", "", title=found.path)
+    table = Table("step", "name", "ranks", "size", "")
     for each in found.checkpoints:
         note = each.problem or ("newest" if each.name == found.newest else "")
         numbers = ("", "") if each.problem else (str(each.ranks), _size(each.nbytes))
         table.add_row(str(each.step), each.name, *numbers, note)
+    console.print(found.path, soft_wrap=True)
     console.print(table)
     if found.leftovers:
         console.print(f"left by killed saves, the next one removes it: {', '.join(found.leftovers)}")
 
 
 def _show(console: Console, found: Description) -> None:
-    table = Table(title=f"{found.path} ({found.kind})")
+    console.print(f"{found.path} ({found.kind})", soft_wrap=True)
+    table = Table()
     table.add_column("tensor", overflow="fold")
     for column in ("shape", "dtype"):
         table.add_column(column)

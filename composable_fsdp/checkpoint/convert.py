@@ -23,6 +23,7 @@ __all__ = ["MAX_FILE_BYTES", "convert"]
 MAX_FILE_BYTES = 5 * 10**9
 
 _WORDS = {"model": "extra state of modules", "ranks": "extra and random number generators"}
+"""For what is left out. The step, which has its own place in each kind but safetensors, goes without saying."""
 
 _WRITERS: Mapping[Kind, Callable[[Work, Path, int], None]] = {
     Kind.DCP: write_dcp,
@@ -106,7 +107,7 @@ def _work(source: Source, to: Kind, *, dtype: torch.dtype | None, model_only: bo
     objects = {p: source.value(p) for p in source.object_paths if takes_objects and stays(p)}
     aliases = {alias: of for alias, of in source.aliases.items() if stays(alias)}
     left = [path for path in (*source.tensors, *source.object_paths) if path not in tensors and path not in objects]
-    left_out = sorted({_WORDS.get(path[0], path[0]) for path in left})
+    left_out = sorted({_WORDS.get(path[0], path[0]) for path in left if path != ("step",)})
     return Work(source, tensors, aliases, objects), left_out
 
 
