@@ -6,16 +6,19 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.gloo import GlooCommunicator, Line
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.comm.shared.connect import connect
 from composable_fsdp.comm.shared.engine import Engine
+from composable_fsdp.comm.watch import watch_of_job
 
 __all__ = ["communicator_over", "duplicate"]
 
-# An engine does not know its process group, so that it goes with it.
-_engines: WeakKeyDictionary[dist.ProcessGroup, Engine | None] = WeakKeyDictionary()
+# Neither knows the process group that it belongs to, so that it goes with it.
+_known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
 
 
 def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator:
@@ -25,10 +28,10 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
     """
     if device_type != "cpu" or dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return ProcessGroupCommunicator(group, device_type)
-    if group not in _engines:
-        _engines[group] = connect(group)
-    engine = _engines[group]
-    return ProcessGroupCommunicator(group, device_type) if engine is None else SharedMemoryCommunicator(group, engine)
+    if group not in _known:
+        _known[group] = connect(group) or Line(group, watch_of_job(), order_check_from())
+    known = _known[group]
+    return GlooCommunicator(group, known) if isinstance(known, Line) else SharedMemoryCommunicator(group, known)
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from composable_fsdp.comm.protocol import AliasingCommunicator
+from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes
@@ -82,6 +83,7 @@ class Iteration:
         self._graph_task = -1
         """Autograd's number for the backward that is under way."""
         self._seen_steps = _optimizer_steps
+        self._watch = watch_of_job()
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = 1
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
@@ -126,8 +128,10 @@ class Iteration:
             self._run(Hook.POST_FORWARD, unit)
         return call
 
-    def abort_forward(self, unit: Unit) -> None:
+    def abort_forward(self, unit: Unit, error: BaseException | None) -> None:
         """``unit``'s forward raised: it is sharded again, and once the outermost one's has, everything is."""
+        if self._watch is not None and error is not None:
+            self._watch.fail(error, f"the {self._pass.value} of {unit.name}")
         if self._pass is Pass.BACKWARD:
             return
         unit.round = None
@@ -208,6 +212,8 @@ class Iteration:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._pass, self._outermost = Pass.FORWARD, unit
+        if self._watch is not None:
+            self._watch.go_on()
         if self.post_optimizer_event is not None:
             self.lanes.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
@@ -280,8 +286,9 @@ class Iteration:
         if self._in_step is not None:
             unit.group.unshard(self.lanes)
             return
-        together = self._company.gathered_with(unit, in_backward=self._pass is Pass.BACKWARD)
-        unshard_together([each.group for each in together], self.lanes)
+        in_backward = self._pass is Pass.BACKWARD
+        groups = [each.group for each in self._company.gathered_with(unit, in_backward=in_backward)]
+        unshard_together(groups, self.lanes, " in backward" if in_backward else " in forward")
 
     def _fits(self, unit: Unit) -> bool:
         """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
@@ -344,6 +351,8 @@ class Iteration:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._backwards += 1
         self._graph_task = torch._C._current_graph_task_id()
+        if self._watch is not None:
+            self._watch.begin_backward(self.root.name)
         chosen = (unit.reductions_in_flight for unit in self.units.values())
         usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
         self._reductions_limit = max(filter(None, chosen), default=usual)
@@ -369,6 +378,8 @@ class Iteration:
         if self.is_last_backward:
             self.drain()
         self._part("end of backward")
+        if self._watch is not None:
+            self._watch.end_backward()
         self._pass = self._around_backward
 
     def _part(self, occasion: str) -> None:

@@ -25,6 +25,7 @@ from composable_fsdp.comm.shared.engine import Engine
 from composable_fsdp.comm.shared.faults import Peers
 from composable_fsdp.comm.shared.memory import Segment
 from composable_fsdp.comm.shared.wire import Wire
+from composable_fsdp.comm.watch import watch_of_job
 
 __all__ = ["SWITCH", "connect", "host_identity"]
 
@@ -86,7 +87,8 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
     peers = Peers(dist.get_process_group_ranks(group), [each.process for each in offers])
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     aliases = not any(each.copies for each in offers)
-    return Engine(rank, Wire(dict(sorted(sockets.items()))), timeout, peers, aliases=aliases)
+    wire = Wire(dict(sorted(sockets.items())))
+    return Engine(rank, wire, timeout, peers, aliases=aliases, watch=watch_of_job())
 
 
 def _listener(stack: ExitStack) -> socket.socket | None:
