@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -11,11 +12,11 @@ from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.gloo import GlooCommunicator, Line
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
-from composable_fsdp.comm.shared.connect import connect
+from composable_fsdp.comm.shared.connect import connect, reconnect
 from composable_fsdp.comm.shared.engine import Engine
 from composable_fsdp.comm.watch import watch_of_job
 
-__all__ = ["communicator_over", "duplicate"]
+__all__ = ["are_broken", "communicator_over", "duplicate", "reopen"]
 
 # Neither knows the process group that it belongs to, so that it goes with it.
 _known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
@@ -32,6 +33,25 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
         _known[group] = connect(group) or Line(group, watch_of_job(), order_check_from())
     known = _known[group]
     return GlooCommunicator(group, known) if isinstance(known, Line) else SharedMemoryCommunicator(group, known)
+
+
+def are_broken(groups: Collection[dist.ProcessGroup]) -> bool:
+    """Whether communicators over some of ``groups`` have failed, so that they can only fail again."""
+    return any(_known[group].is_broken for group in groups if group in _known)
+
+
+def reopen(groups: Collection[dist.ProcessGroup]) -> None:
+    """Gives all communicators over ``groups`` new connections. All ranks of each must call it together.
+
+    Raises:
+        PeerError: these cannot be had on some rank.
+    """
+    for group in [group for group in _known if group in groups]:  # in the order in which all ranks first asked for them
+        known = _known[group]
+        if isinstance(known, Line):
+            known.reopen()
+        else:
+            reconnect(group, known)
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

@@ -60,12 +60,26 @@ class Line:
         self.ranks = tuple(ranks)
         self.rank, self.size = dist.get_rank(group), len(ranks)
         options = cast(Any, group._get_backend(torch.device("cpu"))).options
-        self.timeout: timedelta = options._timeout
+        self._timeout: timedelta = options._timeout
+        self._watch, self._level = watch, level
+        self._open()
+
+    def _open(self) -> None:
         self.group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True
+            self.ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=True
         )
-        self._watch, self._broken = watch, ""
-        self._agreement = Agreement(ranks, self._compare, self._tell, level)
+        self._agreement = Agreement(self.ranks, self._compare, self._tell, self._level)
+        self._broken = ""
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self._broken)
+
+    def reopen(self) -> None:
+        """Begins anew with other connections. All ranks must do so together."""
+        self._close()
+        dist.destroy_process_group(self.group)
+        self._open()
 
     def begin(self, label: str, transfers: Sequence[Transfer]) -> Place:
         """The next operation, once all ranks are about to do it.

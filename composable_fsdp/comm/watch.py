@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -170,16 +170,17 @@ class Watch:
         self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
         self._lock = threading.Lock()
         self._answered = 0
+        self._meetings: dict[tuple[int, ...], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
 
     # -- what the training thread notes
 
-    def begin_wait(self, place: Place, interrupt: Callable[[], None] | None = None) -> None:
-        """This rank waits for ``place``. ``interrupt``, from the other thread, makes it stop waiting."""
+    def begin_wait(self, place: Place, interrupt: Callable[[], None] | None = None, seconds: float = 0.0) -> None:
+        """This rank waits for ``place``, ``seconds`` already. ``interrupt``, from the other thread, ends that."""
         here = self.here
-        here.since, here.interrupt, here.waiting = time.monotonic(), interrupt, place
+        here.since, here.interrupt, here.waiting = time.monotonic() - seconds, interrupt, place
 
     def end_wait(self) -> None:
         here = self.here
@@ -217,6 +218,35 @@ class Watch:
             self.here.failure, self.here.verdict = "", None
             self._tell()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's last pass ended before its end, here or because of another rank."""
+        here = self.here
+        return bool(here.failure or here.verdict or _left_backward(here.backward))
+
+    def meet(self, ranks: Sequence[int], seconds: float, occasion: str) -> None:
+        """Waits until all of ``ranks`` have come to this meeting, which is the same as often as they met before.
+
+        Raises:
+            PeerError: some have not come in ``seconds``. Named in the text.
+        """
+        number = self._meetings[tuple(ranks)] = self._meetings.get(tuple(ranks), 0) + 1
+        keys = {rank: f"meeting/{min(ranks)}-{max(ranks)}-{len(ranks)}/{number}/{rank}" for rank in ranks}
+        self._put(keys[self.rank], "here")
+        end = time.monotonic() + seconds
+        while missing := [rank for rank, key in keys.items() if not self._has(key)]:
+            if time.monotonic() > end:
+                raise PeerError(f"{occasion}, and in {seconds:g} s ranks {missing} have not.")
+            time.sleep(0.02)
+
+    def _put(self, key: str, value: str) -> None:
+        with self._lock:
+            self._store.set(key, value)
+
+    def _has(self, key: str) -> bool:
+        with self._lock:
+            return bool(self._store.check([key]))
+
     # -- the roll
 
     def report(self) -> Report:
@@ -224,9 +254,7 @@ class Watch:
         failure = here.failure or _left_backward(here.backward)
         seconds = time.monotonic() - here.since if waiting is not None else 0.0
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
-        return Report(
-            self.rank, here.steps, waiting, seconds, here.last, failure, here.left, verdict, diverged
-        )
+        return Report(self.rank, here.steps, waiting, seconds, here.last, failure, here.left, verdict, diverged)
 
     def call_roll(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Report]:
         """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come."""

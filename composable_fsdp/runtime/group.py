@@ -193,6 +193,11 @@ class ParameterGroup:
         if before is not ParameterState.SHRUNK:
             self._release()
 
+    def abandon(self) -> None:
+        """As :meth:`reshard`, without waiting for a gather that will never come to its end."""
+        self._pending_gather = None
+        self.reshard()
+
     @without_grad
     def shrink(self, mesh_size: int) -> None:
         """As :meth:`reshard`, but keeps a slice from which ``mesh_size`` neighbouring ranks can gather again."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from torch.autograd import Variable
 
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.comm.watch import watch_of_job
-from composable_fsdp.errors import LifecycleError
+from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.policy import ReshardKind
@@ -29,6 +30,7 @@ from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
 from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.instep import InStep
+from composable_fsdp.runtime.recovery import has_failed, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
@@ -135,10 +137,11 @@ class Iteration:
         if self._pass is Pass.BACKWARD:
             return
         unit.round = None
-        if unit is self._outermost:
-            self._back_to_idle()
-        else:
-            unit.group.reshard()
+        with suppress(PeerError, DivergenceError):  # what went wrong first is being raised already
+            if unit is self._outermost:
+                self._back_to_idle()
+            else:
+                unit.group.reshard()
 
     def pre_backward(self, call: Call) -> None:
         """A gradient reached an output of ``call``."""
@@ -446,7 +449,16 @@ class Iteration:
             self._reductions.append(reduction)
 
     def reset(self) -> None:
-        """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced."""
+        """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced.
+
+        After a pass that failed, on this rank or another, all ranks must come here: nothing that is in flight is waited
+        for then, and they connect to each other anew.
+        """
+        if has_failed(self.units.values()):
+            self._reductions.clear()
+            for unit in self.units.values():
+                unit.group.abandon()
+            reconnect(self.units.values())
         self.drain()
         for unit in self.units.values():
             unit.group.gradients.drop()

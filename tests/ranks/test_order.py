@@ -73,44 +73,82 @@ if __name__ == "__main__":
         for r in run_ranks(raises, 2, True, environment=env):
             print(env, r)
 
+
 def raises_in_backward(stay: bool):
-    model = build(); x = torch.ones(2, 64)
-    t=0.
+    model = build()
+    x = torch.ones(2, 64)
+    t = 0.0
     for step in range(3):
-        t=time.time()
+        t = time.time()
         try:
             y = model(x)
             if step == 2 and dist.get_rank() == 1:
-                y.register_hook(lambda *_: 1/0)
+                y.register_hook(lambda *_: 1 / 0)
             y.sum().backward()
         except Exception as e:
-            if dist.get_rank() == 1: time.sleep(6)
-            return f"{type(e).__name__} after {time.time()-t:.2f}s at step {step}: {e}"
+            if dist.get_rank() == 1:
+                time.sleep(6)
+            return f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}"
+
 
 def raises_in_backward_late(stay: bool):
-    model = build(); x = torch.ones(2, 64)
-    t=0.
+    model = build()
+    x = torch.ones(2, 64)
+    t = 0.0
     for step in range(3):
-        t=time.time()
+        t = time.time()
         try:
             if step == 2 and dist.get_rank() == 1:
-                model.first.register_forward_hook(lambda m,i,y: (y.register_hook(lambda *_: 1/0),None)[1])
+                model.first.register_forward_hook(lambda m, i, y: (y.register_hook(lambda *_: 1 / 0), None)[1])
             y = model(x)
             y.sum().backward()
         except Exception as e:
-            if dist.get_rank() == 1: time.sleep(6)
-            return f"{type(e).__name__} after {time.time()-t:.2f}s at step {step}: {e}"
+            if dist.get_rank() == 1:
+                time.sleep(6)
+            return f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}"
+
 
 def dies(how: int):
     import os
-    model = build(); x = torch.ones(2, 64)
+
+    model = build()
+    x = torch.ones(2, 64)
     for step in range(3):
-        t=time.time()
+        t = time.time()
         try:
             if step == 2 and dist.get_rank() == 1:
-                if how==0: os.kill(os.getpid(), 9)
-                if how==1: os.kill(os.getpid(), 19)
+                if how == 0:
+                    os.kill(os.getpid(), 9)
+                if how == 1:
+                    os.kill(os.getpid(), 19)
             model(x).sum().backward()
         except Exception as e:
-            print(f"{type(e).__name__} after {time.time()-t:.2f}s at step {step}: {e}",flush=True)
+            print(f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}", flush=True)
             raise
+
+def recovers(kind: str):
+    import copy
+    out = []
+    losses = []
+    model = build(); x = torch.ones(2, 64)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        t = time.time()
+        handles = []
+        if step in (2, 5) and dist.get_rank() == 1:
+            if kind == "forward": handles.append(model.second.register_forward_pre_hook(lambda *_: 1/0))
+            if kind == "backward": handles.append(model.first.register_forward_hook(lambda m,i,y: (y.register_hook(lambda *_: 1/0),None)[1]))
+            if kind == "order": model.swapped = True
+        try:
+            loss = model(x).square().mean(); loss.backward()
+            losses.append(loss.item())
+            opt.step(); opt.zero_grad()
+        except Exception as e:
+            out.append((step, type(e).__name__, round(time.time() - t, 2)))
+            t = time.time()
+            opt.zero_grad()
+            model.reset_iter_state()
+            out.append(('reset', round(time.time() - t, 2)))
+        model.swapped = False
+        for h in handles: h.remove()
+    return out, losses

@@ -63,7 +63,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.group",),
     ("runtime.schedule",),
     ("runtime.unit",),
-    ("runtime.call", "runtime.company", "runtime.instep"),
+    ("runtime.call", "runtime.company", "runtime.instep", "runtime.recovery"),
     ("runtime.iteration",),
     ("runtime.assemble",),
     ("runtime.hooks",),

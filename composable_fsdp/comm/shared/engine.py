@@ -94,16 +94,25 @@ class Engine:
     ) -> None:
         self.aliases = aliases
         self.rank, self.size = rank, len(peers.ranks)
+        self._timeout, self._peers, self._watch = timeout, peers, watch
+        self.reopen(wire)
+        _engines.add(self)
+
+    def reopen(self, wire: Wire) -> None:
+        """Begins anew over ``wire``, after the one before was given up. All ranks must do so together."""
         self.completed = 0
         """Operations that are done, which are the first ones."""
         self.blocks = Blocks()
-        self._wire, self._timeout, self._peers, self._watch = wire, timeout, peers, watch
+        self._wire = wire
         self._launched = 0
         self._running: deque[_Running] = deque()
         self._seen: dict[int, list[torch.Tensor]] = {peer: [] for peer in wire.peers}
         """By peer, its blocks."""
         self._broken = ""
-        _engines.add(self)
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self._broken)
 
     def segment(self, nbytes: int) -> Segment:
         """Memory to show to the peers."""
@@ -249,7 +258,7 @@ class Engine:
         if self._watch is None or not self._running:
             return
         place = Place(tuple(self._peers.ranks), self._running[0].sequence, self._running[0].operation.label)
-        self._watch.begin_wait(place)
+        self._watch.begin_wait(place, seconds=PATIENCE)
         error = self._watch.look(place)
         if error is not None:
             self._watch.give_up(error)
