@@ -117,10 +117,6 @@ class ParameterSharding:
         """What modules compute with, out of what a gather brings."""
         return local if self.inner is None else self.inner.wrap(local)
 
-    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What is to be reduced, out of the gradient that autograd left."""
-        return gradient if self.inner is None else self.inner.local_gradient(gradient)
-
 
 def shard_over_axes(parameter: torch.Tensor, axes: DataParallelAxes, dim: int) -> ParameterSharding:
     """``parameter``, plain or a DTensor on a mesh of its own, cut by the data-parallel ``axes``.

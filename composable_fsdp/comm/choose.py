@@ -16,7 +16,7 @@ from composable_fsdp.comm.shared.connect import connect, reconnect
 from composable_fsdp.comm.shared.engine import Engine
 from composable_fsdp.comm.watch import watch_of_job
 
-__all__ = ["are_broken", "communicator_over", "duplicate", "reopen"]
+__all__ = ["communicator_over", "duplicate", "position", "reopen"]
 
 # Neither knows the process group that it belongs to, so that it goes with it.
 _known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
@@ -35,9 +35,9 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
     return GlooCommunicator(group, known) if isinstance(known, Line) else SharedMemoryCommunicator(group, known)
 
 
-def are_broken(groups: Collection[dist.ProcessGroup]) -> bool:
-    """Whether communicators over some of ``groups`` have failed, so that they can only fail again."""
-    return any(_known[group].is_broken for group in groups if group in _known)
+def position(group: dist.ProcessGroup) -> str:
+    """Where this rank is in the operations over ``group``: ``"broken"`` where they have failed."""
+    return _known[group].position if group in _known else ""
 
 
 def reopen(groups: Collection[dist.ProcessGroup]) -> None:

@@ -71,15 +71,19 @@ class Line:
         self._agreement = Agreement(self.ranks, self._compare, self._tell, self._level)
         self._broken = ""
 
-    @property
-    def is_broken(self) -> bool:
-        return bool(self._broken)
-
     def reopen(self) -> None:
-        """Begins anew with other connections. All ranks must do so together."""
+        """Begins anew with other connections. All ranks must do so together.
+
+        The process group before stays, without connections: torch would give its name to the next one, which would
+        then find the old addresses in the store.
+        """
         self._close()
-        dist.destroy_process_group(self.group)
         self._open()
+
+    @property
+    def position(self) -> str:
+        """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
+        return "broken" if self._broken else str(self._agreement.number)
 
     def begin(self, label: str, transfers: Sequence[Transfer]) -> Place:
         """The next operation, once all ranks are about to do it.
@@ -115,8 +119,8 @@ class Line:
             found = watch.find(place, f"After {seconds:.1f} s gloo says: {error}")
         if found is None:
             found = PeerError(
-                f"{place} failed after {seconds:.1f} s of waiting: a rank is gone, or did not answer within the timeout "
-                f"of the process group. Look at the output of each for the first error. Gloo says: {error}"
+                f"{place} failed after {seconds:.1f} s of waiting: a rank is gone, or did not answer within the "
+                f"timeout of the process group. Look at the output of each for the first error. Gloo says: {error}"
             )
         self._broken = self._broken or str(found).split("\n", 1)[0]
         self._close()

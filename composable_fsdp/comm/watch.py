@@ -224,20 +224,25 @@ class Watch:
         here = self.here
         return bool(here.failure or here.verdict or _left_backward(here.backward))
 
-    def meet(self, ranks: Sequence[int], seconds: float, occasion: str) -> None:
-        """Waits until all of ``ranks`` have come to this meeting, which is the same as often as they met before.
+    def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> list[str]:
+        """Waits until all of ``ranks`` have come to their next meeting, and gives what each brought, ``own`` here.
 
         Raises:
             PeerError: some have not come in ``seconds``. Named in the text.
         """
         number = self._meetings[tuple(ranks)] = self._meetings.get(tuple(ranks), 0) + 1
         keys = {rank: f"meeting/{min(ranks)}-{max(ranks)}-{len(ranks)}/{number}/{rank}" for rank in ranks}
-        self._put(keys[self.rank], "here")
+        self._put(keys[self.rank], own)
         end = time.monotonic() + seconds
         while missing := [rank for rank, key in keys.items() if not self._has(key)]:
             if time.monotonic() > end:
                 raise PeerError(f"{occasion}, and in {seconds:g} s ranks {missing} have not.")
             time.sleep(0.02)
+        return [self._get(key) for key in keys.values()]
+
+    def _get(self, key: str) -> str:
+        with self._lock:
+            return str(self._store.get(key).decode())
 
     def _put(self, key: str, value: str) -> None:
         with self._lock:

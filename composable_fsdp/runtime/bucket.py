@@ -18,6 +18,8 @@ from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.bucket import GatherLayout
 from composable_fsdp.layout.pack import take_shard, unpack_parameter
 from composable_fsdp.layout.plan import BucketPlan, plan_smaller
+from composable_fsdp.layout.runs import PackedRun, find_runs
+from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer
 from composable_fsdp.memory.store import ShardStore, carry
 from composable_fsdp.runtime.channel import Channel
@@ -116,6 +118,8 @@ class Bucket:
             else OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
         )
         self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if not plan.aliased else []
+        self._runs = () if plan.aliased else self._runs_worth_while(plan.gather)
+        self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
         """Of full parameters that ranks have in common, once these were made."""
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
@@ -226,7 +230,9 @@ class Bucket:
         self.buffer.allocate()
         layout, received = self._layout, gather.rows[0]
         if not self._decodes or self.plan.codec is None:
-            if layout is self.plan.gather and layout.in_chunks:
+            if layout is self.plan.gather and self._runs:
+                torch._foreach_copy_(self._run_places, [self._run_source(run, received) for run in self._runs])
+            elif layout is self.plan.gather and layout.in_chunks:
                 torch.split_with_sizes_copy(received, layout.packed_widths, dim=1, out=self._row_places)
             else:
                 self._unpack(received, slice(0, layout.num_shards))
@@ -260,6 +266,28 @@ class Bucket:
         shards = layout.shards[i]
         place = self.buffer.region(layout.places.offsets[i], shards.full_numel)
         return place.view(layout.num_shards, shards.padded_numel) if shards.concatenates else place
+
+    def _runs_worth_while(self, layout: GatherLayout) -> tuple[PackedRun, ...]:
+        """Runs of packed parameters, unless the one operation that splits and copies takes less time, or cannot."""
+        if not all(layout.shards[i].concatenates for i in layout.packed):
+            return ()
+        runs = find_runs(layout)
+        splits_well = layout.in_chunks and (2 * len(runs) > len(layout.packed) or not blocks_the_host(self._device))
+        return () if splits_well else runs
+
+    def _run_place(self, run: PackedRun) -> torch.Tensor:
+        """``(count, num_shards, padded_numel)``, where the parameters of ``run`` are."""
+        numel = self._shard.size * run.padded_numel
+        place = self.buffer.region(run.place, (run.count - 1) * run.step + numel)
+        return place.as_strided((run.count, self._shard.size, run.padded_numel), (run.step, run.padded_numel, 1))
+
+    def _run_source(self, run: PackedRun, received: torch.Tensor) -> torch.Tensor:
+        """The same of what all ranks sent."""
+        return received.as_strided(
+            (run.count, self._shard.size, run.padded_numel),
+            (run.width, received.stride(0), 1),
+            received.storage_offset() + run.start,
+        )
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
         """Keeps the slice of ``rank`` on a smaller mesh of ``num_shards``, from which backward gathers again."""

@@ -130,6 +130,13 @@ class ParameterGroup:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
         unshard_together((self,), lanes)
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether the parameters are in memory or on their way, and :meth:`unshard` has nothing else to do either."""
+        state = self.parameter_state
+        in_memory = state is ParameterState.UNSHARDED or state is ParameterState.UNSHARDING
+        return in_memory and not self.gradients.are_held
+
     def _needs_gather(self, lanes: Lanes) -> bool:
         """Whether the parameters are neither in memory nor on their way."""
         if self.gradients.are_held:

@@ -23,14 +23,14 @@ from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
-from composable_fsdp.memory.lanes import Lanes
+from composable_fsdp.memory.lanes import Lanes, Work
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
 from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.instep import InStep
-from composable_fsdp.runtime.recovery import has_failed, reconnect
+from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
@@ -286,6 +286,8 @@ class Iteration:
 
     def _launch_gather(self, unit: Unit) -> None:
         """Gathers ``unit``, along with those of its company to which this pass comes after it."""
+        if unit.group.is_coming:
+            return
         if self._in_step is not None:
             unit.group.unshard(self.lanes)
             return
@@ -340,7 +342,7 @@ class Iteration:
             return
         if self._in_step is not None:
             self._in_step.end_forward()
-        self._part("end of forward")
+        _wait_for(self._leave_shards("end of forward"))
         self._pass, self._outermost = Pass.IDLE, None
         self._scheduler.end_forward()
         for other in self.units.values():
@@ -378,17 +380,19 @@ class Iteration:
                 unit.group.reshard()
             elif unit.group.parameter_state is not ParameterState.SHARDED:
                 unit.kept_version = unit.group.tensors.version
+        leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
         if self.is_last_backward:
             self.drain()
-        self._part("end of backward")
+        _wait_for(leaving)
         if self._watch is not None:
             self._watch.end_backward()
         self._pass = self._around_backward
 
-    def _part(self, occasion: str) -> None:
-        """After this no rank reads others' shards until the next gather, so each may write to its own."""
-        for meeting in [communicator.barrier(occasion) for communicator in self._sharing]:
-            meeting.wait()
+    def _leave_shards(self, occasion: str) -> list[Work]:
+        """This rank reads no others' shards until the next gather. Once the works are done none does, so that each may
+        write to its own.
+        """
+        return [communicator.barrier(occasion) for communicator in self._sharing]
 
     def settle_gradients(self, unit: Unit, *, at_end: bool = False, contributes: bool = False) -> None:
         """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise.
@@ -451,10 +455,10 @@ class Iteration:
     def reset(self) -> None:
         """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced.
 
-        After a pass that failed, on this rank or another, all ranks must come here: nothing that is in flight is waited
-        for then, and they connect to each other anew.
+        After a pass that failed, on this rank or another, all ranks must come here. Where they were not at the same
+        place, what is in flight is not waited for, and they connect to each other anew.
         """
-        if has_failed(self.units.values()):
+        if has_failed(self.units.values()) and not meet(self.units.values()):
             self._reductions.clear()
             for unit in self.units.values():
                 unit.group.abandon()
@@ -502,6 +506,11 @@ _ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Unit], None], ..
     (Pass.FORWARD, Hook.POST_FORWARD): (Iteration._reshard_after_forward, Iteration._end_forward_if_outermost),
     (Pass.BACKWARD, Hook.POST_FORWARD): (),  # the backward that asked for recomputation still needs the parameters
 }
+
+
+def _wait_for(works: Iterable[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:

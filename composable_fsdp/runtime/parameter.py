@@ -221,12 +221,14 @@ class ShardedParameter:
 
     def take_gradient(self) -> torch.Tensor | None:
         """The full gradient that this rank has, accumulated microbatches included; it is no longer here afterwards."""
-        gradient, self.unsharded.grad = self.unsharded.grad, None
-        accumulated, self.accumulated = self.accumulated, None
-        if gradient is not None:
-            gradient = self.sharding.local_gradient(gradient)
-        if accumulated is None:
+        unsharded = self.unsharded
+        gradient, unsharded.grad = unsharded.grad, None
+        inner = self.sharding.inner
+        if gradient is not None and inner is not None:
+            gradient = inner.local_gradient(gradient)
+        if self.accumulated is None:
             return gradient
+        accumulated, self.accumulated = self.accumulated, None
         return accumulated if gradient is None else accumulated.add_(gradient)
 
     def hold_gradient(self, dtype: torch.dtype) -> None:
@@ -241,7 +243,7 @@ class ShardedParameter:
         """Sets or adds this rank's shard of the reduced gradient, then calls the hooks that users registered for it."""
         sharded: Any = self.sharded
         spec = sharded._spec
-        if local.dtype != spec.tensor_meta.dtype:
+        if self._gradient_dtype is not _SAME:
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
         # ``DTensor(...)`` does this too, and then calls an ``__init__`` that costs twice as much and does nothing.
         gradient: Any = DTensor.__new__(DTensor, local, spec, requires_grad=False)

@@ -206,8 +206,11 @@ class GroupTensors:
 
     def register(self) -> None:
         """Puts the sharded parameters on all their owners, and notes where these are."""
-        self.registration = Registration(self.parameters)
+        self._note_registration()
         self.registration.show_sharded()
+
+    def _note_registration(self) -> None:
+        self.registration = Registration(self.parameters, gathers_make=any(p.extended for p in self.plan.buckets))
 
     def _extended(self, plan: BucketPlan, channel: Channel) -> ExtendedBucket:
         """Parameters that decide by themselves how they travel keep their local tensors as they are."""
@@ -350,6 +353,7 @@ class GroupTensors:
         self.plan = self._make_plan()
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
             bucket.follow(plan)
+        self._note_registration()
 
     def misplaced(self, group: str) -> ParameterError:
         """The error that names the parameters whose shards are not where those of ``group`` rest."""

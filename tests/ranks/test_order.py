@@ -126,29 +126,40 @@ def dies(how: int):
             print(f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}", flush=True)
             raise
 
+
 def recovers(kind: str):
     import copy
+
     out = []
     losses = []
-    model = build(); x = torch.ones(2, 64)
+    model = build()
+    x = torch.ones(2, 64)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(8):
         t = time.time()
         handles = []
         if step in (2, 5) and dist.get_rank() == 1:
-            if kind == "forward": handles.append(model.second.register_forward_pre_hook(lambda *_: 1/0))
-            if kind == "backward": handles.append(model.first.register_forward_hook(lambda m,i,y: (y.register_hook(lambda *_: 1/0),None)[1]))
-            if kind == "order": model.swapped = True
+            if kind == "forward":
+                handles.append(model.second.register_forward_pre_hook(lambda *_: 1 / 0))
+            if kind == "backward":
+                handles.append(
+                    model.first.register_forward_hook(lambda m, i, y: (y.register_hook(lambda *_: 1 / 0), None)[1])
+                )
+            if kind == "order":
+                model.swapped = True
         try:
-            loss = model(x).square().mean(); loss.backward()
+            loss = model(x).square().mean()
+            loss.backward()
             losses.append(loss.item())
-            opt.step(); opt.zero_grad()
+            opt.step()
+            opt.zero_grad()
         except Exception as e:
             out.append((step, type(e).__name__, round(time.time() - t, 2)))
             t = time.time()
             opt.zero_grad()
             model.reset_iter_state()
-            out.append(('reset', round(time.time() - t, 2)))
+            out.append(("reset", round(time.time() - t, 2)))
         model.swapped = False
-        for h in handles: h.remove()
+        for h in handles:
+            h.remove()
     return out, losses

@@ -32,7 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("layout.extent",),
     ("layout.placement", "layout.reduction"),
     ("layout.bucket", "layout.pack"),
-    ("layout.plan",),
+    ("layout.plan", "layout.runs"),
     ("layout",),
     ("memory.lanes",),
     ("memory.storage",),

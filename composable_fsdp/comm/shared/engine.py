@@ -111,8 +111,9 @@ class Engine:
         self._broken = ""
 
     @property
-    def is_broken(self) -> bool:
-        return bool(self._broken)
+    def position(self) -> str:
+        """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
+        return "broken" if self._broken else str(self._launched)
 
     def segment(self, nbytes: int) -> Segment:
         """Memory to show to the peers."""
@@ -129,8 +130,7 @@ class Engine:
         running = _Running(self._launched, operation, NO_BLOCK, None)
         self._launched += 1
         try:
-            with torch.inference_mode():  # whose tensors may be written anywhere
-                self._begin(running)
+            self._begin(running)
         except BaseException as error:
             self._give_up(_reason(error))
             raise
@@ -187,11 +187,10 @@ class Engine:
     def _advance(self, last: int) -> None:
         """Does what can be done without waiting, of the operations up to ``last``."""
         try:
-            with torch.inference_mode():
-                self._wire.flush()
-                while self._running and self._running[0].sequence <= last and self._run(self._running[0]):
-                    self._running.popleft()
-                    self.completed += 1
+            self._wire.flush()
+            while self._running and self._running[0].sequence <= last and self._run(self._running[0]):
+                self._running.popleft()
+                self.completed += 1
         except BaseException as error:
             self._give_up(_reason(error))
             raise

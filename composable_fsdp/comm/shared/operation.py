@@ -96,23 +96,28 @@ class Collective:
 
     def stage(self, round: int, memory: torch.Tensor) -> None:
         rows = [row for row in range(self._size) if row != self._rank] if self._to_each else [0]
-        for piece in self._rounds[round]:
-            tensor, numel = self._moved[piece.tensor].input, self._moved[piece.tensor].numel
-            for place, row in enumerate(rows):
-                staged = _staged(memory, round, piece, place, tensor.dtype)
-                staged.copy_(tensor[row * numel + piece.start : row * numel + piece.stop])
+        with torch.inference_mode():
+            for piece in self._rounds[round]:
+                tensor, numel = self._moved[piece.tensor].input, self._moved[piece.tensor].numel
+                for place, row in enumerate(rows):
+                    staged = _staged(memory, round, piece, place, tensor.dtype)
+                    staged.copy_(tensor[row * numel + piece.start : row * numel + piece.stop])
 
     def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
-        for piece in self._rounds[round]:
-            output, _, numel = self._moved[piece.tensor]
-            parts = [self._part(round, piece, source, memory) for source, memory in enumerate(memories)]
-            if self._sums:
-                add_up(parts, output[piece.start : piece.stop])
-                continue
-            for source, part in enumerate(parts):
-                place = output[source * numel + piece.start : source * numel + piece.stop]
-                if place.data_ptr() != part.data_ptr():
-                    place.copy_(part)
+        with torch.inference_mode():  # whose tensors may be written anywhere
+            for piece in self._rounds[round]:
+                self._deliver(round, piece, memories)
+
+    def _deliver(self, round: int, piece: Piece, memories: Sequence[torch.Tensor | None]) -> None:
+        output, _, numel = self._moved[piece.tensor]
+        parts = [self._part(round, piece, source, memory) for source, memory in enumerate(memories)]
+        if self._sums:
+            add_up(parts, output[piece.start : piece.stop])
+            return
+        for source, part in enumerate(parts):
+            place = output[source * numel + piece.start : source * numel + piece.stop]
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part)
 
     def _part(self, round: int, piece: Piece, source: int, memory: torch.Tensor | None) -> torch.Tensor:
         """What ``source`` has for this rank."""
