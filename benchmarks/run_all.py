@@ -68,6 +68,7 @@ BENCHMARKS = [
     Benchmark("host-overhead", "host_overhead.py"),
     Benchmark("optimizer-step", "optimizer_step.py"),
     Benchmark("resident", "resident.py"),
+    Benchmark("load-memory", "load_memory.py"),
     *(
         benchmark
         for ranks in (2, 4)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["broadcast_"]
+__all__ = ["broadcast_", "fill_"]
 
 MESSAGE_BYTES = 32 << 20
 """Small tensors share messages of up to this size; what is larger by itself travels alone, without a copy."""
@@ -33,7 +33,7 @@ def broadcast_(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
             dist.broadcast(message.detach().view(-1).view(torch.uint8), group=group, group_src=0)
         if not alone:
             for tensor, piece in zip(batch, message.split([t.numel() for t in batch]), strict=True):
-                _fill(tensor, piece.view(tensor.shape))
+                fill_(tensor, piece.view(tensor.shape))
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -54,7 +54,8 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
-def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+def fill_(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrites ``tensor``, which may be an expanded one, with ``values`` of its shape from any device."""
     if torch._debug_has_internal_overlap(tensor) == 1:  # expanded: elements share memory, so torch refuses to copy
         tensor.data = values.to(tensor.device, copy=True)
     else:

@@ -80,9 +80,9 @@ def communication_report(model: nn.Module) -> CommunicationReport:
     """What ``model`` sends in a training step of one forward and one backward, by group and direction.
 
     Worked out from the groups as they are now, without communicating. All-gathers and reduce-scatters count once per
-    rank that is not the sender, all-reduces twice, as ring algorithms send them. What tensors with hooks send counts
-    from their first gather or reduction on. Gathers for modules that borrow parameters of another group, for activation
-    checkpointing and for methods called besides, and microbatches, do not count.
+    rank that is not the sender; all-reduces, also those in place of either, twice, as ring algorithms send them. What
+    tensors with hooks send counts from their first gather or reduction on. Gathers for modules that borrow parameters
+    of another group, for activation checkpointing and for methods called besides, and microbatches, do not count.
 
     Args:
         model: the outermost sharded module, or one that contains it.

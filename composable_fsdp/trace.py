@@ -19,13 +19,15 @@ class Operation(str, Enum):
     """What a group did."""
 
     UNSHARD = "unshard"
-    """All-gather launched; ``bytes`` is what it puts out on this rank: the unsharded size on the wire."""
+    """All-gather launched; ``bytes`` is what it puts out on this rank: the unsharded size on the wire. What is summed
+    up in place counts twice, as it travels twice."""
     WAIT = "wait"
     """The unsharded parameters became usable."""
     RESHARD = "reshard"
     """Sharded parameters are registered again and the unsharded memory is released."""
     REDUCE = "reduce"
-    """Gradient reduction launched; ``bytes`` is what goes in on this rank over the shard axis."""
+    """Gradient reduction launched; ``bytes`` is what goes in on this rank over the shard axis, twice what is reduced in
+    place."""
     REDUCED = "reduced"
     """The reduced gradients were set on the sharded parameters."""
     ALLOCATE = "allocate"

@@ -33,6 +33,9 @@ _DIRECT_PART_BYTES, _DIRECT_BYTES = 1 << 17, 3 << 20
 _COALESCING_DIRECT_BYTES = 1 << 19
 """For backends that launch many transfers as one. An estimate of what a launch costs in bytes, not measured yet."""
 
+_WHOLE_BYTES = _COALESCING_DIRECT_BYTES
+"""The same estimate: what a launch costs in bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Together:
@@ -65,6 +68,7 @@ class ProcessGroupCommunicator:
         self.averages = self._backend == "nccl"
         self.widens = False
         self.direct_bytes = self._direct_bytes()
+        self.whole_bytes = _WHOLE_BYTES
 
     def _direct_bytes(self) -> int:
         if self._backend == "nccl":
@@ -104,7 +108,11 @@ class ProcessGroupCommunicator:
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
         operation = {"op": OPERATIONS[op]}
-        return self._launch([(dist.all_reduce, (tensor,), operation) for tensor in tensors])
+        works = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL takes only one at a time
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            works.append(self._launch([(dist.all_reduce, (tensor,), operation) for tensor in alike]))
+        return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _launch(self, calls: Sequence[_Call]) -> Work:
         if len(calls) > 1 and self._backend == "nccl":

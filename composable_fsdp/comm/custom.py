@@ -46,6 +46,7 @@ class CustomCommunicator:
     base: GroupCommunicator
     collective: CustomCollective
     direct_bytes: int = NEVER_DIRECT
+    whole_bytes: int = NEVER_DIRECT
     aliases: bool = False
     widens: bool = False
 

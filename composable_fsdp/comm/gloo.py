@@ -25,6 +25,7 @@ from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.comm.sums import add_up
 from composable_fsdp.comm.watch import Place, Watch
 from composable_fsdp.errors import FSDPError, PeerError, UnsupportedError
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["GlooCommunicator", "Line"]
@@ -188,6 +189,8 @@ class GlooCommunicator:
     averages = False
     """Gloo sums and divides in one pass more; a division folded into the shard-sized result is cheaper."""
     widens = True
+    whole_bytes = NEVER_DIRECT
+    """The sum of gloo's all-reduce is not in the order of ranks."""
 
     def __init__(self, group: dist.ProcessGroup, line: Line) -> None:
         self.group = group

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["LoopbackCommunicator"]
@@ -29,6 +30,8 @@ class LoopbackCommunicator:
     widens: bool = True
     aliases: bool = True
     direct_bytes: int = 0
+    whole_bytes: int = NEVER_DIRECT
+    partings: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -37,6 +40,9 @@ class LoopbackCommunicator:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def barrier(self, name: str) -> _Done:
+        return _Done()
+
+    def part(self, name: str) -> _Done:
         return _Done()
 
     def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> _Done:

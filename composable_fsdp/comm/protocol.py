@@ -65,6 +65,11 @@ class Communicator(Protocol):
         """Full size in bytes from which a tensor of its own transfer beats a copy into a packed one."""
         ...
 
+    @property
+    def whole_bytes(self) -> int:
+        """Padding in bytes from which an all-reduce of its own, without any, beats all-gathers and reduce-scatters."""
+        ...
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """1-d memory for a message, contents undefined."""
         ...
@@ -89,12 +94,24 @@ class Communicator(Protocol):
 class AliasingCommunicator(Communicator, Protocol):
     """A communicator whose ``aliases`` is true. One rank has all its memory in common."""
 
+    @property
+    def partings(self) -> int:
+        """Counts the calls of :meth:`part`, which are the same on every rank."""
+        ...
+
     def share(self, nbytes: int) -> torch.Tensor:
         """Zeros that all ranks have in common, ``(nbytes,)`` ``uint8`` on the CPU. All must ask, and wait, together."""
         ...
 
     def barrier(self, name: str) -> Work:
         """Tells every rank that this one has come; the work is done when all have. ``name`` is what errors call it."""
+        ...
+
+    def part(self, name: str) -> Work:
+        """A barrier at which no rank reads what others wrote: afterwards each may write to its part of common memory.
+
+        Every rank waits for the work before it launches anything else.
+        """
         ...
 
 

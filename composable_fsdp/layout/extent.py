@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,46 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     local_offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def pieces(self, shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+        """The box cut into boxes of which each spans at most ``limit`` elements of the whole of ``shape``, from its
+        first to its last in memory, or is one element. In the order of memory.
+        """
+        dim = next((d for d, size in enumerate(self.sizes) if size > 1), None)
+        if dim is None:
+            yield self
+            return
+        stride = prod(shape[dim + 1 :])
+        step = max(1, limit // stride)
+        for start in range(0, self.sizes[dim], step):
+            piece = self._narrow(dim, start, min(step, self.sizes[dim] - start))
+            if stride > limit:
+                yield from piece.pieces(shape, limit)
+            else:
+                yield piece
+
+    def runs(self, shape: tuple[int, ...]) -> tuple[int, Iterator[int]]:
+        """How the box lies in the memory of the whole of ``shape``: runs of one length, in elements, and where each of
+        them begins, in the order of the box's own elements.
+        """
+        dim = len(shape)
+        while dim > 0 and self.sizes[dim - 1] == shape[dim - 1]:
+            dim -= 1
+        cut = max(0, dim - 1)
+        strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+        steps = [range(o * s, (o + n) * s, s) for o, n, s in zip(self.offsets, self.sizes, strides, strict=True)]
+        first = sum(r.start for r in steps[cut:])
+        return prod(self.sizes[cut:]), (first + sum(at) for at in product(*steps[:cut]))
+
+    def _narrow(self, dim: int, start: int, size: int) -> Box:
+        def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+            return (*values[:dim], value, *values[dim + 1 :])
+
+        return Box(
+            put(self.offsets, self.offsets[dim] + start),
+            put(self.local_offsets, self.local_offsets[dim] + start),
+            put(self.sizes, size),
+        )
 
 
 @dataclass(frozen=True, slots=True)

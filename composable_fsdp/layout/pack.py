@@ -17,7 +17,7 @@ from torch import Tensor
 
 from composable_fsdp.layout.shard import TensorShards
 
-__all__ = ["pack_gradient", "take_shard", "unpack_parameter"]
+__all__ = ["pack_gradient", "put_shard", "take_shard", "unpack_parameter"]
 
 
 def pack_gradient(shards: TensorShards, gradient: Tensor | None, rows: Tensor) -> None:
@@ -67,6 +67,19 @@ def take_shard(shards: TensorShards, full: Tensor, rank: int, out: Tensor) -> No
     out[:numel].view(shape).copy_(full.narrow(shards.dim, owned.start, len(owned)))
     if numel < shards.padded_numel:
         out[numel:].zero_()
+
+
+def put_shard(shards: TensorShards, shard: Tensor, rank: int, full: Tensor) -> None:
+    """Writes the piece of ``rank`` to its place in ``full``, and nothing else: what :func:`take_shard` takes, back.
+
+    Args:
+        shards: how the tensor is cut.
+        shard: 1-d and contiguous, ``padded_numel`` elements.
+        rank: whose piece, in ``range(num_shards)``.
+        full: of shape ``shards.shape``.
+    """
+    owned, shape = shards.layout.owned_by(rank), shards.shard_shape(rank)
+    full.narrow(shards.dim, owned.start, len(owned)).copy_(shard[: prod(shape)].view(shape))
 
 
 @dataclass(frozen=True, slots=True)

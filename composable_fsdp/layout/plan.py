@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from math import prod
 from typing import TypeAlias
@@ -19,10 +20,20 @@ from composable_fsdp.layout.bucket import (
     ReduceLayout,
     plan_gather,
     plan_reduce,
+    worth_whole,
 )
 from composable_fsdp.layout.shard import TensorShards
 
-__all__ = ["SMALL_BYTES", "BucketPlan", "GroupPlan", "ParameterSpec", "PlanOptions", "plan_group", "plan_smaller"]
+__all__ = [
+    "SMALL_BYTES",
+    "BucketPlan",
+    "GroupPlan",
+    "ParameterSpec",
+    "PlanOptions",
+    "Residence",
+    "plan_group",
+    "plan_smaller",
+]
 
 
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
@@ -32,6 +43,17 @@ _MOST_BATCHES = 4
 
 SMALL_BYTES = 1 << 19
 """Of a group's full parameters, up to which its collectives cost more by their number than by their bytes."""
+
+
+class Residence(Enum):
+    """Where the full parameters of a bucket are while modules compute with them."""
+
+    BUFFER = "buffer"
+    """In memory of this rank's own, into which all shards travel."""
+    SHARDS = "shards"
+    """Where the shards rest: one rank has all, or ranks have that memory in common and their shards lie end to end."""
+    COMMON = "common"
+    """In memory that ranks have in common, where each casts its own shards to their places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +116,13 @@ class PlanOptions:
         num_shards: ranks of the shard axis.
         direct_bytes: full size from which an all-gather of its own beats a copy into a packed one.
         reduce_direct_bytes: the same for a reduce-scatter.
-        alias: a gather moves nothing, so full parameters may be views of their shards.
+        alias: memory is common to all ranks of the axis, so that a gather need not move anything.
         flags_from: groups with at least this many trainable parameters, and small ones, say in their messages which of
             them had a gradient on any rank; ``None``, where there is one rank, says so of none.
         widens: 16-bit gradients may be added up in fp32 without being cast before they travel.
         batch_bytes: full size from which some parameters' gradients are worth a reduction of their own.
+        whole_bytes: padding from which it is worth a launch that what causes it travels whole in an all-gather.
+        reduce_whole_bytes: the same for a reduce-scatter.
     """
 
     num_shards: int
@@ -108,13 +132,15 @@ class PlanOptions:
     flags_from: int | None = 2
     widens: bool = False
     batch_bytes: int = NEVER_DIRECT
+    whole_bytes: int = NEVER_DIRECT
+    reduce_whole_bytes: int = NEVER_DIRECT
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """The parameters ``indices`` of the group, which share their axes and dtypes, and where their bytes lie.
 
-    Invariant: ``aliased`` only where all ranks' shards, one after the other, are the full parameter, in one dtype.
+    Invariant: ``residence`` is ``BUFFER`` unless all ranks' shards, one after the other, are the full parameter.
     """
 
     indices: tuple[int, ...]
@@ -132,25 +158,48 @@ class BucketPlan:
     reduce: ReduceLayout
     wire_dtype: torch.dtype
     """In which gradients travel that are not encoded, unless they were summed in ``sum_dtype`` before."""
-    aliased: bool
+    residence: Residence
+
+    @property
+    def aliased(self) -> bool:
+        """Whether full parameters are views of the shards."""
+        return self.residence is Residence.SHARDS
+
+    @property
+    def travels(self) -> bool:
+        """Whether a gather moves anything, and full parameters take memory for as long as they are needed."""
+        return self.residence is Residence.BUFFER
+
+    def own_places(self, rank: int) -> tuple[int, ...]:
+        """Where the shards of ``rank`` begin, in elements, among full parameters that lie one after the other."""
+        starts = zip(self.gather.places.offsets, self.gather.shards, strict=True)
+        return tuple(offset + rank * shards.padded_numel for offset, shards in starts)
 
     def store_layout(self, rank: int) -> FlatLayout:
         """Where the shards of ``rank`` lie: by themselves, or where full parameters lie that ranks have in common."""
         if not self.aliased:
             return self.gather.store
-        places = self.gather.places
-        starts = (o + rank * s.padded_numel for o, s in zip(places.offsets, self.gather.shards, strict=True))
-        return FlatLayout(tuple(starts), places.numel)
+        return FlatLayout(self.own_places(rank), self.gather.places.numel)
+
+    @property
+    def full_bytes(self) -> int:
+        """Of the full parameters, wherever they lie."""
+        return self.gather.places.numel * self.compute_dtype.itemsize
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory that the unsharded parameters take beside the shards."""
-        return 0 if self.aliased else self.gather.places.numel * self.compute_dtype.itemsize
+        """Memory that the unsharded parameters take while they are there."""
+        return self.full_bytes if self.travels else 0
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of one all-gather without codecs and hooks, all ranks' shares together."""
-        return 0 if self.aliased else self.gather.wire_numel * self.compute_dtype.itemsize
+        return self.gather.wire_numel * self.compute_dtype.itemsize if self.travels else 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of parameters that travel whole."""
+        return self.gather.whole_numel * self.compute_dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
@@ -186,7 +235,7 @@ class GroupPlan:
     @property
     def full_bytes(self) -> int:
         """Of the full parameters, wherever they lie."""
-        return sum(bucket.gather.places.numel * bucket.compute_dtype.itemsize for bucket in self.buckets)
+        return sum(bucket.full_bytes for bucket in self.buckets)
 
     @property
     def is_small(self) -> bool:
@@ -259,10 +308,20 @@ def _plan_bucket(
     shards = [TensorShards(specs[i].shape, specs[i].dim, axes.num_shards) for i in indices]
     trainable = [k for k, i in enumerate(indices) if specs[i].trainable]
     is_small = sum(prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs) <= SMALL_BYTES
+    itemsize = first.compute_dtype.itemsize
+    as_values = not first.extended and first.codec is None
+    aliased = (
+        axes.alias
+        and first.dtype == first.compute_dtype
+        and as_values
+        and (axes.num_shards == 1 or all(s.concatenates for s in shards))
+    )
+    whole_bytes = axes.whole_bytes if as_values and not aliased else NEVER_DIRECT
     gather = plan_gather(
         shards,
-        itemsize=first.compute_dtype.itemsize,
+        itemsize=itemsize,
         direct_bytes=axes.direct_bytes if first.codec is None else NEVER_DIRECT,
+        whole=worth_whole(shards, itemsize=itemsize, whole_bytes=whole_bytes),
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
@@ -275,13 +334,8 @@ def _plan_bucket(
         itemsize=wire_dtype.itemsize,
         direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
         flags=axes.flags_from is not None and (group_trainable >= axes.flags_from or is_small),
-    )
-    aliased = (
-        axes.alias
-        and first.dtype == first.compute_dtype
-        and not first.extended
-        and first.codec is None
-        and (axes.num_shards == 1 or all(s.concatenates for s in shards))
+        # An all-reduce does not widen.
+        whole_bytes=NEVER_DIRECT if encoded or is_widened else axes.reduce_whole_bytes,
     )
     return BucketPlan(
         indices,
@@ -298,15 +352,33 @@ def _plan_bucket(
         gather,
         reduce,
         wire_dtype,
-        aliased,
+        _residence(first, axes, shards),
     )
+
+
+def _residence(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[TensorShards]) -> Residence:
+    """Of parameters like ``spec``. What one rank alone casts is freed between uses, like what travels."""
+    if not axes.alias or spec.extended or spec.codec is not None:
+        return Residence.BUFFER
+    if axes.num_shards > 1 and not all(s.concatenates for s in shards):
+        return Residence.BUFFER
+    if spec.dtype == spec.compute_dtype:
+        return Residence.SHARDS
+    return Residence.COMMON if axes.num_shards > 1 else Residence.BUFFER
 
 
 def plan_smaller(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:
     """The gather of the same bucket from a smaller mesh, into the unsharded buffer that is there.
 
-    A multiple of the larger number of shards is also one of the smaller, so the padded places always fit.
+    A multiple of the larger number of shards is also one of the smaller, so the padded places always fit. Places
+    without padding fit where the smaller number divides the rows; elsewhere what travels whole does so here too.
     """
     shards = [TensorShards(s.shape, s.dim, num_shards) for s in bucket.gather.shards]
-    itemsize = bucket.compute_dtype.itemsize
-    return plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes, places=bucket.gather.places)
+    whole = [i for i in bucket.gather.whole if shards[i].full_numel > shards[i].numel]
+    return plan_gather(
+        shards,
+        itemsize=bucket.compute_dtype.itemsize,
+        direct_bytes=direct_bytes,
+        places=bucket.gather.places,
+        whole=whole,
+    )

@@ -11,8 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.memory.lanes import Lanes
-from composable_fsdp.runtime.iteration import Iteration, note_optimizer_step
+from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.parameter import find_taken, find_unsharded
+from composable_fsdp.runtime.steps import note_optimizer_step
 from composable_fsdp.runtime.unit import Unit, find_unit
 
 __all__ = ["ROOT_NAME", "assemble", "iteration_of", "name_units", "watch_optimizers"]

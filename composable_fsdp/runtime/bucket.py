@@ -16,13 +16,14 @@ from composable_fsdp.codec.encoder import encode_rows, row_runs
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.bucket import GatherLayout
-from composable_fsdp.layout.pack import take_shard, unpack_parameter
+from composable_fsdp.layout.pack import put_shard, take_shard, unpack_parameter
 from composable_fsdp.layout.plan import BucketPlan, plan_smaller
 from composable_fsdp.layout.runs import PackedRun, find_runs
 from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer
 from composable_fsdp.memory.store import ShardStore, carry
 from composable_fsdp.runtime.channel import Channel
+from composable_fsdp.runtime.common import CommonCopy
 from composable_fsdp.runtime.parameter import ShardedParameter
 from composable_fsdp.runtime.scatter import GradientScatter
 
@@ -33,15 +34,18 @@ __all__ = ["AnyBucket", "Bucket", "Gather"]
 class Gather:
     """One bucket's part of a group's all-gather.
 
-    ``direct`` travels by itself. ``payloads``, 1-d and contiguous, of any dtypes, are packed into a message by the
-    group, which puts what came into ``rows``: for each payload ``(num_shards, numel)``, contiguous along the last dim
-    only. ``messages`` keeps alive what they are views of.
+    ``direct`` travels by itself. ``whole`` are the bits of what travels whole, to be summed up where they lie: at most
+    one rank has any that are not zero, so as integers their sum is exact, whatever they mean. ``payloads``, 1-d and
+    contiguous, of any dtypes, are packed into a message by the group, which puts what came into ``rows``: for each
+    payload ``(num_shards, numel)``, contiguous along the last dim only. ``messages`` keeps alive what they are views
+    of.
     """
 
     direct: list[Transfer]
     payloads: list[torch.Tensor]
     rows: list[torch.Tensor] = field(default_factory=list)
     messages: list[torch.Tensor] = field(default_factory=list)
+    whole: list[torch.Tensor] = field(default_factory=list)
 
 
 class AnyBucket(Protocol):
@@ -74,6 +78,11 @@ class AnyBucket(Protocol):
         """The same two of a gather from a smaller mesh, from slices in which nothing is encoded."""
         ...
 
+    @property
+    def awaits_readers(self) -> bool:
+        """Whether the gather would write to what other ranks may still read."""
+        ...
+
     def follow(self, plan: BucketPlan) -> None: ...
 
     def prepare_gather(self) -> Gather:
@@ -97,6 +106,12 @@ class Bucket:
     """The parameters of one group that share their axes and dtypes.
 
     Invariant: the local tensor of every parameter is one of ``store``, its unsharded tensor a view of ``buffer``.
+
+    Args:
+        plan: which of the group's ``parameters`` these are, and where their bytes lie.
+        store: where shards rest.
+        device: where modules compute.
+        common: where the full parameters lie that ranks have in common; of the plan's compute dtype.
     """
 
     def __init__(
@@ -106,19 +121,22 @@ class Bucket:
         channel: Channel,
         store: ShardStore,
         device: torch.device,
+        common: torch.Tensor | None,
     ) -> None:
         self.parameters = [parameters[i] for i in plan.indices]
         self.store = store
         self.channel = channel
         self._shard = channel.axes.shard
         self._device = device
+        self._common = None if common is None else CommonCopy(plan, self.parameters, store, self._shard.rank, common)
+        """Set where the plan's residence is ``COMMON``."""
         self.buffer: UnshardedBuffer = (
-            AliasedBuffer(store.flat)
-            if plan.aliased
-            else OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
+            OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
+            if plan.travels
+            else AliasedBuffer(store.flat if common is None else common)
         )
-        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if not plan.aliased else []
-        self._runs = () if plan.aliased else self._runs_worth_while(plan.gather)
+        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if plan.travels else []
+        self._runs = self._runs_worth_while(plan.gather) if plan.travels else ()
         self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
         """Of full parameters that ranks have in common, once these were made."""
@@ -144,18 +162,22 @@ class Bucket:
     @property
     def payload_bytes(self) -> list[int]:
         layout, codec = self.plan.gather, self.plan.codec
-        if self.plan.aliased or not layout.packed_numel:
+        if not self.plan.travels or not layout.packed_numel:
             return []
         return [layout.packed_numel * self._itemsize if codec is None else codec.payload_bytes(layout.packed_numel)]
 
     @property
     def direct_bytes(self) -> int:
         layout = self.plan.gather
-        return 0 if self.plan.aliased else sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
+        return sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize if self.plan.travels else 0
+
+    @property
+    def awaits_readers(self) -> bool:
+        return self._common is not None and not self._common.is_kept and self.channel.others_may_read
 
     def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
         """Of each payload, and of what travels direct, where a gather comes from a smaller mesh."""
-        if self.plan.aliased:
+        if not self.plan.travels:
             return [], 0
         layout = plan_smaller(self.plan, num_shards, direct_bytes)
         direct = sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
@@ -177,7 +199,7 @@ class Bucket:
             ParameterError: somebody wrote to full parameters that ranks have in common.
         """
         self.buffer.free()
-        if self.store.in_common:
+        if self.store.in_common or self._common is not None:
             self._check_unwritten()
 
     def _check_unwritten(self) -> None:
@@ -202,7 +224,9 @@ class Bucket:
 
     def prepare_gather(self) -> Gather:
         """Encodes the shards, or takes the slice kept on the smaller mesh, and says what must travel."""
-        if self.plan.aliased:
+        if self._common is not None:
+            self._common.fill()
+        if not self.plan.travels:
             return Gather([], [])
         self._decodes = self._slice is None and self.plan.codec is not None
         if self._slice is not None:
@@ -211,17 +235,31 @@ class Bucket:
             wire = carry(self.store.flat, self.plan.compute_dtype, self._device)
             self._layout = self.plan.gather
         layout, gather = self._layout, Gather([], [])
-        if layout.direct:
+        if layout.direct or layout.whole:
             self.buffer.allocate()
         for i in layout.direct:
             length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
             place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
             gather.direct.append(Transfer(place, wire[offset : offset + length]))
+        if layout.whole:
+            gather.whole = self._fill_spans(layout, wire)
         if layout.packed_numel:
             packed = wire[: layout.packed_numel]
             codec = self.plan.codec if self._decodes else None
             gather.payloads.append(packed if codec is None else encode_rows(codec, packed.unsqueeze(0)).view(-1))
         return gather
+
+    def _fill_spans(self, layout: GatherLayout, wire: torch.Tensor) -> list[torch.Tensor]:
+        """Of what travels whole, this rank's rows to their places and zeros to all others'; the bits of both."""
+        rank = self.channel.gathers_over.rank
+        spans = [self.buffer.region(span.start, len(span)) for span in layout.spans]
+        torch._foreach_zero_(spans)
+        for i in layout.whole:
+            shards, start = layout.shards[i], layout.store.offsets[i]
+            if shards.layout.owned_by(rank):
+                full = self.buffer.region(layout.places.offsets[i], shards.numel).view(shards.shape)
+                put_shard(shards, wire[start : start + shards.padded_numel], rank, full)
+        return [span.view(torch.int32) for span in spans]
 
     def finish_gather(self, gather: Gather) -> None:
         """Decodes what came and copies packed parameters to their places, which take no memory before that."""
@@ -291,7 +329,9 @@ class Bucket:
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
         """Keeps the slice of ``rank`` on a smaller mesh of ``num_shards``, from which backward gathers again."""
-        if self.plan.aliased:
+        if self._common is not None:
+            self._common.is_kept = True
+        if not self.plan.travels:
             return
         layout = plan_smaller(self.plan, num_shards, direct_bytes)
         kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
@@ -302,3 +342,5 @@ class Bucket:
     def drop_slice(self) -> None:
         """Releases what :meth:`keep_slice` kept."""
         self._slice = None
+        if self._common is not None:
+            self._common.is_kept = False

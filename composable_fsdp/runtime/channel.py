@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from typing import cast
 
 import torch
 
 from composable_fsdp.comm.choose import duplicate
 from composable_fsdp.comm.custom import customize
-from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
+from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator, GroupCommunicator
 from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.plan import PlanOptions
 from composable_fsdp.memory.lanes import blocks_the_host
@@ -43,13 +44,27 @@ class Channel:
         self._pooled = False
         self.smaller: Communicator | None = None
         self.common_memory: torch.Tensor | None = None
-        """``(nbytes,)``, where the shards of all ranks lie, if these have it in common."""
+        """``(nbytes,)``, where the shards of all ranks lie, or their full parameters, if these have it in common."""
+        self._released_at = -1
+        """The axis' ``partings`` when full parameters in common memory were last released."""
         self.unequal_use = False
         """Whether a rank may take part in a reduction without any gradient."""
 
     @property
     def replicate(self) -> Communicator:
         return self.axes.replicate
+
+    def note_release(self) -> None:
+        """This rank no longer reads the full parameters, but others may until all have parted."""
+        if self.common_memory is not None:
+            self._released_at = cast(AliasingCommunicator, self.axes.shard).partings
+
+    @property
+    def others_may_read(self) -> bool:
+        """Whether full parameters in common memory may be in use on other ranks. All ranks find the same."""
+        return (
+            self.common_memory is not None and self._released_at == cast(AliasingCommunicator, self.axes.shard).partings
+        )
 
     @property
     def is_custom(self) -> bool:
@@ -72,6 +87,8 @@ class Channel:
             num_shards=self.axes.shard.size,
             direct_bytes=self.gather.direct_bytes,
             reduce_direct_bytes=self.scatter.direct_bytes,
+            whole_bytes=self.gather.whole_bytes,
+            reduce_whole_bytes=self.scatter.whole_bytes,
             widens=self.scatter.widens,
             batch_bytes=self._batch_bytes(),
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),

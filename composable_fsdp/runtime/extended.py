@@ -51,6 +51,8 @@ class _Gathered:
 class ExtendedBucket:
     """The parameters of one group that bring hooks and share their axes and dtypes. Final."""
 
+    awaits_readers = False
+
     def __init__(
         self,
         plan: BucketPlan,

@@ -10,6 +10,7 @@ import torch
 from composable_fsdp.comm.c10d import Together
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.grad_mode import without_grad
+from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.runtime.bucket import AnyBucket, Gather
 from composable_fsdp.runtime.messages import pack_messages, together
@@ -41,16 +42,26 @@ class _Gathering:
 
     @without_grad
     def launch(self) -> Work:
+        self._await_readers()
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
-        works = []
+        works: list[Work] = []
         for communicator, gathers in together([b.channel.gathers_over for b in self._buckets], self._gathers):
             transfers = [transfer for gather in gathers for transfer in gather.direct]
             transfers += pack_messages(gathers, communicator, self._device)
+            whole = [bits for gather in gathers for bits in gather.whole]
+            if whole:
+                works.append(communicator.all_reduce(whole, ReduceOp.SUM, self._label))
             if communicator.aliases and not transfers:  # every rank's shards are where they are needed once it is there
                 works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
-            else:
+            elif transfers or not whole:
                 works.append(communicator.all_gather(transfers, self._label))
         return works[0] if len(works) == 1 else Together(tuple(works))
+
+    def _await_readers(self) -> None:
+        """Returns when no rank computes any more with what the gather would change in memory that ranks share."""
+        axes = dict.fromkeys(bucket.channel.axes.shard for bucket in self._buckets if bucket.awaits_readers)
+        for meeting in [cast(AliasingCommunicator, axis).barrier("release before an all-gather") for axis in axes]:
+            meeting.wait()
 
     @without_grad
     def finish(self) -> None:

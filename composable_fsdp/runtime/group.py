@@ -221,6 +221,8 @@ class ParameterGroup:
 
     def _release(self) -> None:
         self.tensors.registration.show_sharded()
+        for channel in self.channels:
+            channel.note_release()
         for bucket in self.buckets:
             bucket.free()
         if trace.listeners:

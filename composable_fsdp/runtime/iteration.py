@@ -32,23 +32,16 @@ from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
+from composable_fsdp.runtime.steps import optimizer_steps
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
-__all__ = ["Iteration", "note_optimizer_step"]
+__all__ = ["Iteration"]
 
 _REDUCTIONS_ON_HOST = 1
 _REDUCTIONS_ON_STREAMS = 2
 """On the wire at once, with the memory of each. A stream that waits for the oldest makes all that follows wait, the
 gathers that are launched next included, so there one more is let go on.
 """
-
-_optimizer_steps = 0
-
-
-def note_optimizer_step(*_: object) -> None:
-    """Hook for after every optimizer step: parameters kept unsharded until now have become stale."""
-    global _optimizer_steps
-    _optimizer_steps += 1
 
 
 class Pass(Key):
@@ -84,13 +77,14 @@ class Iteration:
         self._backwards = 0
         self._graph_task = -1
         """Autograd's number for the backward that is under way."""
-        self._seen_steps = _optimizer_steps
+        self._seen_steps = optimizer_steps()
+        """As of the last forward: parameters kept unsharded since before a step are stale."""
         self._watch = watch_of_job()
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = 1
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
         self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
-        """Over which shards may lie in memory that ranks have in common."""
+        """Over which ranks may have shards or full parameters in common memory."""
         self._company = Company(root, units)
         self._unseen: list[Call] = []
         self._grad_mode = True
@@ -225,7 +219,8 @@ class Iteration:
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
         self._scheduler.begin_forward()
         self._company.expect(self._scheduler.expected)
-        stepped, self._seen_steps = self._seen_steps != _optimizer_steps, _optimizer_steps
+        steps = optimizer_steps()
+        stepped, self._seen_steps = self._seen_steps != steps, steps
         for kept in self.units.values():
             if kept.kept_version is None:
                 continue
@@ -342,7 +337,6 @@ class Iteration:
             return
         if self._in_step is not None:
             self._in_step.end_forward()
-        _wait_for(self._leave_shards("end of forward"))
         self._pass, self._outermost = Pass.IDLE, None
         self._scheduler.end_forward()
         for other in self.units.values():
@@ -351,6 +345,7 @@ class Iteration:
                 self._reshard_after_forward(other)
             if other.group.parameter_state is ParameterState.UNSHARDING:
                 other.group.reshard()  # prefetched for a call that did not come
+        _wait_for(self._leave_shards("end of forward"))
 
     def _begin_backward(self) -> None:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
@@ -389,10 +384,10 @@ class Iteration:
         self._pass = self._around_backward
 
     def _leave_shards(self, occasion: str) -> list[Work]:
-        """This rank reads no others' shards until the next gather. Once the works are done none does, so that each may
-        write to its own.
+        """This rank reads nothing that others wrote to common memory until the next gather. Once the works are done
+        none does, so that each may write there.
         """
-        return [communicator.barrier(occasion) for communicator in self._sharing]
+        return [communicator.part(occasion) for communicator in self._sharing]
 
     def settle_gradients(self, unit: Unit, *, at_end: bool = False, contributes: bool = False) -> None:
         """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise.

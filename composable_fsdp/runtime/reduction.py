@@ -69,14 +69,18 @@ class _Legs:
 
     @without_grad
     def scatter(self) -> Work:
+        label = f"reduce-scatter of {self._name}"
         plain = [job for job in self._jobs if job.scatter.transfers]
         works: list[Work] = [
-            communicator.reduce_scatter(
-                [t for job in jobs for t in job.scatter.transfers], op, f"reduce-scatter of {self._name}"
-            )
+            communicator.reduce_scatter([t for job in jobs for t in job.scatter.transfers], op, label)
             for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in plain], plain)
         ]
-        works += [exchange.launch(f"reduce-scatter of {self._name}") for exchange in self._scatters]
+        whole = [job for job in self._jobs if job.scatter.whole]
+        works += [
+            communicator.all_reduce([message for job in jobs for message in job.scatter.whole], op, label)
+            for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in whole], whole)
+        ]
+        works += [exchange.launch(label) for exchange in self._scatters]
         return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Exchange]:
@@ -87,9 +91,11 @@ class _Legs:
 
     @without_grad
     def arrive(self) -> None:
-        """After ``scatter``: adds up what came."""
+        """After ``scatter``: adds up what came, and takes this rank's part of what came whole."""
         for exchange in self._scatters:
             exchange.finish()
+        for job in self._jobs:
+            job.bucket.scatter.take_own(job.scatter)
 
     @without_grad
     def keep(self) -> list[ReducedBucket]:

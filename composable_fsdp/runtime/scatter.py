@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from composable_fsdp.codec.encoder import Encoder, GradientCodec
 from composable_fsdp.comm.protocol import Transfer
-from composable_fsdp.layout.pack import pack_gradient
+from composable_fsdp.layout.pack import pack_gradient, take_shard
 from composable_fsdp.layout.plan import SMALL_BYTES, BucketPlan
 from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.memory.lanes import blocks_the_host
@@ -27,13 +27,15 @@ __all__ = ["GradientScatter", "ReducedBucket", "Scatter"]
 class Scatter:
     """One bucket's part of a group's gradient reduction.
 
-    ``transfers`` are reduced on the way; what is added up where it arrives is the ``parcel``. Either way the sum over
-    the shard axis is in ``output`` then. ``present`` are the parameters that have a gradient here.
+    ``transfers`` are reduced on the way; ``whole`` are messages that are reduced in place, of which
+    :meth:`GradientScatter.take_own` takes this rank's part; what is added up where it arrives is the ``parcel``. In any
+    case the sum over the shard axis is in ``output`` then. ``present`` are the parameters that have a gradient here.
     """
 
     transfers: list[Transfer]
     output: torch.Tensor
     present: frozenset[int]
+    whole: list[torch.Tensor] = field(default_factory=list)
     parcel: Parcel | None = None
     added: Scatter | None = None
     """An earlier one that is part of this, alive as long as this is in flight."""
@@ -154,7 +156,45 @@ class GradientScatter:
             if reduction.pre_divide != 1.0:
                 message.div_(reduction.pre_divide)
             scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
+        if layout.whole:
+            scatter.whole.append(self._whole_message(gradients, present, reduction))
         return scatter
+
+    def _whole_message(
+        self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], reduction: Reduction
+    ) -> torch.Tensor:
+        """The full gradients that travel whole, zeros for those that are not there, and the flags."""
+        layout = self.plan.reduce
+        message = self.channel.scatter.allocate(layout.message.numel, self.plan.sum_dtype, self.device).zero_()
+        places, sources = [], []
+        for k, offset in zip(layout.whole, layout.message.offsets, strict=False):
+            gradient = gradients[k]
+            if gradient is not None:
+                places.append(message[offset : offset + gradient.numel()].view(gradient.shape))
+                sources.append(gradient)
+        if places:
+            torch._foreach_copy_(places, sources)
+        self._flag(self._flags_in(message).unsqueeze(0), present)
+        return message if reduction.pre_divide == 1.0 else message.div_(reduction.pre_divide)
+
+    def _flags_in(self, message: torch.Tensor) -> torch.Tensor:
+        """Behind the whole gradients."""
+        num_flags = self.plan.reduce.num_flags
+        start = self.plan.reduce.message.offsets[-1] if num_flags else 0
+        return message[start : start + num_flags]
+
+    def take_own(self, scatter: Scatter) -> None:
+        """Takes this rank's part of what was summed up whole, and the flags, to their places in the output.
+
+        The message stays: on a stream of its own, this is not done yet when it returns.
+        """
+        layout, output = self.plan.reduce, scatter.output
+        for message in scatter.whole:
+            for k, begin in zip(layout.whole, layout.message.offsets, strict=False):
+                shards, start = layout.shards[k], layout.output.offsets[k]
+                full = message[begin : begin + shards.numel].view(shards.shape)
+                take_shard(shards, full, self._shard.rank, output[start : start + shards.padded_numel])
+            output[layout.flags_offset : layout.flags_offset + layout.num_flags].copy_(self._flags_in(message))
 
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
         """Writes packed gradients and flags into ``rows``, one for each rank."""
@@ -165,7 +205,7 @@ class GradientScatter:
         casts_well = dtype == rows.dtype or not self._on_host or rows.nbytes <= SMALL_BYTES
         if layout.in_chunks and present is self._everyone and casts_well and _are_alike(packed):
             pieces = self._with_gaps(packed, len(rows))
-            if layout.num_flags:
+            if layout.flags_width:
                 pieces.append(torch.ones(len(rows) * layout.flags_width, dtype=dtype, device=self.device))
             if self._on_host and dtype != rows.dtype:  # one cast of all costs a fifth of one for each
                 rows.copy_(torch._chunk_cat(pieces, 0, len(rows)))
@@ -175,7 +215,7 @@ class GradientScatter:
         if layout.has_padding:
             rows.zero_()
         self._pack(gradients, rows)
-        self._flag(rows[:, layout.flags_offset :], present)
+        self._flag(rows[:, layout.gradient_numel :], present)
 
     def _with_gaps(self, packed: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
         """What ``torch._chunk_cat`` lays out in ``num_rows`` rows as the layout says: it knows no empty tensors."""
@@ -232,8 +272,10 @@ class GradientScatter:
             torch._foreach_copy_(columns, sources)
 
     def _flag(self, flags: torch.Tensor, present: frozenset[int]) -> None:
-        """Fills ``(any, at least num_flags)`` with ones, and zeros for the parameters without gradient."""
-        if self.plan.reduce.num_flags:
+        """Fills ``(any, num_flags or more)`` with ones, and zeros for the parameters without gradient, if there are
+        flags in this message.
+        """
+        if flags.size(1):
             flags.fill_(1)
             for k in self._everyone - present:
                 flags[:, k].zero_()

@@ -18,7 +18,7 @@ from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.bucket import FlatLayout
 from composable_fsdp.layout.pack import take_shard
-from composable_fsdp.layout.plan import BucketPlan, GroupPlan, ParameterSpec, plan_group
+from composable_fsdp.layout.plan import BucketPlan, GroupPlan, ParameterSpec, Residence, plan_group
 from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.memory.store import ShardStore
 from composable_fsdp.mesh import DataParallelAxes
@@ -37,17 +37,17 @@ __all__ = ["GroupTensors", "rest_device", "take_shards"]
 _COMMON_ALIGNMENT = 64
 """Bytes: a cache line."""
 
-_Place: TypeAlias = tuple[tuple[int, ...], torch.dtype, FlatLayout]
+_Place: TypeAlias = tuple[tuple[int, ...], torch.dtype, torch.dtype, FlatLayout]
 
 
 def _place_of(plan: BucketPlan) -> _Place:
-    """What must stay as it is for shards to stay where they are in memory that ranks have in common."""
-    return plan.indices, plan.dtype, plan.gather.places
+    """What must stay as it is for the bucket to keep its place in memory that ranks have in common."""
+    return plan.indices, plan.dtype, plan.compute_dtype, plan.gather.places
 
 
 def _in_common(plan: BucketPlan, channels: Sequence[Channel]) -> bool:
-    """Whether the bucket's shards lie in memory that ranks have in common."""
-    return plan.aliased and channels[plan.axes].common_memory is not None
+    """Whether the bucket's shards, or what ranks cast from them, lie in memory that ranks have in common."""
+    return not plan.travels and channels[plan.axes].common_memory is not None
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
@@ -93,7 +93,7 @@ class GroupTensors:
         precision: which dtypes the plan is made for.
         offload: where shards rest.
         on_gradient: makes, for a batch, the hook that autograd calls when a parameter's full gradient is there.
-        in_common: shards may lie in memory that ranks have in common, where they can: all ranks make these tensors.
+        in_common: memory that ranks have in common may be used, where it can: all ranks make these tensors.
     """
 
     def __init__(
@@ -156,7 +156,8 @@ class GroupTensors:
                 self.buckets.append(self._extended(plan, channel))
                 continue
             store = self._store(plan, channel, locals_[0].device)
-            bucket = Bucket(plan, self.parameters, channel, store, self.device)
+            common = self._common_place(plan) if plan.residence is Residence.COMMON else None
+            bucket = Bucket(plan, self.parameters, channel, store, self.device, common)
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
                 store.locals[k].copy_(local)
                 parameter.set_local(store.locals[k])
@@ -173,19 +174,24 @@ class GroupTensors:
     def _store(self, plan: BucketPlan, channel: Channel, device: torch.device) -> ShardStore:
         rank = channel.axes.shard.rank
         layout = plan.store_layout(rank)
-        memory = channel.common_memory
-        in_common = memory is not None and plan.aliased and device.type == "cpu"
-        if in_common and memory is not None:
-            begin = self._common_places[_place_of(plan)]
-            flat = memory[begin : begin + layout.numel * plan.dtype.itemsize].view(plan.dtype)
+        in_common = plan.aliased and _in_common(plan, self._channels) and device.type == "cpu"
+        if in_common:
+            flat = self._common_place(plan)
         else:
             pinned = self._pin_memory and device.type != "meta"
             flat = torch.zeros(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
         return ShardStore(plan.gather.shards, layout, rank, flat, in_common=in_common)
 
+    def _common_place(self, plan: BucketPlan) -> torch.Tensor:
+        """The full parameters of the bucket in memory that ranks have in common, 1-d, of the compute dtype."""
+        memory = self._channels[plan.axes].common_memory
+        assert memory is not None
+        begin = self._common_places[_place_of(plan)]
+        return memory[begin : begin + plan.full_bytes].view(plan.compute_dtype)
+
     def _take_common_memory(self) -> None:
-        """Where ranks can have memory in common, reserves what all shards of the group take, whether or not they have
-        values already. All ranks do, together; memory is taken where it is written.
+        """Where ranks can have memory in common, reserves what all full parameters of the group take, whether or not
+        they have values already. All ranks do, together; memory is taken where it is written.
         """
         able = [c for c in self._channels if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
         if not able:
@@ -198,8 +204,7 @@ class GroupTensors:
             if _in_common(bucket, self._channels):
                 channel = self._channels[bucket.axes]
                 self._common_places[_place_of(bucket)] = ends[channel]
-                nbytes = bucket.gather.places.numel * bucket.dtype.itemsize
-                ends[channel] += -(-nbytes // _COMMON_ALIGNMENT) * _COMMON_ALIGNMENT
+                ends[channel] += -(-bucket.full_bytes // _COMMON_ALIGNMENT) * _COMMON_ALIGNMENT
         for channel in able:
             communicator = cast(AliasingCommunicator, channel.gather)
             channel.common_memory = communicator.share(ends[channel]) if ends[channel] else None

@@ -30,6 +30,7 @@ def gather_traffic(buckets: Sequence[AnyBucket]) -> Traffic:
     for channel, members in by_channel(buckets):
         payloads = [nbytes for bucket in members for nbytes in bucket.payload_bytes]
         total += channel.axes.shard.size * (_packed(payloads) + sum(bucket.direct_bytes for bucket in members))
+        total += sum(2 * bucket.plan.whole_bytes for bucket in members)
     return Traffic(total, sum(bucket.plan.wire_bytes for bucket in buckets))
 
 
@@ -41,8 +42,10 @@ def smaller_gather_traffic(buckets: Sequence[AnyBucket], size: int) -> Traffic:
         slices = [bucket.smaller_bytes(num_shards, direct_from) for bucket in members]
         payloads = [nbytes for of_bucket, _ in slices for nbytes in of_bucket]
         total += num_shards * (_packed(payloads) + sum(direct for _, direct in slices))
-        for plan in (bucket.plan for bucket in members if not bucket.plan.aliased):
-            plain += plan_smaller(plan, num_shards, direct_from).wire_numel * plan.compute_dtype.itemsize
+        for plan in (bucket.plan for bucket in members if bucket.plan.travels):
+            layout = plan_smaller(plan, num_shards, direct_from)
+            plain += layout.wire_numel * plan.compute_dtype.itemsize
+            total += 2 * layout.whole_numel * plan.compute_dtype.itemsize
     return Traffic(total, plain)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing.text import format_ranks
 
@@ -114,18 +115,22 @@ class FakeWorld:
             tensors of an all-reduce, on one rank.
     """
 
-    def __init__(self, size: int, *, averages: bool = True, direct_bytes: int = 0) -> None:
+    def __init__(
+        self, size: int, *, averages: bool = True, direct_bytes: int = 0, whole_bytes: int = NEVER_DIRECT
+    ) -> None:
         """
         Args:
             size: number of ranks.
             averages: whether the communicators support ``ReduceOp.AVERAGE``.
             direct_bytes: what the communicators give as their ``direct_bytes``.
+            whole_bytes: what they give as their ``whole_bytes``.
         """
         if size < 1:
             raise ConfigurationError(f"A world has at least one rank, not {size}.")
         self.size = size
         self.averages = averages
         self.direct_bytes = direct_bytes
+        self.whole_bytes = whole_bytes
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._launched = [0] * size
@@ -196,6 +201,10 @@ class FakeCommunicator:
     @property
     def direct_bytes(self) -> int:
         return self.world.direct_bytes
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.world.whole_bytes
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

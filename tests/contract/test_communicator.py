@@ -61,6 +61,7 @@ def a_rank_knows_its_place(comm: Communicator) -> Iterator[None]:
     assert 0 <= comm.rank < comm.size
     assert isinstance(comm.averages, bool)
     assert comm.direct_bytes >= 0
+    assert comm.whole_bytes >= 0
     assert isinstance(comm.aliases, bool)
     assert isinstance(comm.widens, bool)
     yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import composable_fsdp as ours
+from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.runtime.extended import ExtendedBucket
 from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
@@ -373,6 +375,30 @@ def save_and_load(name: str) -> None:
 @pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 weights", "int8 mixed precision", "bitnet"])
 def test_state_dicts_restore_what_was_saved(name: str) -> None:
     run_ranks(save_and_load, 2, name)
+
+
+def load_plain_files(folder: Path) -> None:
+    """What converted shards stand for is in the files, as the plain values that others read."""
+    plain = build()
+    save_safetensors(plain, folder / "plain")
+    for name in ("float8", "int8 mixed precision", "bitnet", "int8 weights"):
+        other = build()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.neg_()
+        model = sharded(ours, RECIPES[name].convert(other))
+        load_safetensors(model, folder / "plain")
+        assert type(model[0][0].weight.to_local()).__name__ == RECIPES[name].rests_as, name
+        save_safetensors(model, folder / name)
+        again = build()
+        load_safetensors(again, folder / name)
+        for one, two in zip(again.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-3 if name == "int8 weights" else 0)
+
+
+@pytest.mark.behaviour("F-11")
+def test_safetensors_have_plain_values(tmp_path: Path) -> None:
+    run_ranks(load_plain_files, 2, tmp_path)
 
 
 # -- rows that do not divide evenly, with which ranks of torch's FSDP2 wait for each other for good

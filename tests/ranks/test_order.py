@@ -128,7 +128,6 @@ def dies(how: int):
 
 
 def recovers(kind: str):
-    import copy
 
     out = []
     losses = []

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.lifecycle import ParameterState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.mesh import DataParallelAxes
@@ -66,14 +67,25 @@ def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrec
 
 @pytest.mark.behaviour("C-01", "A-04")
 @pytest.mark.parametrize(
-    ("size", "direct_bytes", "dtype"),
-    [(8, 0, None), (8, 100, None), (8, 1 << 30, None), (8, 100, torch.bfloat16), (1000, 100, None)],
+    ("size", "direct_bytes", "whole_bytes", "dtype"),
+    [
+        (8, 0, NEVER_DIRECT, None),
+        (8, 100, NEVER_DIRECT, None),
+        (8, 1 << 30, NEVER_DIRECT, None),
+        (8, 100, NEVER_DIRECT, torch.bfloat16),
+        (1000, 100, NEVER_DIRECT, None),
+        (8, 0, 1, None),
+        (8, 100, 1, None),
+        (8, 100, 1, torch.bfloat16),
+        (1000, 100, 1, None),
+    ],
 )
 def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
-    size: int, direct_bytes: int, dtype: torch.dtype | None
+    size: int, direct_bytes: int, whole_bytes: int, dtype: torch.dtype | None
 ) -> None:
     precision = MixedPrecisionPolicy(param_dtype=dtype)
-    world, lanes = FakeWorld(size, direct_bytes=direct_bytes), Lanes(torch.device("cpu"))
+    world = FakeWorld(size, direct_bytes=direct_bytes, whole_bytes=whole_bytes)
+    lanes = Lanes(torch.device("cpu"))
     values = originals()
     with simulated_mesh(size) as mesh:
         groups = groups_of_all_ranks(mesh, world, precision)
@@ -106,3 +118,4 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
             torch.testing.assert_close(torch.cat(shards, dim), value * (size + 1), rtol=rtol, atol=0.0)
     # One launch a round, however many parameters travel direct in it.
     assert world.launches["all_gather"] == world.launches["reduce_scatter"] == 2
+    assert world.launches["all_reduce"] == (0 if whole_bytes == NEVER_DIRECT else 4), "one each way, of what is short"

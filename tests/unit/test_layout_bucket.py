@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp.layout.bucket import ALIGNMENT_BYTES, GatherLayout, ReduceLayout, plan_gather, plan_reduce
+from composable_fsdp.layout.bucket import (
+    ALIGNMENT_BYTES,
+    GatherLayout,
+    ReduceLayout,
+    plan_gather,
+    plan_reduce,
+    worth_whole,
+)
 from composable_fsdp.layout.shard import TensorShards
 from tests.unit.test_layout_shard import shards_of_one_bucket
 
@@ -143,6 +150,73 @@ def test_a_message_has_padding_exactly_where_it_is_longer_than_the_gradients_in_
     layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, direct_bytes=direct_bytes)
     message_numel = shards[0].num_shards * layout.packed_numel
     assert layout.has_padding == (message_numel > sum(shards[k].numel for k in layout.packed))
+
+
+WHOLE_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_DIRECT])
+
+
+def aligned(numel: int, itemsize: int) -> int:
+    step = ALIGNMENT_BYTES // itemsize
+    return -(-numel // step) * step
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, WHOLE_BYTES)
+def test_what_travels_whole_moves_no_more_bytes_and_what_does_not_would_move_more(
+    shards: tuple[TensorShards, ...], itemsize: int, whole_bytes: int
+) -> None:
+    wide = worth_whole(shards, itemsize=itemsize, whole_bytes=0)
+    for i, s in enumerate(shards):
+        assert (i in wide) == (0 < 2 * s.numel <= s.num_shards * s.padded_numel)
+    padding = sum(shards[i].num_shards * shards[i].padded_numel - shards[i].numel for i in wide)
+    assert worth_whole(shards, itemsize=itemsize, whole_bytes=whole_bytes) == (
+        wide if padding * itemsize >= whole_bytes else ()
+    )
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.data())
+def test_spans_cover_the_places_of_what_is_whole_and_no_other(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int, data: st.DataObject
+) -> None:
+    whole = sorted(data.draw(st.sets(st.sampled_from(range(len(shards))))))
+    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes, whole=whole)
+    assert layout.whole == tuple(whole)
+    assert_partition((layout.direct, layout.packed, layout.whole), range(len(shards)))
+    assert_packed_first(layout, itemsize)
+    assert_disjoint_and_aligned(layout.store.offsets, [s.padded_numel for s in shards], layout.store.numel, itemsize)
+    lengths = [s.numel if i in whole else s.full_numel for i, s in enumerate(shards)]
+    assert_disjoint_and_aligned(layout.places.offsets, lengths, layout.places.numel, itemsize)
+    assert len(layout.spans) == bool(whole), "one message"
+    covered = {element for span in layout.spans for element in span}
+    for i, (offset, length) in enumerate(zip(layout.places.offsets, lengths, strict=True)):
+        segment = set(range(offset, offset + length))
+        assert segment <= covered if i in whole else not segment & covered
+    assert layout.whole_numel == sum(aligned(shards[i].numel, itemsize) for i in whole)
+
+
+@given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, WHOLE_BYTES, st.booleans())
+def test_whole_gradients_and_the_flags_are_one_message_and_the_others_a_padded_one(
+    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int, whole_bytes: int, flags: bool
+) -> None:
+    indices = range(len(shards))
+    layout = plan_reduce(
+        shards, indices, itemsize=itemsize, direct_bytes=direct_bytes, flags=flags, whole_bytes=whole_bytes
+    )
+    assert layout.whole == worth_whole(shards, itemsize=itemsize, whole_bytes=whole_bytes)
+    assert_partition((layout.direct, layout.packed, layout.whole), indices)
+    lengths = [s.padded_numel for s in shards] + [layout.num_flags] * flags
+    offsets = (*layout.output.offsets, *[layout.flags_offset] * flags)
+    assert_disjoint_and_aligned(offsets, lengths, layout.output.numel, itemsize)
+    full_lengths = [shards[k].numel for k in layout.whole]
+    if layout.whole:
+        assert layout.flags_width == 0
+        full_lengths += [layout.num_flags] * flags
+    else:
+        assert layout.flags_width == aligned(layout.num_flags, itemsize)
+    assert layout.gradient_numel == sum(layout.packed_widths[: len(layout.packed)])
+    assert_disjoint_and_aligned(layout.message.offsets, full_lengths, layout.message.numel, itemsize)
+    without = plan_reduce(shards, indices, itemsize=itemsize, direct_bytes=direct_bytes, flags=flags)
+    alignment = 2 * (len(layout.whole) + 1) * ALIGNMENT_BYTES // itemsize
+    assert layout.wire_numel <= without.wire_numel + alignment + 2 * layout.num_flags
 
 
 def test_a_reduction_of_nothing_is_empty() -> None:

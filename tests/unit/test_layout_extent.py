@@ -83,3 +83,41 @@ def test_a_part_in_one_block_is_a_view() -> None:
 def test_ranges_that_touch_are_one_box() -> None:
     both = Extent.after((8,), [Cut(0, 1, 0, blocks=2)])
     assert [box.sizes for box in both.boxes()] == [(8,)]
+
+
+@given(cut_tensors(), st.integers(1, 30))
+@pytest.mark.behaviour("F-11")
+def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit: int) -> None:
+    shape, axes = drawn
+    whole = numbered(shape)
+    for cuts in all_ranks(axes):
+        extent = Extent.after(shape, cuts)
+        for box in extent.boxes():
+            pieces = list(box.pieces(shape, limit))
+            found = [taken(whole, p.offsets, p.sizes).reshape(-1) for p in pieces]
+            assert torch.equal(torch.cat(found), taken(whole, box.offsets, box.sizes).reshape(-1))
+            assert all(len(f) == 1 or f[-1] - f[0] < limit for f in found)
+            for piece, values in zip(pieces, found, strict=True):
+                part = taken(extent.take(whole), piece.local_offsets, piece.sizes)
+                assert torch.equal(part.reshape(-1), values)
+
+
+@given(cut_tensors())
+@pytest.mark.behaviour("F-11")
+def test_runs_are_where_the_elements_of_a_box_lie(drawn) -> None:
+    shape, axes = drawn
+    for cuts in all_ranks(axes):
+        for box in Extent.after(shape, cuts).boxes():
+            length, starts = box.runs(shape)
+            found = [element for start in starts for element in range(start, start + length)]
+            assert found == taken(numbered(shape), box.offsets, box.sizes).reshape(-1).tolist()
+
+
+def test_a_box_of_whole_rows_is_one_run() -> None:
+    (box,) = Extent.after((8, 5, 3), [Cut(0, 2, 1)]).boxes()
+    length, starts = box.runs((8, 5, 3))
+    assert (length, list(starts)) == (60, [60])
+
+
+def taken(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_fsdp.layout.bucket import GatherLayout, ReduceLayout, plan_gather, plan_reduce
-from composable_fsdp.layout.pack import pack_gradient, take_shard, unpack_parameter
+from composable_fsdp.layout.pack import pack_gradient, put_shard, take_shard, unpack_parameter
 from composable_fsdp.layout.plan import ParameterSpec, PlanOptions, plan_group, plan_smaller
 from composable_fsdp.layout.shard import TensorShards
 from tests.unit.test_layout_bucket import DIRECT_BYTES
@@ -82,6 +82,22 @@ def test_packing_puts_the_piece_of_rank_r_in_row_r_and_touches_nothing_else(
     expected = [piece_of(shards, gradient, rank).to(dtype) for rank in range(shards.num_shards)]
     assert torch.equal(rows, torch.stack(expected))
     assert all(bool((columns == UNTOUCHED).all()) for columns in around)
+
+
+@given(tensor_shards(), FLOATS)
+def test_what_all_ranks_put_in_place_sums_up_to_the_bits_of_the_tensor(
+    shards: TensorShards, dtype: torch.dtype
+) -> None:
+    full = numbered(shards.shape, torch.int32).sub(40).div(3).to(dtype)
+    full.view(-1)[:3] = torch.tensor([-0.0, float("nan"), float("-inf")])[: shards.numel]
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    total = torch.zeros_like(full).view(bits)
+    for rank in range(shards.num_shards):
+        piece, place = torch.full((shards.padded_numel,), UNTOUCHED, dtype=dtype), torch.zeros_like(full)
+        take_shard(shards, full, rank, piece)
+        put_shard(shards, piece, rank, place)
+        total += place.view(bits)
+    assert torch.equal(total, full.view(bits))
 
 
 @FEWER

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, plan_group, plan_smaller
+from composable_fsdp.codec.blockwise import Int8
+from composable_fsdp.codec.choice import GradientCodecs
+from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, Residence, plan_group, plan_smaller
 from composable_fsdp.layout.shard import TensorShards
 from tests.unit.test_layout_bucket import DIRECT_BYTES, assert_disjoint_and_aligned, assert_packed_first
 from tests.unit.test_layout_shard import SHAPES, WORLD_SIZES
@@ -121,6 +123,25 @@ def test_an_axis_of_one_rank_aliases_exactly_the_buckets_that_need_no_cast(
 
 
 @FEWER
+@given(SPECS, st.integers(2, 4))
+def test_ranks_with_memory_in_common_cast_into_it_what_is_not_their_shards(
+    specs: tuple[ParameterSpec, ...], num_shards: int
+) -> None:
+    for bucket in plan_group(specs, (PlanOptions(num_shards, 1, 1, alias=True),)).buckets:
+        shards = bucket.gather.shards
+        if not all(s.concatenates for s in shards):
+            assert bucket.residence is Residence.BUFFER
+            continue
+        is_cast = bucket.dtype != bucket.compute_dtype
+        assert bucket.residence is (Residence.COMMON if is_cast else Residence.SHARDS)
+        assert (bucket.unsharded_bytes, bucket.wire_bytes) == (0, 0)
+        places = zip(*(bucket.own_places(rank) for rank in range(num_shards)), strict=True)
+        for shard, of_ranks, begin in zip(shards, places, bucket.gather.places.offsets, strict=True):
+            own = [range(start, start + shard.padded_numel) for start in of_ranks]
+            assert [i for place in own for i in place] == list(range(begin, begin + shard.full_numel))
+
+
+@FEWER
 @given(SPECS, OPTIONS)
 def test_sizes_in_bytes_are_elements_times_the_dtype_in_that_place(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
@@ -157,6 +178,7 @@ def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
     larger, smaller = sizes
     for bucket in plan_group(specs, (PlanOptions(larger, direct_bytes, direct_bytes),)).buckets:
         layout = plan_smaller(bucket, smaller, direct_bytes)
+        assert layout.whole == ()
         itemsize = bucket.compute_dtype.itemsize
         assert layout.places is bucket.gather.places
         assert [(s.shape, s.dim) for s in layout.shards] == [(s.shape, s.dim) for s in bucket.gather.shards]
@@ -179,3 +201,42 @@ def test_asking_for_the_same_plan_again_returns_the_one_that_is_there() -> None:
 
     assert ask(True) is ask(True)
     assert ask(True) is not ask(False)
+
+
+@FEWER
+@given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
+def test_a_smaller_mesh_gathers_whole_what_does_not_fit_into_a_place_without_padding(
+    specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], direct_bytes: int
+) -> None:
+    larger, smaller = sizes
+    options = PlanOptions(larger, direct_bytes, direct_bytes, whole_bytes=0)
+    for bucket in plan_group(specs, (options,)).buckets:
+        layout = plan_smaller(bucket, smaller, direct_bytes)
+        assert set(layout.whole) <= set(bucket.gather.whole)
+        taken = [s.numel if i in layout.whole else s.full_numel for i, s in enumerate(layout.shards)]
+        itemsize = bucket.compute_dtype.itemsize
+        assert_disjoint_and_aligned(layout.places.offsets, taken, layout.places.numel, itemsize)
+        covered = {element for span in layout.spans for element in span}
+        for i, (offset, length) in enumerate(zip(layout.places.offsets, taken, strict=True)):
+            segment = set(range(offset, offset + length))
+            assert segment <= covered if i in layout.whole else not segment & covered
+
+
+def test_what_is_encoded_or_in_common_or_widened_on_the_way_keeps_its_padding() -> None:
+    whole = PlanOptions(8, 0, 0, whole_bytes=0, reduce_whole_bytes=0)
+    fp32 = torch.float32
+    row = ParameterSpec("weight", (1, 64), 0, fp32, fp32, fp32, fp32, trainable=True)
+
+    def ways(spec: ParameterSpec, options: PlanOptions = whole) -> tuple[bool, bool]:
+        (bucket,) = plan_group((spec,), (options,)).buckets
+        return bool(bucket.gather.whole), bool(bucket.reduce.whole)
+
+    assert ways(row) == (True, True)
+    assert ways(dataclasses.replace(row, extended=True)) == (False, True)
+    assert ways(dataclasses.replace(row, codec=Int8())) == (False, True)
+    assert ways(dataclasses.replace(row, gradient_codecs=GradientCodecs(shard=Int8()))) == (True, False)
+    assert ways(dataclasses.replace(row, gradient_extended=True)) == (True, False)
+    assert ways(row, dataclasses.replace(whole, alias=True)) == (False, True)
+    widened = dataclasses.replace(row, dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
+    assert ways(widened) == (True, True)
+    assert ways(widened, dataclasses.replace(whole, widens=True)) == (True, False)

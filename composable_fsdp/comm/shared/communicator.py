@@ -12,6 +12,7 @@ from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.comm.shared import operation
 from composable_fsdp.comm.shared.engine import Engine
 from composable_fsdp.errors import UnsupportedError
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["SharedMemoryCommunicator"]
@@ -40,6 +41,7 @@ class SharedMemoryCommunicator:
     averages = False
     widens = True
     direct_bytes = _DIRECT_BYTES
+    whole_bytes = NEVER_DIRECT  # the ranks of one host are few, and so is what they pad
 
     def __init__(self, group: dist.ProcessGroup, engine: Engine) -> None:
         self.group = group
@@ -77,8 +79,16 @@ class SharedMemoryCommunicator:
         _check_sum(op)
         return self._launch(tensors and operation.all_reduce(self.rank, self.size, tensors, label))
 
+    @property
+    def partings(self) -> int:
+        return self._engine.partings
+
     def barrier(self, name: str) -> Work:
         return self._engine.launch(operation.Meeting(name))
+
+    def part(self, name: str) -> Work:
+        self._engine.partings += 1
+        return self.barrier(name)
 
     def share(self, nbytes: int) -> torch.Tensor:
         """It takes memory only where it is written, and lives as long as the tensor or a view of it on any rank.

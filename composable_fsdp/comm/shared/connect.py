@@ -31,8 +31,8 @@ from composable_fsdp.errors import PeerError
 __all__ = ["SWITCH", "connect", "host_identity", "reconnect"]
 
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
-"""Environment variable: ``0``, on any rank, keeps all ranks from using shared memory; ``copy`` from keeping shards in
-memory that they have in common.
+"""Environment variable: ``0``, on any rank, keeps all ranks from using shared memory; ``copy`` from keeping shards,
+or full parameters, in memory that they have in common.
 """
 
 _HELLO = struct.Struct("=16si")

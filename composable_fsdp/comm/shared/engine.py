@@ -102,6 +102,8 @@ class Engine:
         """Begins anew over ``wire``, after the one before was given up. All ranks must do so together."""
         self.completed = 0
         """Operations that are done, which are the first ones."""
+        self.partings = 0
+        """Barriers at which no rank read what others wrote, as its communicators count them."""
         self.blocks = Blocks()
         self._wire = wire
         self._launched = 0

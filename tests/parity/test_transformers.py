@@ -1,0 +1,132 @@
+"""transformers, unmodified: its checkpoints train here, and what has been trained goes back to it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+import composable_fsdp as ours
+from composable_fsdp.checkpoint import load_safetensors, save_safetensors
+from composable_fsdp.testing import run_ranks
+from tests.ranks._sharding import exactly
+
+pytestmark = [
+    pytest.mark.behaviour("F-11"),
+    pytest.mark.skipif(
+        find_spec("transformers") is None,
+        reason="needs transformers: pip install -c constraints.txt '.[clients]', or make install",
+    ),
+]
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+STEPS = 3
+
+
+def llama(*, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """Random values; sizes of which some do not divide by 2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(11)
+    config = LlamaConfig(
+        vocab_size=43,
+        hidden_size=24,
+        intermediate_size=35,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def tokens_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(43, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def sharded(model: Any) -> Any:
+    for layer in model.model.layers:
+        ours.fully_shard(layer)
+    return ours.fully_shard(model)
+
+
+def from_meta(path: Path, *, tied: bool, convert_dtype: bool) -> Any:
+    """A sharded Llama that never had memory for more than its shards, with what is at ``path``."""
+    with torch.device("meta"):
+        model = llama(tied=tied)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # has buffers that no checkpoint has
+    ours.to_empty(sharded(model), device="cpu")
+    assert load_safetensors(model, path, convert_dtype=convert_dtype) == ([], [])
+    return model
+
+
+def train(model: nn.Module, ranks: range) -> list[float]:
+    """Losses. The gradient is the mean over ``ranks``, which a sharded model takes itself."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    losses = []
+    for step in range(STEPS):
+        for rank in ranks:
+            tokens = tokens_of(step, rank)
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            (loss / len(ranks)).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def loads_trains_and_saves(folder: Path, *, tied: bool, half: bool) -> None:
+    from transformers import LlamaForCausalLM
+
+    rank, ranks, before, after = dist.get_rank(), dist.get_world_size(), folder / "before", folder / "after"
+    if rank == 0:
+        llama(tied=tied, dtype=torch.bfloat16 if half else torch.float32).save_pretrained(before, max_shard_size=9000)
+        assert len(list(before.glob("*.safetensors"))) > 1
+    dist.barrier()
+    model = from_meta(before, tied=tied, convert_dtype=half)
+    reference = LlamaForCausalLM.from_pretrained(before, dtype=torch.float32)
+    assert_same(model, reference)
+    losses = train(model, range(rank, rank + 1))
+    assert_close(losses, train(reference, range(ranks))[rank::ranks])
+
+    if rank == 0:
+        model.config.save_pretrained(after)
+    save_safetensors(model, after, max_file_bytes=8000)
+    assert len(list(after.glob("*.safetensors"))) > 1
+    trained = LlamaForCausalLM.from_pretrained(after)
+    again = from_meta(after, tied=tied, convert_dtype=False)
+    for found in (trained, again):
+        assert_same(model, found)
+        assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
+    first = llama(tied=tied).state_dict()
+    assert not any(torch.equal(value, first[name]) for name, value in trained.state_dict().items())
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    """All values, bit for bit."""
+    ours, theirs = whole_state(model), whole_state(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        exactly(theirs[name], value, name)
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
+
+
+def goes_both_ways(folder: Path) -> None:
+    loads_trains_and_saves(folder / "plain", tied=False, half=False)
+    loads_trains_and_saves(folder / "tied", tied=True, half=True)
+
+
+def test_a_llama_goes_from_save_pretrained_through_training_to_from_pretrained(tmp_path: Path) -> None:
+    run_ranks(goes_both_ways, 2, tmp_path, environment=OFFLINE, timeout=120)

@@ -1,0 +1,347 @@
+"""safetensors into and out of shards of every kind, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
+from composable_fsdp.checkpoint import load_safetensors, safetensors_save, save_safetensors, stored
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.testing import run_ranks
+from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.ranks._models import TASKS, seeded, shard_layers
+from tests.ranks._sharding import exactly
+from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
+
+library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
+pytestmark = pytest.mark.behaviour("F-11")
+
+MAX_FILE_BYTES = 150
+BLOCK_BYTES = 64
+"""So small that most tensors are read and written in several pieces."""
+
+
+class Mixed(nn.Module):
+    """Ignored parameters, buffers of several dtypes, a tied pair, one row, a scalar and nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 1)])
+        self.ignored = nn.Linear(3, 2)
+        self.twin = nn.Linear(3, 2)
+        self.twin.weight = self.ignored.weight
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("halves", torch.randn(3, 5, dtype=torch.bfloat16))
+
+
+def mixed() -> nn.Module:
+    model: Any = seeded(Mixed)()
+    ignored = {model.ignored.weight, model.ignored.bias, model.twin.bias}
+    return shard_layers(model, fully_shard, ignored_params=ignored)
+
+
+def on_mesh(task: str, *shape: int, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: shard_layers(TASKS[task].build(), fully_shard, mesh=init_device_mesh("cpu", shape), **options)
+
+
+def tensor_parallel(**sizes: int) -> nn.Module:
+    mesh = named_mesh(**sizes)
+    model = PAIRS.build()
+    parallelize_pairs(model, mesh["tp"])
+    return shard_layers(model, fully_shard, mesh=mesh["dp"])
+
+
+def experts() -> nn.Module:
+    mesh = named_mesh(edp=2, ep=2)
+    model = MIXTURE.build()
+    placed = place_experts(model, mesh["ep"])
+    own = ShardPlacementResult(Shard(1), mesh["edp"])
+    dense = mesh["edp", "ep"]._flatten("dp")
+    return shard_layers(model, fully_shard, mesh=dense, shard_placement_fn=lambda p: own if p in placed else None)
+
+
+def second_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+SHARDED: dict[int, dict[str, Callable[[], nn.Module]]] = {
+    1: {"one rank": on_mesh("tied", 1), "mixed": mixed},
+    2: {
+        "uneven": on_mesh("mlp", 2),
+        "tied": on_mesh("tied", 2),
+        "two dtypes": on_mesh("adapters", 2),
+        "last dim": on_mesh("transformer", 2, shard_placement_fn=second_dim),
+        "in host memory": on_mesh("mlp", 2, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "bf16 policy": on_mesh("mlp", 2, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        "mixed": mixed,
+        "only tensor-parallel": lambda: parallelized(PAIRS.build()),
+    },
+    4: {
+        "empty shards": on_mesh("mlp", 4),
+        "hybrid": on_mesh("tied", 2, 2),
+        "replicas": on_mesh("mlp", 4, 1),
+        "tensor-parallel": lambda: tensor_parallel(dp=2, tp=2),
+        "experts": experts,
+        "mixed": mixed,
+    },
+}
+
+
+def parallelized(model: nn.Module) -> nn.Module:
+    parallelize_pairs(model, init_device_mesh("cpu", (2,)))
+    return model
+
+
+def clear(model: nn.Module) -> None:
+    with torch.no_grad():
+        for value in [*model.parameters(), *model.buffers()]:
+            (value.to_local() if isinstance(value, DTensor) else value).zero_()
+
+
+def spread(model: nn.Module) -> None:
+    """Other values than the initial ones, among which are zeros and ones only, different on every rank."""
+    with torch.no_grad():
+        for value in model.parameters():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            local.add_(torch.arange(local.numel()).view(local.shape) / 7)
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Written apart from the library: by DTensor's own gathering, in the memory of the caller."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+@contextmanager
+def small_blocks() -> Iterator[list[int]]:
+    """Blocks of ``BLOCK_BYTES``, and the bytes of what is taken out of files."""
+    taken: list[int] = []
+    real = stored.opened
+
+    class Counted:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def get_slice(self, name: str) -> Any:
+            view = self.file.get_slice(name)
+
+            class Slice:
+                get_shape, get_dtype = view.get_shape, view.get_dtype
+
+                def __getitem__(self, index: Any) -> torch.Tensor:
+                    values: torch.Tensor = view[index]
+                    taken.append(values.nbytes)
+                    return values
+
+            return Slice()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored, "opened", lambda path: Counted(real(path)))
+        patch.setattr(stored, "WINDOW_BYTES", BLOCK_BYTES)
+        patch.setattr(safetensors_save, "BLOCK_BYTES", BLOCK_BYTES)
+        yield taken
+
+
+def own_bytes(model: nn.Module) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def round_trips(folder: Path) -> None:
+    for what, build in SHARDED[dist.get_world_size()].items():
+        model, other = build(), build()
+        spread(model)
+        expected = whole_state(model)
+        path = folder / what
+        with small_blocks() as taken:
+            save_safetensors(model, path, max_file_bytes=MAX_FILE_BYTES)
+            assert_files(path, expected, what)
+            clear(other)
+            load_safetensors(other, path)
+            assert sum(taken) == own_bytes(other), what
+        for (name, value), loaded in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+            one, two = (t.to_local() if isinstance(t, DTensor) else t for t in (value, loaded))
+            exactly(two, one, f"{what}: {name}")
+
+
+def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> None:
+    """What the library reads of all files is ``expected``, without the second names of tied parameters."""
+    parts = [library.load_file(file) for file in sorted(path.glob("*.safetensors"))]
+    found = {name: value for part in parts for name, value in part.items()}
+    assert len(found) == sum(map(len, parts)), what
+    assert len(parts) > 1, what
+    tied = {"tied": {"head.weight"}, "mixed": {"twin.weight"}, "one rank": {"head.weight"}, "hybrid": {"head.weight"}}
+    assert found.keys() == expected.keys() - tied.get(what, set()), what
+    for name, value in found.items():
+        exactly(value, expected[name], f"{what}: {name} in the files")
+
+
+@pytest.mark.behaviour("F-13")
+@pytest.mark.parametrize("num_ranks", SHARDED)
+def test_round_trips_are_exact_and_ranks_read_only_what_they_hold(tmp_path: Path, num_ranks: int) -> None:
+    run_ranks(round_trips, num_ranks, tmp_path)
+
+
+# -- files that others made
+
+
+def write_with_index(folder: Path, values: dict[str, torch.Tensor], files: int = 3) -> None:
+    """As tools of Hugging Face do: by the library, in several files."""
+    folder.mkdir(parents=True)
+    names = sorted(values)
+    weight_map = {name: f"part{i % files}.safetensors" for i, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        part = {name: values[name].contiguous() for name in names if weight_map[name] == file}
+        library.save_file(part, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def loads_what_others_wrote(folder: Path) -> None:
+    build = on_mesh("tied", 2, 2, shard_placement_fn=second_dim)
+    model, rank = build(), dist.get_rank()
+    spread(model)
+    halves = {f"model.{name}": v.bfloat16() for name, v in whole_state(model).items() if name != "head.weight"}
+    if rank == 0:
+        write_with_index(folder / "index", halves)
+    dist.barrier()
+    other = build()
+    for path in (folder / "index", folder / "index" / "model.safetensors.index.json"):
+        clear(other)
+        load_safetensors(other, path, key_map=lambda name: f"model.{name}", convert_dtype=True)
+        for name, value in whole_state(other).items():
+            key = "embedding.weight" if name == "head.weight" else name
+            exactly(value, halves[f"model.{key}"].float(), name)
+
+
+def test_an_index_of_several_files_in_bf16_fills_fp32_shards(tmp_path: Path) -> None:
+    run_ranks(loads_what_others_wrote, 4, tmp_path)
+
+
+# -- what goes wrong on one rank, or between them
+
+
+@contextmanager
+def raising_alike(text: str) -> Iterator[None]:
+    """All ranks raise the same ``CheckpointError``, with ``text``."""
+    with pytest.raises(CheckpointError, match=text) as caught:
+        yield
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, str(caught.value))
+    assert len(set(texts)) == 1, texts
+
+
+def refuses_alike_on_load(folder: Path) -> None:
+    rank = dist.get_rank()
+    model = on_mesh("tied", 2)()
+    spread(model)
+    before = whole_state(model)
+    good, bad = folder / "good", folder / f"bad{rank}"
+    save_safetensors(on_mesh("tied", 2)(), good)
+    content = (good / "model.safetensors").read_bytes()
+    bad.mkdir()
+    file = bad / "model.safetensors"
+
+    file.write_bytes(content if rank == 0 else content[:-1])
+    with raising_alike(r"^rank 1: .*bad1/model\.safetensors is damaged, or no safetensors file"):
+        load_safetensors(model, bad)
+
+    file.write_bytes(content if rank == 0 else content.replace(b"[23,12]", b"[12,23]"))
+    with raising_alike(r"^rank 1: .*\n  shapes: embedding\.weight: \(23, 12\) in the model, \(12, 23\) in the files$"):
+        load_safetensors(model, bad)
+
+    values = {"scratch": torch.ones(1 + rank), **library.load_file(good / "model.safetensors")}
+    library.save_file(values, file)
+    with raising_alike("is not the same checkpoint on all ranks: rank 1 found other tensors than rank 0"):
+        load_safetensors(model, file if rank else bad / "model.safetensors", strict=False)
+
+    del values["scratch"]
+    values["head.weight"] = values["embedding.weight"].clone()
+    values["head.weight"][-1] += 1  # in the part of rank 1
+    library.save_file(values, file)
+    with raising_alike(r"(?s)^rank 1: .*different values in the files: embedding\.weight and head\.weight"):
+        load_safetensors(model, file)
+
+    def mapped(name: str) -> str:
+        return {"norm.bias": "b"}[name] if rank else name
+
+    with raising_alike("^rank 1: KeyError: 'embedding.weight'$"):
+        load_safetensors(model, good, key_map=mapped)
+    for name, value in whole_state(model).items():
+        exactly(value, before[name], name)
+
+    with pytest.MonkeyPatch.context() as patch, raising_alike("could not be read .* The model is loaded in part"):
+        if rank:
+            patch.setattr(stored.Reader, "_open", fails)
+        load_safetensors(model, good)
+
+
+def fails(*_: object) -> None:
+    raise OSError("Input/output error")
+
+
+@pytest.mark.behaviour("F-12")
+def test_what_one_rank_cannot_load_none_does(tmp_path: Path) -> None:
+    run_ranks(refuses_alike_on_load, 2, tmp_path)
+
+
+def refuses_alike_on_save(folder: Path) -> None:
+    rank = dist.get_rank()
+    model, path = on_mesh("mlp", 2)(), folder / "model"
+    save_safetensors(model, path, max_file_bytes=MAX_FILE_BYTES)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    clear(model)
+
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700, unlimited[1]))
+    try:
+        with raising_alike(r"^rank 0: OSError: .*File too large"):
+            save_safetensors(model, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+    with pytest.MonkeyPatch.context() as patch, raising_alike("^rank 1: OSError: Input/output error$"):
+        if rank:
+            patch.setattr(os, "pwrite", fails)
+        save_safetensors(model, path)
+
+    with raising_alike(r"^rank 1: .*elsewhere is not the same directory here .* made model\.safetensors there"):
+        save_safetensors(model, folder / "elsewhere" if rank else path)
+
+    with raising_alike("other names, shapes or dtypes than the first, namely rank 1"):
+        save_safetensors(TASKS[("mlp", "chain")[rank]].build(), path)
+    dist.barrier()
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+    alone = dist.new_subgroups(1)[0]
+    assert alone is not None
+    whole, group = TASKS["mlp"].build(), alone
+    save_safetensors(whole, folder / str(rank), process_group=group)
+    load_safetensors(model, folder / str(rank), process_group=group)
+    part = on_mesh("mlp", 2)()
+    with pytest.raises(CheckpointError, match=r"do not hold each element once: scale \([12] of 3 elements\), layers"):
+        save_safetensors(part, folder / str(rank), process_group=group)
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_files(tmp_path: Path) -> None:
+    run_ranks(refuses_alike_on_save, 2, tmp_path)

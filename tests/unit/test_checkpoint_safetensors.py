@@ -1,0 +1,301 @@
+"""safetensors files: how they are laid out, read, fitted to a model that is not sharded, and replaced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from composable_fsdp.checkpoint import load_safetensors, save_safetensors, stored
+from composable_fsdp.checkpoint.stored import Reader, StoredTensors
+from composable_fsdp.checkpoint.tensor_files import DTYPES, TensorFiles, TensorSpec, dtype_code
+from composable_fsdp.errors import CheckpointError, ConfigurationError
+from composable_fsdp.layout.extent import Cut, Extent
+from tests.unit._small import Small, assert_alike, filled
+
+library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
+pytestmark = pytest.mark.behaviour("F-11")
+
+NAMES = st.text(min_size=1, max_size=5).filter(lambda name: name != "__metadata__")
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> list[TensorSpec]:
+    shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+    names = draw(st.lists(NAMES, unique=True, max_size=6))
+    return [TensorSpec(n, draw(st.sampled_from(sorted(DTYPES.values(), key=str))), draw(shapes)) for n in names]
+
+
+# -- layout
+
+
+@given(specs(), st.integers(1, 200))
+def test_files_are_no_larger_than_asked_and_aligned_and_keep_the_order(tensors, limit: int) -> None:
+    files = TensorFiles.of(tensors, {}, limit).files
+    for file in files:
+        assert len(file.tensors) <= 1 or sum(spec.nbytes for spec in file.tensors) <= limit
+        assert all(file.offsets[spec.name] % spec.dtype.itemsize == 0 for spec in file.tensors)
+    places = {spec.name: i for i, file in enumerate(files) for spec in file.tensors}
+    assert [places[spec.name] for spec in tensors] == sorted(places.values())
+    assert len(places) == len(tensors)
+
+
+@given(specs())
+def test_the_library_reads_what_the_layout_says(tmp_path_factory, tensors) -> None:
+    (file,) = TensorFiles.of(tensors, {"other": tensors[0].name} if tensors else {}, 10**6).files
+    data = bytes(i % 251 for i in range(file.nbytes - len(file.header)))
+    path = tmp_path_factory.mktemp("layout") / file.name
+    path.write_bytes(file.header + data)
+    found = library.load_file(path)
+    assert found.keys() == {spec.name for spec in tensors}
+    for spec in tensors:
+        begin = file.offsets[spec.name] - len(file.header)
+        assert (found[spec.name].dtype, tuple(found[spec.name].shape)) == (spec.dtype, spec.shape)
+        content = found[spec.name].reshape(-1).view(torch.uint8)
+        assert bytes(content.tolist()) == data[begin : begin + spec.nbytes]
+
+
+def test_several_files_have_an_index_and_one_has_none() -> None:
+    tensors = [TensorSpec(name, torch.bfloat16, (3,)) for name in "abc"]
+    assert [f.name for f in TensorFiles.of(tensors, {}, 18).files] == ["model.safetensors"]
+    files = TensorFiles.of(tensors, {"tied": "a"}, 12)
+    assert json.loads(files.index) == {
+        "metadata": {"total_size": 18, "aliases": {"tied": "a"}},
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00001-of-00002.safetensors",
+            "c": "model-00002-of-00002.safetensors",
+        },
+    }
+    assert [f.metadata for f in files.files] == [{"format": "pt", "tied": "a"}, {"format": "pt"}]
+    assert TensorFiles.of(tensors, {}, 12, "e5").files[0].name == "model-e5-00001-of-00002.safetensors"
+
+
+def test_a_dtype_without_a_name_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"cannot hold torch\.complex128\. They hold torch\.bool"):
+        dtype_code(torch.complex128)
+
+
+# -- reading
+
+
+def test_blocks_are_read_through_a_window_and_the_file_is_opened_anew(tmp_path: Path, monkeypatch) -> None:
+    whole = torch.arange(24 * 10, dtype=torch.float32).view(24, 10)
+    library.save_file({"t": whole, "one": torch.tensor(3)}, tmp_path / "a.safetensors")
+    opened: list[Path] = []
+    real = stored.opened
+    monkeypatch.setattr(stored, "WINDOW_BYTES", 160)
+
+    def counted(path: Path) -> object:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr(stored, "opened", counted)
+    reader = Reader(StoredTensors.at(tmp_path))
+    opened.clear()
+    extent = Extent.after((24, 10), [Cut(1, 2, 1), Cut(0, 2, 0)])
+    found = torch.zeros(extent.local_shape)
+    for box, values in reader.blocks("t", extent.boxes()):
+        assert sum((n - 1) * s for n, s in zip(box.sizes, (10, 1), strict=True)) < 40
+        found[box.local_offsets[0] : box.local_offsets[0] + box.sizes[0]] = values
+    assert torch.equal(found, whole[:12, 5:])
+    assert len(opened) == 3
+    ((_, one),) = reader.blocks("one", Extent.after(()).boxes())
+    assert one.item() == 3
+
+
+def index(folder: Path, **weight_map: object) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+def test_a_directory_is_read_as_transformers_does(tmp_path: Path) -> None:
+    one, two = {"x": torch.ones(1)}, {"x": torch.zeros(1)}
+    library.save_file(one, tmp_path / "some.safetensors")
+    assert StoredTensors.at(tmp_path).path.name == "some.safetensors"
+    index(tmp_path, x="some.safetensors")
+    assert StoredTensors.at(tmp_path).path.name == "model.safetensors.index.json"
+    library.save_file(two, tmp_path / "model.safetensors")
+    assert StoredTensors.at(tmp_path).path.name == "model.safetensors"
+
+
+def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Paths, and what must be said about each."""
+    good = folder / "good.safetensors"
+    library.save_file({"x": torch.ones(100)}, good)
+    (folder / "empty").mkdir()
+    yield folder / "empty", r"empty should have one safetensors file or index, but has none"
+    yield folder / "absent.safetensors", r"absent\.safetensors is missing"
+    yield folder / "absent.index.json", r"absent\.index\.json is missing"
+    for size in (0, 4, 20, good.stat().st_size - 1):
+        cut = folder / f"cut{size}.safetensors"
+        cut.write_bytes(good.read_bytes()[:size])
+        yield cut, rf"cut{size}\.safetensors is damaged, or no safetensors file: "
+    header = folder / "header.safetensors"
+    header.write_bytes(good.read_bytes().replace(b'"dtype"', b'"dtypo"'))
+    yield header, r"header\.safetensors is damaged, or no safetensors file: "
+    yield index(folder, x="gone.safetensors"), r"gone\.safetensors is missing"
+    yield index(folder, x="good.safetensors", y="good.safetensors"), r"good\.safetensors lacks tensors .* has: y"
+    for text in ("{", "[]", "{}", '{"weight_map": {"x": 1}}'):
+        (folder / "bad.index.json").write_text(text)
+        yield folder / "bad.index.json", r"bad\.index\.json is damaged, or no safetensors index"
+    library.save_file({"x": torch.ones(1)}, folder / "empty" / "a.safetensors")
+    library.save_file({"x": torch.ones(1)}, folder / "empty" / "b.safetensors")
+    yield folder / "empty", r"several: a\.safetensors, b\.safetensors\. Pass the path of one"
+
+
+@pytest.mark.behaviour("F-12")
+def test_what_is_damaged_or_missing_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.x = nn.Parameter(torch.zeros(100))
+    for path, message in damaged(tmp_path):
+        with pytest.raises(CheckpointError, match=message):
+            load_safetensors(model, path)
+        assert not model.x.any()
+
+
+# -- fitting to a model
+
+NORM_BUFFERS = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+
+
+def test_a_model_that_is_not_sharded_round_trips_with_its_ties(tmp_path: Path) -> None:
+    model, other = filled(1), filled(2)
+    model.spread = torch.full((1,), 7.0).expand(4)
+    save_safetensors(model, tmp_path / "new")
+    names = set(library.load_file(tmp_path / "new" / "model.safetensors"))
+    assert names == set(model.state_dict()) - {"head.weight"}
+    assert load_safetensors(other, tmp_path / "new") == ([], [])
+    assert_alike(other, model)
+    assert other.head.weight is other.embed.weight
+
+
+def test_a_model_that_ties_nothing_gets_what_was_tied_twice(tmp_path: Path) -> None:
+    for limit in (1, 10**9):
+        save_safetensors(filled(1), tmp_path, max_file_bytes=limit)
+        other = filled(2)
+        other.head.weight = nn.Parameter(torch.zeros(5, 3))
+        load_safetensors(other, tmp_path)
+        assert_alike(other, filled(1))
+
+
+def test_ties_that_the_files_break_are_an_error_unless_the_first_name_is_to_count(tmp_path: Path) -> None:
+    model, other = filled(1), filled(2)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    library.save_file(values, tmp_path / "model.safetensors")
+    load_safetensors(other, tmp_path)
+    assert_alike(other, model)
+    values["head.weight"][2, 1] += 1
+    library.save_file(values, tmp_path / "model.safetensors")
+    other = filled(2)
+    with pytest.raises(CheckpointError, match=r"different values in the files: embed\.weight and head\.weight"):
+        load_safetensors(other, tmp_path)
+    assert_alike(other, filled(2))
+    load_safetensors(other, tmp_path, strict=False)
+    assert_alike(other, model)
+
+
+def test_names_go_from_the_model_to_the_files(tmp_path: Path) -> None:
+    model = filled(1)
+    save_safetensors(model, tmp_path, key_map=lambda name: f"model.{name}")
+    assert "model.norm.weight" in library.load_file(tmp_path / "model.safetensors")
+    mapping = {name: f"model.{name}" for name in model.state_dict()}
+    for key_map in (lambda name: f"model.{name}", mapping):
+        other = filled(2)
+        load_safetensors(other, tmp_path, key_map=key_map)
+        assert_alike(other, model)
+    del mapping["norm.weight"]
+    with pytest.raises(
+        CheckpointError, match=r"missing in the files: norm\.weight\n.*over them\): model\.norm\.weight"
+    ):
+        load_safetensors(filled(2), tmp_path, key_map=mapping)
+    with pytest.raises(ConfigurationError, match=r"gives 'n' to both 'norm\.weight' and 'norm\.bias', which are not"):
+        save_safetensors(model, tmp_path, key_map={"norm.weight": "n", "norm.bias": "n"})
+    with pytest.raises(ConfigurationError, match="key_map must be a mapping or a callable of names, not list"):
+        save_safetensors(model, tmp_path, key_map=["norm.weight"])  # type: ignore[arg-type]
+
+
+def test_a_file_of_another_model_is_told_from_it_in_one_error(tmp_path: Path) -> None:
+    values = {name: value.clone() for name, value in filled(1).state_dict().items()}
+    del values["head.weight"], values["norm.bias"]
+    values["norm.weight"] = torch.ones(4)
+    values["norm.running_mean"] = torch.ones(3, dtype=torch.bfloat16)
+    values["norm.num_batches_tracked"] = torch.tensor(1.5)
+    values["other"] = torch.ones(1)
+    library.save_file(values, tmp_path / "model.safetensors")
+    model = filled(2)
+    with pytest.raises(CheckpointError) as caught:
+        load_safetensors(model, tmp_path)
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path}/model.safetensors does not fit the model; nothing was loaded:",
+        "  shapes: norm.weight: (3,) in the model, (4,) in the files",
+        "  dtypes (convert_dtype=True converts them): norm.running_mean: torch.float32 in the model, torch.bfloat16 "
+        "in the files",
+        "  dtypes that cannot be converted: norm.num_batches_tracked: torch.int64 in the model, torch.float32 in the "
+        "files",
+        "  missing in the files: norm.bias",
+        "  not in the model (strict=False passes over them): other",
+    ]
+    assert_alike(model, filled(2))
+
+
+def test_what_is_on_one_side_only_is_returned_if_not_strict(tmp_path: Path) -> None:
+    library.save_file({"norm.weight": torch.full((3,), 4.0), "other": torch.ones(1)}, tmp_path / "model.safetensors")
+    model = filled(2)
+    missing, unexpected = load_safetensors(model, tmp_path, strict=False)
+    assert missing == ["spread", "embed.weight", "norm.bias", *NORM_BUFFERS]
+    assert unexpected == ["other"]
+    expected = filled(2)
+    nn.init.constant_(expected.norm.weight, 4.0)
+    assert_alike(model, expected)
+
+
+def test_dtypes_are_converted_on_request_both_ways(tmp_path: Path) -> None:
+    save_safetensors(filled(1), tmp_path, dtype=torch.bfloat16)
+    values = library.load_file(tmp_path / "model.safetensors")
+    assert values["embed.weight"].dtype == torch.bfloat16
+    assert values["norm.num_batches_tracked"].dtype == torch.int64
+    model = filled(2)
+    load_safetensors(model, tmp_path, convert_dtype=True)
+    expected = filled(1).bfloat16().float()
+    assert_alike(model, expected)
+    with pytest.raises(ConfigurationError, match=r"dtype must be a floating-point one, not torch\.int8"):
+        save_safetensors(model, tmp_path, dtype=torch.int8)
+
+
+def test_a_model_on_meta_is_told_what_to_call(tmp_path: Path) -> None:
+    save_safetensors(filled(1), tmp_path)
+    with torch.device("meta"):
+        model = Small()
+    for call in (load_safetensors, save_safetensors):
+        with pytest.raises(CheckpointError, match=r"meta device .* embed\.weight, .* Call composable_fsdp\.to_empty"):
+            call(model, tmp_path)
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"step": 3}
+
+    def set_extra_state(self, state: object) -> None:
+        raise AssertionError("there is none in the files")
+
+
+def test_extra_state_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    model = WithExtraState(2, 2)
+    with pytest.warns(UserWarning, match="leaves out the extra state of modules: _extra_state"):
+        save_safetensors(model, tmp_path)
+    assert load_safetensors(model, tmp_path) == ([], [])
+
+
+def test_arguments_of_saving_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="max_file_bytes must be at least 1, not 0"):
+        save_safetensors(filled(1), tmp_path, max_file_bytes=0)
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors must be a directory"):
+        save_safetensors(filled(1), tmp_path / "model.safetensors")
