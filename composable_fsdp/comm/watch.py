@@ -120,11 +120,14 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "") -> FSDPE
         if other is not None and same and other.label != own.label:
             places = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
             return DivergenceError(order_text(places))
-    if lost:
-        gone = f"rank {missing[0]} is gone" if len(missing) == 1 else f"ranks {missing} are gone"
-        who = gone if missing else "a connection was lost, though every rank still answers"
-        return PeerError(f"{own} cannot be done: {who}. Look for the first error in its output.{told}\n  {lost}")
-    return None
+    if missing and lost:
+        who = f"rank {missing[0]} is gone" if len(missing) == 1 else f"ranks {missing} are gone"
+    elif lost:
+        late = [r for r in own.ranks if (report := reports.get(r)) is not None and report.waiting != own]
+        who = f"ranks {late} did not come to it in time" if late else "a connection was lost"
+    else:
+        return None
+    return PeerError(f"{own} cannot be done: {who}. Look for the first error in the output of each.{told}\n  {lost}")
 
 
 def order_text(about: Mapping[int, str]) -> str:
