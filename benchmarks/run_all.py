@@ -80,6 +80,7 @@ BENCHMARKS = [
             Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),
             Benchmark(f"gloo-transfers-{ranks}", "gloo_transfers.py", ranks),
             Benchmark(f"collectives-{ranks}", "collectives.py", ranks),
+            Benchmark(f"checkpoint-{ranks}", "checkpoint.py", ranks),
         )
     ),
     Benchmark("network", "network.py", minutes=30),

@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 
 from composable_fsdp.errors import ConfigurationError, LifecycleError
 
-__all__ = ["local_optimizer"]
+__all__ = ["ELEMENTWISE", "local_optimizer"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Step = Callable[..., Any]
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         torch.optim.ASGD,
         torch.optim.Adadelta,
@@ -108,7 +108,7 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
     reason = next((reason for base, reason in _NOT_ELEMENTWISE.items() if isinstance(optimizer, base)), None)
     if reason is not None:
         raise ConfigurationError(f"{kind.__name__} {reason}, so it cannot step on local shards. Use it as it is.")
-    if kind not in _ELEMENTWISE and not elementwise:
+    if kind not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
             f"{kind.__name__} is not known to be element-wise. If what it does to an element depends on no other "
             "element, pass elementwise=True; otherwise use it as it is."

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp.placed import extent_of, gather, like
+from composable_fsdp.runtime.parameter import local_part
 from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["agree_on_gradients", "keep", "keep_gradient", "whole_parameter"]
+__all__ = ["agree_on_gradients", "keep", "keep_gradient", "whole_parameter", "whole_tensor"]
 
 
 def agree_on_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
@@ -35,10 +36,10 @@ def whole_parameter(
 ) -> nn.Parameter | None:
     """The whole parameter with its gradient, on ranks that show it. All ranks gather alike."""
     with torch.inference_mode(False), torch.no_grad():
-        value, gradient = _whole(sharded, sharding, offload_to_cpu), None
+        value, gradient = whole_tensor(sharded, sharding, offload_to_cpu), None
         if has_gradient:
             own = torch.zeros_like(sharded) if sharded.grad is None else sharded.grad
-            gradient = _whole(own, sharding, offload_to_cpu)
+            gradient = whole_tensor(own, sharding, offload_to_cpu)
         if not shows:
             return None
         whole = nn.Parameter(value, requires_grad=sharded.requires_grad)
@@ -48,9 +49,9 @@ def whole_parameter(
     return whole
 
 
-def _whole(tensor: torch.Tensor, sharding: ParameterSharding, offload_to_cpu: bool) -> torch.Tensor:
-    """The full value, in memory of its own: also where this rank has all of it."""
-    local, full = cast(DTensor, tensor).to_local(), gather(tensor, sharding)
+def whole_tensor(tensor: torch.Tensor, sharding: ParameterSharding | None, offload_to_cpu: bool) -> torch.Tensor:
+    """The full value, in memory of its own: also where this rank has all of it. Arguments as for ``placed.gather``."""
+    local, full = local_part(tensor).detach(), gather(tensor.detach(), sharding)
     if offload_to_cpu:
         full = full.cpu()
     shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from composable_fsdp.placed import shardings_of, units_below
 from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["Entry", "entries_of", "parameter_names", "plain_name"]
+__all__ = ["Entry", "at_rest", "entries_of", "parameter_names", "plain_name"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation-checkpoint wrappers of torch and ``torch.compile`` put into names."""
@@ -29,26 +30,36 @@ class Entry:
     """What a state dict has under one name.
 
     ``value`` is the parameter or buffer itself, or whatever a module's ``get_extra_state`` gave. ``sharding`` says how
-    ``fully_shard`` cut it, if it did. Shared tensors have an entry under each of their names, with the same ``value``.
+    ``fully_shard`` cut it, if it did. ``key`` is the name that the model's own methods have, with what wrappers put in.
+    Shared tensors have an entry under each of their names, with the same ``value``.
     """
 
     name: str
     value: Any
     sharding: ParameterSharding | None = None
+    key: str = ""
 
     @property
     def is_tensor(self) -> bool:
-        return isinstance(self.value, torch.Tensor)
+        """Whether it is a parameter or buffer. Extra state may be a tensor too, but of any shape at any time."""
+        return isinstance(self.value, torch.Tensor) and self.name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
 
 
-def entries_of(model: nn.Module) -> dict[str, Entry]:
-    """All that ``model.state_dict()`` has, by plain names, in its order. Parameters are in their sharded form."""
+def at_rest(model: nn.Module) -> dict[int, ParameterSharding]:
+    """Has ``model`` show its parameters in their sharded form. Returns how each is cut, by its id."""
     units = units_below(model)
     for unit in units:
         unit.group.reshard()
         unit.group.refresh()
-    state, shardings = model.state_dict(keep_vars=True), shardings_of(units)
-    return {plain_name(n): Entry(plain_name(n), value, shardings.get(id(value))) for n, value in state.items()}
+    return shardings_of(units)
+
+
+def entries_of(model: nn.Module) -> dict[str, Entry]:
+    """All that ``model.state_dict()`` has, by plain names, in its order. Parameters are in their sharded form."""
+    shardings = at_rest(model)
+    state = model.state_dict(keep_vars=True)
+    entries = (Entry(plain_name(k), value, shardings.get(id(value)), k) for k, value in state.items())
+    return {entry.name: entry for entry in entries}
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

@@ -1,28 +1,39 @@
-"""A progress bar for whoever watches a terminal."""
+"""A bar on the terminal, by ``rich`` (extra ``cli``)."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
-__all__ = ["progress"]
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = ["progress_bar", "wants_progress"]
+
+
+def wants_progress(asked: bool | None) -> bool:
+    """Whether to show a bar. ``None`` asks for one where stderr is a terminal and ``rich`` is installed.
+
+    Raises:
+        ConfigurationError: a bar was asked for, but ``rich`` is not installed.
+    """
+    installed = importlib.util.find_spec("rich") is not None
+    if asked and not installed:
+        raise ConfigurationError('progress=True needs rich: pip install "composable-fsdp[cli]".')
+    return installed and sys.stderr.isatty() if asked is None else asked
 
 
 @contextmanager
-def progress(label: str, nbytes: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of ``nbytes`` on stderr, and what to call with the bytes that have been done.
-
-    There is none if it is not to be ``shown``, or stderr is no terminal, or ``rich`` is not installed.
-    """
-    if not shown or not sys.stderr.isatty() or find_spec("rich") is None:
-        yield lambda _: None
+def progress_bar(show: bool, description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Gives what is to be told of every count of bytes that is done, of ``total``."""
+    if not show:
+        yield lambda count: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=nbytes)
-        yield lambda done: bar.advance(task, done)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda count: progress.advance(task, count)

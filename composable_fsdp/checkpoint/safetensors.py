@@ -15,7 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp.checkpoint.agreement import Ranks
 from composable_fsdp.checkpoint.held import Held, KeyMap, block, held_tensors
-from composable_fsdp.checkpoint.progress import progress
+from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint.stored import Reader, Stored, StoredTensors
 from composable_fsdp.errors import CheckpointError
 
@@ -76,7 +76,7 @@ def load_safetensors(
     jobs = sorted(match.found, key=lambda job: stored.tensors[job[1]].file)  # stable: else in the model's order
     total = sum(held.local_nbytes for held, _ in jobs)
     reader = Reader(stored)
-    with ranks.agreeing(), progress("loading", total, shown=ranks.is_first) as advance:
+    with ranks.agreeing(), progress_bar(ranks.is_first and wants_progress(None), "loading", total) as advance:
         for held, key in jobs:
             try:
                 _read(held, key, reader)

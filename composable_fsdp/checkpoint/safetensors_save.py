@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp.checkpoint.agreement import Ranks
 from composable_fsdp.checkpoint.held import Held, KeyMap, block, held_tensors
-from composable_fsdp.checkpoint.progress import progress
+from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint.replacing import Replacement, has_parts
 from composable_fsdp.checkpoint.tensor_files import FileLayout, TensorFiles, TensorSpec
 from composable_fsdp.errors import CheckpointError, ConfigurationError
@@ -193,7 +193,9 @@ def _replacement(replacement: Replacement, files: TensorFiles, ranks: Ranks) -> 
 @torch.no_grad()
 def _write(files: TensorFiles, own: Mapping[str, Held], replacement: Replacement, *, shown: bool) -> None:
     """Writes this rank's parts, and has them on disk."""
-    with progress("saving", sum(held.local_nbytes for held in own.values()), shown=shown) as advance:
+    with progress_bar(
+        shown and wants_progress(None), "saving", sum(held.local_nbytes for held in own.values())
+    ) as advance:
         for file in files.files:
             opened = os.open(replacement.aside / file.name, os.O_WRONLY)
             try:

@@ -27,6 +27,7 @@ from composable_fsdp import (
     Int8,
     MixedPrecisionPolicy,
     ParameterError,
+    checkpoint,
     fully_shard,
 )
 from composable_fsdp.trace import Recorder
@@ -202,6 +203,47 @@ def step_without_host_waiting(reshard_after_forward: bool | None) -> None:
         step()
         with torch.no_grad():
             model(batch[0])
+
+
+def states_between_devices(device: str) -> None:
+    """Every form of model and optimizer, from ``device`` and from CPU, to both."""
+    meshes = {"cpu": DeviceMesh("cpu", list(range(dist.get_world_size()))), device: mesh_on(device)}
+    task = TASKS["transformer"]
+
+    def trained(where: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = shard_layers(task.build(), fully_shard, mesh=meshes[where])
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for step in range(steps):
+            task.loss(model, tuple(t.to(where) for t in task.batch_of(step, 0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    def wholes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        state = checkpoint.optimizer_state_dict(model, optimizer, checkpoint.Full(offload_to_cpu=True))["state"]
+        values = checkpoint.state_dict(model, checkpoint.Full(offload_to_cpu=True)).values()
+        return [*values, *(value.cpu() for entry in state.values() for value in entry.values())]
+
+    for source in meshes:
+        model, optimizer = trained(source, 2)
+        expected = wholes(model, optimizer)
+        for form in (
+            checkpoint.Sharded(),
+            checkpoint.Sharded(offload_to_cpu=True),
+            checkpoint.Local(),
+            checkpoint.Full(),
+            checkpoint.Full(rank0_only=True, offload_to_cpu=True),
+        ):
+            weights = checkpoint.state_dict(model, form)
+            state = checkpoint.optimizer_state_dict(model, optimizer, form)
+            for target in meshes:
+                fresh, its_optimizer = trained(target, 0)
+                checkpoint.load_state_dict(fresh, weights, form)
+                checkpoint.load_optimizer_state_dict(fresh, its_optimizer, state, form)
+                found = wholes(fresh, its_optimizer)
+                assert all(map(torch.equal, found, expected)), f"{source} to {target}, {form}"
+                assert {p.device.type for p in fresh.parameters()} == {target}
+                assert {e["exp_avg"].device.type for e in its_optimizer.state.values()} == {target}
 
 
 @contextmanager

@@ -79,3 +79,9 @@ def test_codecs_on_cuda_agree_with_cpu() -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 def test_encoded_parameters_and_gradients_train_on_cuda(world_size: int) -> None:
     run_ranks(cases.train_encoded, world_size, "cuda", timeout=300)
+
+
+@pytest.mark.behaviour("F-06")
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_states_go_between_cpu_and_devices(world_size: int) -> None:
+    run_ranks(cases.states_between_devices, world_size, "cuda", timeout=180)

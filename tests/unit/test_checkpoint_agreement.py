@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from composable_fsdp.checkpoint.agreement import Ranks
-from composable_fsdp.checkpoint.progress import progress
+from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 
@@ -50,8 +50,8 @@ class Terminal(io.StringIO):
 
 @pytest.mark.skipif(find_spec("rich") is None, reason="needs rich: pip install '.[cli]'")
 def test_a_terminal_shows_a_bar_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stderr, shown, expected in ((Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)):
+    for stderr, asked, expected in ((Terminal(), None, True), (Terminal(), False, False), (io.StringIO(), None, False)):
         monkeypatch.setattr(sys, "stderr", stderr)
-        with progress("loading", 4_000_000, shown=shown) as advance:
+        with progress_bar(wants_progress(asked), "loading", 4_000_000) as advance:
             advance(1_000_000)
         assert ("1.0/4.0 MB" in stderr.getvalue()) == expected

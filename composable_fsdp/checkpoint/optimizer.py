@@ -1,0 +1,331 @@
+"""State dicts of optimizers, by the names of parameters.
+
+A tensor of the state that has its parameter's shape lies like the parameter: as a DTensor, or, with optimizers that
+work on local tensors, as a plain tensor of the local shard's shape. Everything else is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from composable_fsdp.checkpoint.forms import SHARDED, comes_from_rank0, streams_from_rank0
+from composable_fsdp.checkpoint.holders import Holders, refuse
+from composable_fsdp.checkpoint.names import plain_name
+from composable_fsdp.checkpoint.options import Form, Full, Local
+from composable_fsdp.checkpoint.parts import fill, misfit, part_for, shown
+from composable_fsdp.checkpoint.rekey import Member, members_of
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.optim import ELEMENTWISE
+from composable_fsdp.placed import like
+from composable_fsdp.runtime.parameter import local_part
+
+__all__ = ["load_optimizer_state_dict", "optimizer_state_dict"]
+
+
+# -- out
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SHARDED) -> dict[str, Any]:
+    """``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``, with the names of the model.
+
+    Parameters without state are absent from ``"state"``. Tensors that lie like a parameter are in ``form``; the others,
+    such as counts of steps, are as they are. All ranks must call it together.
+
+    Args:
+        model: sharded or not.
+        optimizer: of any class, over parameters of ``model``.
+        form: as for :func:`~composable_fsdp.checkpoint.state_dict`. With ``rank0_only`` the others get an empty dict.
+
+    Raises:
+        CheckpointError: the optimizer has parameters that are not the model's, or ranks have state of different ones.
+    """
+    groups = members_of(model, optimizer)
+    members = [member for group in groups for member in group]
+    tensors = ((member.parameter, member.sharding) for member in members)
+    holders = Holders.of(tensors, all_ranks=comes_from_rank0(form))
+    packed = optimizer.state_dict()
+    ids = [i for group in packed["param_groups"] for i in group["params"]]
+    entries = {m.name: packed["state"][i] for i, m in zip(ids, members, strict=True) if i in packed["state"]}
+    distributed = _distributed(members, entries, holders)
+    state: dict[Any, Any] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for member in members:
+            shows = not comes_from_rank0(form) or holders.is_source_of(member.parameter)
+            for key, value in distributed.get(member.name, {}).items():
+                found = shown(value, member.sharding, form) if isinstance(value, torch.Tensor) else value
+                if shows:
+                    state.setdefault(member.name, {})[key] = found
+                del found
+    if comes_from_rank0(form) and not holders.is_source_of():
+        return {"state": state} if state else {}
+    state |= {key: value for key, value in packed["state"].items() if key not in set(ids)}
+    named = [
+        {**{k: v for k, v in group.items() if k != "param_names"}, "params": [member.name for member in of_group]}
+        for group, of_group in zip(packed["param_groups"], groups, strict=True)
+    ]
+    return {**packed, "state": state, "param_groups": named}
+
+
+def _distributed(
+    members: Sequence[Member], entries: Mapping[str, Mapping[str, Any]], holders: Holders
+) -> dict[str, dict[str, Any]]:
+    """``entries`` with DTensors for local tensors: those that on every rank have the shape of the rank's shard.
+
+    Raises:
+        CheckpointError: ranks have state of different parameters, so that they would wait for each other.
+    """
+    places = [(m, key, value) for m in members for key, value in entries.get(m.name, {}).items()]
+    plain = [i for i, (member, _, value) in enumerate(places) if _may_be_local(member, value)]
+    fitting = [places[i][2].shape == local_part(places[i][0].parameter).shape for i in plain]
+    found = holders.exchange((_digest([(m.name, str(key)) for m, key, _ in places] + [("", str(plain))]), fitting))
+    if len({digest for digest, _ in found.values()}) > 1:
+        keys = holders.exchange([f"{member.name!r}, {key!r}" for member, key, _ in places])
+        some = {rank: [k for k in has if any(k not in other for other in keys.values())] for rank, has in keys.items()}
+        raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")
+    everywhere = [all(flags) for flags in zip(*(flags for _, flags in found.values()), strict=True)]
+    local = {i for i, is_local in zip(plain, everywhere, strict=True) if is_local}
+    distributed: dict[str, dict[str, Any]] = {}
+    for i, (member, key, value) in enumerate(places):
+        shard = like(cast(DTensor, member.parameter), value) if i in local else value
+        distributed.setdefault(member.name, {})[key] = shard
+    return distributed
+
+
+def _may_be_local(member: Member, value: object) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
+    return is_plain and isinstance(member.parameter, DTensor)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+# -- in
+
+
+def load_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    form: Form | None = None,
+    *,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Has ``optimizer`` go on from what :func:`optimizer_state_dict` gave, on these or other ranks, meshes or forms.
+
+    It may be fresh: no step is made for its state to exist. Parameters and groups are found by names, in whatever order
+    they are. Hyperparameters of the groups are restored. All ranks must call it together, and agree on errors before
+    anything is loaded. What is there is filled in place; new state is this rank's own memory, DTensors for what lies
+    like a parameter. An optimizer that keeps such state as plain local tensors must have it already, by a step, or be
+    given the local form. ``optimizer.load_state_dict`` runs last, with its hooks and casts.
+
+    Args:
+        model: sharded or not.
+        optimizer: over parameters of ``model``, in groups of the same members.
+        state: by names; :func:`rekey_optimizer_state_dict` makes such of a plain optimizer's own.
+        form: that of the values; by default a DTensor is sharded, and a plain tensor full. Local ones must be named.
+        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``. What the others
+            pass is not looked at; they get it tensor by tensor.
+
+    Raises:
+        CheckpointError: other groups, unknown parameters, tensors of other shapes: a line for each, on every rank.
+        ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
+    """
+    streams = streams_from_rank0(form, broadcast_from_rank0)
+    _Load(model, optimizer, state, Full() if streams else form, streams).carry_out()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Announces a tensor that is sent on its own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class _Report:
+    """What one rank says about the state dict that it was given."""
+
+    problems: list[str] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Saved groups, in the order of the optimizer's."""
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By parameter; where one rank has the values, with announcements for tensors."""
+    others: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+
+class _Load:
+    """One call of :func:`load_optimizer_state_dict`."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, state: Any, form: Form | None, streams: bool) -> None:
+        self._optimizer = optimizer
+        self._form = form
+        self._streams = streams
+        self._groups = members_of(model, optimizer)
+        self._members = {member.name: member for group in self._groups for member in group}
+        self._holders = Holders.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)
+        self._given: dict[str, dict[str, Any]] = {}
+        report = self._inspect(state)
+        if streams:
+            report.groups = [{k: _announced(v) for k, v in group.items()} for group in report.groups]
+        mine = report if streams else _Report(report.problems, digest=report.digest)
+        reports = self._holders.exchange(mine)
+        problems = {rank: each.problems for rank, each in reports.items()}
+        if not streams and len({each.digest for each in reports.values()}) > 1 and not any(problems.values()):
+            problems = {rank: ["ranks were given state of different parameters"] for rank in reports}
+        refuse(f"the state dict does not fit {type(optimizer).__name__}", problems)
+        self._reports = reports if streams else {self._holders.rank: report}
+
+    def carry_out(self) -> None:
+        state: dict[int, dict[str, Any]] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for index, member in enumerate(self._members.values()):
+                entry = self._told(member.parameter).state.get(member.name)
+                if entry is not None:
+                    state[index] = {key: self._value(member, key, value) for key, value in entry.items()}
+        ids = iter(range(len(self._members)))
+        told = self._told()
+        groups = [
+            {**group, **_moved(saved, group), "params": [next(ids) for _ in group["params"]]}
+            for group, saved in zip(self._optimizer.param_groups, told.groups, strict=True)
+        ]
+        self._optimizer.load_state_dict({**told.others, "state": state, "param_groups": groups})
+
+    def _told(self, value: object = None) -> _Report:
+        """The report that counts for ``value``, or for the whole."""
+        return self._reports[self._holders.source_of(value) if self._streams else self._holders.rank]
+
+    # -- checks
+
+    def _inspect(self, state: Any) -> _Report:
+        report = _Report()
+        on_meta = [m.name for m in self._members.values() if m.parameter.is_meta]
+        if on_meta:
+            report.problems.append(f"these are on the meta device: {on_meta}. Call to_empty(model, device=...) first")
+        is_speaker = not self._streams or self._holders.is_source_of()
+        mine = {n for n, m in self._members.items() if not self._streams or self._holders.is_source_of(m.parameter)}
+        if not mine and not is_speaker:
+            return report
+        if not _is_state(state) or (is_speaker and "param_groups" not in state):
+            report.problems.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
+            return report
+        if any(isinstance(name, int) for name in state["state"]):
+            report.problems.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
+            return report
+        entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
+        if is_speaker:
+            self._match_groups(state["param_groups"], report)
+            report.others = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+            report.problems += [f"state of unexpected parameter {n!r}" for n in entries if n not in self._members]
+        self._given = {name: entries[name] for name in self._members if name in entries and name in mine}
+        for name, entry in self._given.items():
+            reasons = {key: self._misfit(self._members[name], key, value) for key, value in entry.items()}
+            report.problems += [f"{key!r} of {name!r} {reason}" for key, reason in reasons.items() if reason]
+            report.state[name] = {key: _announced(value) for key, value in entry.items()} if self._streams else entry
+        report.digest = _digest([(name, list(entry)) for name, entry in self._given.items()])
+        return report
+
+    def _match_groups(self, saved: Sequence[Mapping[str, Any]], report: _Report) -> None:
+        """Finds the saved group of each of the optimizer's by its members."""
+        named = [{**group, "params": [plain_name(str(n)) for n in group["params"]]} for group in saved]
+        by_members = {frozenset(group["params"]): group for group in named}
+        wanted = [[member.name for member in group] for group in self._groups]
+        report.groups = [by_members.get(frozenset(names), {}) for names in wanted]
+        unmatched = [names for names in wanted if frozenset(names) not in by_members]
+        left = [group["params"] for members, group in by_members.items() if members not in map(frozenset, wanted)]
+        if len(wanted) != len(named):
+            report.problems.append(f"{len(named)} parameter groups, expected {len(wanted)}")
+        for names, there in zip_longest(unmatched, left, fillvalue=()):
+            missing, unexpected = [n for n in names if n not in there], [n for n in there if n not in names]
+            report.problems.append(f"a parameter group has other members: missing {missing}, unexpected {unexpected}")
+
+    def _misfit(self, member: Member, key: str, value: object) -> str | None:
+        """Why a value cannot be loaded, as far as that is known: some optimizers have state of any shape."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        parameter, existing = member.parameter, self._existing(member, key)
+        target = existing if existing is not None else value
+        if existing is not None and existing.ndim and existing.shape == local_part(parameter).shape:
+            target = parameter
+        if existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE:
+            target = parameter
+        return misfit(target, value, self._form)
+
+    # -- values
+
+    def _existing(self, member: Member, key: str) -> torch.Tensor | None:
+        entry = self._optimizer.state.get(member.parameter, {})
+        value = entry.get(key) if isinstance(entry, Mapping) else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    def _value(self, member: Member, key: str, value: Any) -> Any:
+        """What the optimizer gets for a value, sent by the rank that has it if that is only one."""
+        if isinstance(value, _Tensor):
+            given = self._given.get(member.name, {}).get(key)
+            value = self._holders.send(member.parameter, given, value.dtype, value.shape)
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach()
+        if not value.ndim and not isinstance(value, DTensor):
+            return value.clone()
+        if self._lies_like(member, value):
+            return self._like_parameter(member, key, value)
+        return self._other(member, key, value)
+
+    def _lies_like(self, member: Member, value: torch.Tensor) -> bool:
+        is_part = isinstance(self._form, Local) and not isinstance(value, DTensor)
+        return value.shape == (local_part(member.parameter) if is_part else member.parameter).shape
+
+    def _like_parameter(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
+        parameter, existing = member.parameter, self._existing(member, key)
+        part = part_for(parameter, member.sharding, value, self._form)
+        if existing is not None and local_part(existing).shape == part.shape:
+            local_part(existing).copy_(part)
+            return existing
+        device = local_part(parameter).device
+        own = torch.empty_like(part, device=device, memory_format=torch.contiguous_format).copy_(part)
+        return like(parameter, own) if isinstance(parameter, DTensor) else own
+
+    def _other(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of another shape than the parameter's: whole on every rank, unless it is a DTensor that says how."""
+        parameter, existing = member.parameter, self._existing(member, key)
+        if existing is not None and existing.shape == value.shape:
+            fill(existing, None, value, self._form)
+            return existing
+        own = value.clone().to(local_part(parameter).device)
+        if isinstance(own, DTensor) or not isinstance(parameter, DTensor):
+            return own
+        mesh = parameter.device_mesh
+        return DTensor.from_local(own, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _is_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    return all(isinstance(entry, Mapping) for entry in state["state"].values())
+
+
+def _moved(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters, those that are tensors on the devices where they are in ``group``."""
+    are_tensors = {
+        key: isinstance(group.get(key), torch.Tensor) and isinstance(v, torch.Tensor) for key, v in saved.items()
+    }
+    return {key: v.to(group[key].device) if are_tensors[key] else v for key, v in saved.items()}
+
+
+def _announced(value: Any) -> Any:
+    """A value as it travels with the report: large tensors do not."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Tensor(tuple(value.shape), value.dtype) if value.ndim else value.cpu()

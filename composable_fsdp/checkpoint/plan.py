@@ -1,0 +1,226 @@
+"""What each rank writes and reads, for ``torch.distributed.checkpoint``: blocks of tensors as they are really cut.
+
+DCP's own plans follow the placements of DTensors, which cannot describe every cut that ``fully_shard`` makes within a
+tensor-parallel one; these follow the :class:`~composable_fsdp.layout.extent.Extent` of what a rank holds.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from composable_fsdp.layout.extent import Box, Extent
+
+__all__ = ["Contents", "LoadPlanner", "Part", "Path", "SavePlanner", "add_aliases"]
+
+Path = tuple[str, ...]
+"""Where something is in a nested state dict. Joined by dots it is the key in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a tensor: ``local``, of the shape and at the place that ``extent`` says."""
+
+    extent: Extent
+    local: torch.Tensor
+
+    def blocks(self) -> dict[tuple[int, ...], torch.Tensor]:
+        """Contiguous blocks of the whole, as views of ``local`` by their offsets. A tensor without elements has one,
+        on every rank, so that it is in the checkpoint too.
+        """
+        shape = self.extent.shape
+        if 0 in shape:
+            return {(0,) * len(shape): self.local.new_empty(shape)}
+        return {box.offsets: _narrowed(self.local, box) for box in self.extent.boxes()}
+
+
+def _narrowed(local: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
+        local = local.narrow(dim, offset, size)
+    return local
+
+
+@dataclass
+class Contents:
+    """What a rank has to save, by key.
+
+    Attributes:
+        parts: of tensors. Blocks that several ranks have are written by one of them.
+        objects: anything else, serialised by ``torch.save``. Of a key that several ranks have one rank's is written.
+        aliases: further keys of what is in ``parts``.
+        paths: of all of these.
+    """
+
+    parts: dict[str, Part] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    def add_tensor(self, path: Path, part: Part) -> None:
+        self.parts[self._key(path)] = part
+
+    def add_alias(self, path: Path, of: Path) -> None:
+        self.aliases[self._key(path)] = ".".join(of)
+
+    def add_object(self, path: Path, value: object) -> None:
+        data = io.BytesIO()
+        torch.save(value, data)
+        self.objects[self._key(path)] = data.getvalue()
+
+    def _key(self, path: Path) -> str:
+        key = ".".join(path)
+        self.paths[key] = path
+        return key
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans the writing of ``contents``. Merging the ranks' plans and validating the result are DCP's.
+
+    Args:
+        contents: of this rank.
+        written: is told the bytes of each item that is handed to the writer.
+    """
+
+    def __init__(self, contents: Contents, written: Callable[[int], None] = lambda count: None) -> None:
+        super().__init__()
+        self.contents = contents
+        self.written = written
+        self._blocks = {
+            MetadataIndex(key, offsets): block
+            for key, part in contents.parts.items()
+            for offsets, block in part.blocks().items()
+        }
+
+    def create_local_plan(self) -> SavePlan:
+        parts = self.contents.parts
+        items = [_write_item(index, parts[index.fqn], block) for index, block in self._blocks.items()]
+        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.contents.objects]
+        return SavePlan(items, planner_data=self.contents.paths)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            data = self.contents.objects[write_item.index.fqn]
+            self.written(len(data))
+            return io.BytesIO(data)
+        block = self._blocks[write_item.index]
+        self.written(block.nbytes)
+        return block
+
+    def stage(self, plan: SavePlan) -> None:
+        """Takes copies, in host memory, of all that ``plan`` says, and lets go of the rest."""
+        indices = [item.index for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        self._blocks = {index: _on_host(self._blocks[index]) for index in indices}
+        self.contents = replace(self.contents, parts={})
+        if any(block.is_pinned() for block in self._blocks.values()):
+            torch.accelerator.synchronize()
+
+    def nbytes(self, plan: SavePlan) -> int:
+        """Of what ``plan`` says, without headers."""
+        tensors = sum(self._blocks[i.index].nbytes for i in plan.items if i.type != WriteItemType.BYTE_IO)
+        objects = (i.index.fqn for i in plan.items if i.type == WriteItemType.BYTE_IO)
+        return tensors + sum(len(self.contents.objects[key]) for key in objects)
+
+
+def _write_item(index: MetadataIndex, part: Part, block: torch.Tensor) -> WriteItem:
+    assert index.offset is not None
+    data = TensorWriteData(
+        ChunkStorageMetadata(index.offset, block.shape),
+        TensorProperties(dtype=block.dtype),
+        torch.Size(part.extent.shape),
+    )
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def _on_host(block: torch.Tensor) -> torch.Tensor:
+    """A copy; of what an accelerator holds one that is complete when the accelerator is."""
+    block = block.detach()
+    on_accelerator = block.device.type != "cpu"
+    host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
+    return host.copy_(block, non_blocking=on_accelerator)
+
+
+def add_aliases(metadata: Metadata, results: Iterable[list[WriteResult]], aliases: Mapping[str, str]) -> None:
+    """Lets readers find what was written under one key under its ``aliases`` too."""
+    keys: dict[str, list[str]] = {}
+    for alias, key in aliases.items():
+        if alias not in metadata.state_dict_metadata:
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+            keys.setdefault(key, []).append(alias)
+    for written in results:
+        written += [
+            replace(result, index=MetadataIndex(alias, result.index.offset, result.index.index))
+            for result in written
+            for alias in keys.get(result.index.fqn, ())
+        ]
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads tensors straight into ``parts``, and objects as they were serialised.
+
+    Args:
+        metadata: of the checkpoint.
+        parts: of this rank, by key. All keys are in the metadata.
+        objects: keys to read. What is there is in ``read`` afterwards.
+        done: is told the bytes of each piece that has been copied.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        parts: Mapping[str, Part],
+        objects: Iterable[str] = (),
+        done: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        super().__init__()
+        self.read: dict[str, bytes] = {}
+        self._saved = metadata.state_dict_metadata
+        self._blocks = {key: part.blocks() for key, part in parts.items()}
+        self._objects = list(objects)
+        self._done = done
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for key, blocks in self._blocks.items():
+            saved = self._saved[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            chunks = [ChunkStorageMetadata(torch.Size(at), block.shape) for at, block in blocks.items()]
+            items += create_read_items_for_chunk_list(key, saved, chunks)
+        for key in self._objects:
+            assert isinstance(self._saved[key], BytesStorageMetadata)
+            index, start = MetadataIndex(key), torch.Size([0])
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, start, index, start, start))
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._blocks[index.fqn][tuple(index.offset)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self._done(tensor.nbytes)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.read[read_item.dest_index.fqn] = value.getvalue()
+        self._done(len(value.getbuffer()))

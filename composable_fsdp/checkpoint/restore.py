@@ -1,0 +1,241 @@
+"""From a checkpoint into a model and an optimizer: what goes where, whether it fits, and doing it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable_fsdp.checkpoint.contents import (
+    communication_of,
+    is_extra_state,
+    named_parameters,
+    names_of,
+    part_of,
+)
+from composable_fsdp.checkpoint.fit import Misfit
+from composable_fsdp.checkpoint.names import Entry, entries_of, plain_name
+from composable_fsdp.checkpoint.plan import LoadPlanner, Part
+from composable_fsdp.checkpoint.progress import progress_bar
+from composable_fsdp.checkpoint.storage import reader_of
+from composable_fsdp.communication_state import CommunicationState
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.placed import like, shardings_of, units_below
+
+__all__ = ["Restore", "read_objects"]
+
+
+def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weights_only: bool) -> dict[str, Any]:
+    """What is under those ``keys`` that are no tensors.
+
+    Raises:
+        CheckpointError: ``weights_only``, and something is of a class that ``torch.load`` does not admit then.
+    """
+    saved = metadata.state_dict_metadata
+    planner = LoadPlanner(metadata, {}, [key for key in keys if isinstance(saved.get(key), BytesStorageMetadata)])
+    reader_of(folder, metadata).read_data(planner.create_local_plan(), planner).wait()
+    return {key: _decoded(key, data, weights_only) for key, data in planner.read.items()}
+
+
+def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{key!r} has objects of classes that torch.load(weights_only=True) does not admit. If you trust whoever "
+            "wrote the checkpoint, pass weights_only=False, which can run any code in it; or admit the classes with "
+            "torch.serialization.add_safe_globals."
+        ) from error
+
+
+class Restore:
+    """What ``model`` and ``optimizer`` take from a checkpoint. Nothing changes before :meth:`run`.
+
+    Attributes:
+        misfit: how the checkpoint differs from what is wanted.
+        wants_communication: whether codecs of the model keep anything from step to step.
+        fits_communication: whether the checkpoint has that, in its shapes.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, metadata: Metadata, objects: Mapping[str, Any]
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._metadata = metadata
+        self._saved = metadata.state_dict_metadata
+        self._objects = objects
+        self._parts: dict[str, Part] = {}
+        self._by_module: dict[str, Any] = {}
+        """By plain names: what modules take from a state dict rather than from memory."""
+        self._groups: list[dict[str, Any]] = []
+        self._communication = communication_of(model)
+        self.misfit = Misfit()
+        self._match_model()
+        if optimizer is not None:
+            self._match_optimizer(optimizer)
+        self.wants_communication = bool(self._communication)
+        self.fits_communication = self._matches_communication()
+
+    def run(self, folder: Path, *, communication: bool, show: bool) -> None:
+        """Reads this rank's parts of everything from the checkpoint ``folder``.
+
+        Args:
+            folder: the checkpoint.
+            communication: whether to load the state of codecs.
+            show: whether to show a bar.
+        """
+        state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
+        if communication:
+            for name, each in self._communication.items():
+                self._parts[f"communication.{name}.residual"] = part_of(each["residual"], None, name)
+                each["rounds"] = self._objects[f"communication.{name}.rounds"]
+        total = sum(part.local.nbytes for part in self._parts.values())
+        with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as done:
+            planner = LoadPlanner(self._metadata, self._parts, done=done)
+            reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
+            self._give_to_modules()
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+        if communication and self._communication:
+            CommunicationState(self._model).load_state_dict(self._communication)
+
+    def _match_model(self) -> None:
+        registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        shared: dict[int, list[Entry]] = {}
+        used = set()
+        for name, entry in entries_of(self._model).items():
+            key = f"model.{name}"
+            used.add(key)
+            if entry.is_tensor and not is_extra_state(name):
+                shared.setdefault(id(entry.value), []).append(entry)
+            elif key in self._objects:
+                self._by_module[name] = self._objects[key]
+            else:
+                self.misfit.missing[name] = "an object"
+        for entries in shared.values():
+            entry = next((e for e in entries if f"model.{e.name}" in self._saved), entries[0])
+            if self._match_tensor(f"model.{entry.name}", entry):
+                part = part_of(entry.value, entry.sharding, entry.name)
+                if id(entry.value) not in registered:  # a hook made it for the state dict
+                    self._by_module[entry.name] = value = entry.value.detach().clone()
+                    part = part_of(value, entry.sharding, entry.name)
+                self._parts[f"model.{entry.name}"] = part
+        for key, saved in self._saved.items():
+            if key.startswith("model.") and key not in used:
+                self.misfit.unexpected[key.removeprefix("model.")] = _described(saved)
+
+    def _match_tensor(self, key: str, entry: Entry) -> bool:
+        saved, wanted = self._saved.get(key), entry.value
+        if saved is None:
+            self.misfit.missing[entry.name] = f"{_name(wanted.dtype)} {tuple(wanted.shape)}"
+        elif not isinstance(saved, TensorStorageMetadata):
+            self.misfit.shapes[entry.name] = f"an object in the checkpoint, a tensor {tuple(wanted.shape)} in the model"
+        elif saved.size != wanted.shape:
+            self.misfit.shapes[entry.name] = (
+                f"{tuple(saved.size)} in the checkpoint, {tuple(wanted.shape)} in the model"
+            )
+        else:
+            if saved.properties.dtype != wanted.dtype:
+                both = f"{_name(saved.properties.dtype)} in the checkpoint, {_name(wanted.dtype)} in the model"
+                self.misfit.dtypes[entry.name] = both
+            return True
+        return False
+
+    def _match_optimizer(self, optimizer: Optimizer) -> None:
+        saved_groups, states = _param_groups(self._objects), self._states()
+        if not saved_groups:
+            self.misfit.others.append("the checkpoint has no param_groups of an optimizer.")
+        by_names = {frozenset(group["params"]): group for group in saved_groups}
+        names, first = names_of(self._model, optimizer), 0
+        for i, (own, group) in enumerate(zip(names, optimizer.param_groups, strict=True)):
+            saved = by_names.get(frozenset(own))
+            if saved is None and saved_groups:
+                some = ", ".join(own[:3]) + (", …" if len(own) > 3 else "")
+                self.misfit.others.append(f"no param_group of the checkpoint has the parameters of group {i}: {some}")
+            settings = {k: v for k, v in (saved or group).items() if k not in ("params", "param_names")}
+            self._groups.append({**settings, "params": list(range(first, first + len(own)))})
+            first += len(own)
+        known = {name for own in names for name in own}
+        for name in states.keys() - known:
+            self.misfit.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
+
+    def _states(self) -> dict[str, dict[str, str]]:
+        """The checkpoint's keys of optimizer state, by parameter and name of the state."""
+        found: dict[str, dict[str, str]] = {}
+        for key, path in (self._metadata.planner_data or {}).items():
+            if tuple(path[:2]) == ("optimizer", "state") and len(path) == 4 and key in self._saved:
+                found.setdefault(path[2], {})[path[3]] = key
+        return found
+
+    def _allocate_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """State for ``optimizer.load_state_dict``, with memory that is to be read into: its own where that fits."""
+        state: dict[int, dict[str, Any]] = {}
+        states, shardings = self._states(), shardings_of(units_below(self._model))
+        for i, (name, parameter) in enumerate(named_parameters(names_of(self._model, optimizer), optimizer)):
+            for key, full_key in states.get(name, {}).items():
+                saved = self._saved[full_key]
+                if isinstance(saved, TensorStorageMetadata):
+                    value = _memory_for(key, saved, parameter, optimizer.state.get(parameter, {}).get(key))
+                    part = part_of(value, shardings.get(id(parameter)), f"{name}.{key}")
+                    self._parts[full_key] = part
+                else:
+                    value = self._objects[full_key]
+                state.setdefault(i, {})[key] = value
+        return state
+
+    def _matches_communication(self) -> bool:
+        saved = self._saved
+        wanted = {f"communication.{name}.residual": each["residual"] for name, each in self._communication.items()}
+        return all(
+            isinstance(found := saved.get(key), TensorStorageMetadata) and found.size == residual.shape
+            for key, residual in wanted.items()
+        )
+
+    def _give_to_modules(self) -> None:
+        if self._by_module:
+            names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
+            self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
+
+
+def _param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of the checkpoint: one object, or as DCP writes them from a nested state dict an object per setting."""
+    prefix = "optimizer.param_groups"
+    if prefix in objects:
+        return cast(list[dict[str, Any]], objects[prefix])
+    groups: dict[int, dict[str, Any]] = {}
+    for key, value in objects.items():
+        index, _, setting = key.removeprefix(f"{prefix}.").partition(".")
+        if key.startswith(prefix) and index.isdecimal():
+            groups.setdefault(int(index), {})[setting] = value
+    return [groups[index] for index in sorted(groups)]
+
+
+def _memory_for(key: str, saved: TensorStorageMetadata, parameter: torch.Tensor, existing: object) -> torch.Tensor:
+    """A tensor for state: of the parameter's shape placed like it, others whole, and single numbers on the CPU."""
+    dtype, shape = saved.properties.dtype, saved.size
+    if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
+        return existing
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if shape == parameter.shape and (shape or key != "step"):
+        own = torch.empty_like(local, dtype=dtype, requires_grad=False)
+        return like(parameter, own) if isinstance(parameter, DTensor) else own
+    return torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
+
+
+def _described(saved: object) -> str:
+    if isinstance(saved, TensorStorageMetadata):
+        return f"{_name(saved.properties.dtype)} {tuple(saved.size)}"
+    return "an object"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,421 @@
+"""State of optimizers by names of parameters, in three forms, from plain optimizers, and into fresh ones."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.testing import assert_close
+
+from composable_fsdp import CPUOffloadPolicy, ParameterError, fully_shard, local_optimizer
+from composable_fsdp.checkpoint import (
+    Full,
+    Local,
+    Sharded,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    rekey_optimizer,
+    rekey_optimizer_state_dict,
+)
+from composable_fsdp.checkpoint.names import parameter_names
+from composable_fsdp.checkpoint.options import Form
+from composable_fsdp.testing import run_ranks
+from tests.ranks._checkpoint import build, same_values, shard, train, wholes_of
+from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.ranks._sharding import exactly, expected_shard
+from tests.ranks.test_checkpoint_forms import FORMS, SAFE, message
+
+Make = Callable[[Iterable[Any]], Optimizer]
+
+
+def groups_of(model: nn.Module, *, backwards: bool = False) -> list[dict[str, Any]]:
+    """Biases in a group of their own, and the ignored layer in none; ``backwards`` has the reverse order."""
+    named = [(n, p) for n, p in model.named_parameters() if not n.startswith("plain")]
+    named = named[::-1] if backwards else named
+    first = {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": 0.1}
+    second = {"params": [p for n, p in named if n.endswith("bias")], "lr": 0.02}
+    return [second, first] if backwards else [first, second]
+
+
+def adamw(parameters: Iterable[Any]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-5, amsgrad=True)
+
+
+def sgd(parameters: Iterable[Any]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class LocalMomentum(Optimizer):
+    """Keeps plain state of the local shard's shape, a plain vector of another shape, and a number."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                local, grad = (t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad))
+                state = self.state[parameter]
+                if not state:
+                    state.update(momentum=torch.zeros_like(local), steps=0, history=torch.zeros(11))
+                state["steps"] += 1
+                state["history"][state["steps"]] = group["lr"]
+                local.sub_(state["momentum"].mul_(0.9).add_(grad), alpha=group["lr"])
+
+
+class ColumnScaled(Optimizer):
+    """Keeps one number for each column: the same DTensor on every rank, of another shape than the parameter."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None and p.ndim > 1):
+                energy = parameter.grad.square().sum(0, keepdim=True)
+                if isinstance(energy, DTensor):
+                    energy = energy.redistribute(placements=[Replicate()] * energy.device_mesh.ndim)
+                state = self.state[parameter]
+                state["energy"] = energy + state["energy"] if state else energy
+                parameter.sub_(parameter.grad / (state["energy"].sqrt() + 1e-3), alpha=group["lr"])
+
+
+MAKERS: dict[str, Make] = {
+    "adamw": adamw,
+    "local adamw": lambda p: local_optimizer(adamw(p)),
+    "fused": lambda p: local_optimizer(torch.optim.Adam(p, lr=torch.tensor(0.01), eps=1e-5, fused=True)),
+    "sgd": sgd,
+    "columns": ColumnScaled,
+    "local state": LocalMomentum,
+}
+
+
+def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """That of an optimizer on an unsharded model, by name."""
+    names = parameter_names(model)
+    return {names[id(p)]: entry for p, entry in optimizer.state.items()}
+
+
+def same_state(found: Mapping[str, Any], expected: Mapping[str, Any], *, exact: bool = True) -> None:
+    """Equal entries, all of them plain."""
+    assert set(found) == set(expected)
+    for name, entry in expected.items():
+        assert list(found[name]) == list(entry)
+        for key, value in entry.items():
+            what = f"{key} of {name}"
+            if not isinstance(value, torch.Tensor):
+                assert found[name][key] == value, what
+                continue
+            assert not isinstance(found[name][key], DTensor), what
+            if exact:
+                exactly(found[name][key], value, what)
+            else:
+                assert_close(found[name][key], value, msg=partial("{}: {}".format, what))
+
+
+def goes_on(make: str, shape: tuple[int, ...], **options: Any) -> None:
+    """Trained, saved and loaded in every form into a fresh optimizer, and trained on: as the unsharded reference."""
+    mesh = init_device_mesh("cpu", shape)
+    factory = MAKERS[make]
+    model, reference = shard(build(), mesh, wrap="before", **options), build()
+    optimizer, other = factory(groups_of(model)), factory(groups_of(reference))
+    assert optimizer_state_dict(model, optimizer)["state"] == {}
+    for trained, it in ((model, optimizer), (reference, other)):
+        train(trained, it)
+    expected = named_state(reference, other)
+    saved = {form: optimizer_state_dict(model, optimizer, form) for form in FORMS}
+    full = saved[Full()]
+    same_state(full["state"], expected, exact=False)
+    assert "frozen" not in full["state"]
+    assert full["param_groups"][1]["params"] == ["layers.0.bias", "layers.1.bias", "layers.2.bias", "layers.3.bias"]
+    saved = copy.deepcopy(saved)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, optimizer, range(2, 4))
+    train(reference, other, range(2, 4))
+    after = optimizer_state_dict(model, optimizer, Full())
+    for form in FORMS:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        fresh = factory(groups_of(model, backwards=True))
+        if make == "local state":
+            train(model, fresh, range(1))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(weights[name])
+        load_optimizer_state_dict(model, fresh, saved[form], form)
+        assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups][::-1]
+        same_state(optimizer_state_dict(model, fresh, Full())["state"], full["state"])
+        train(model, fresh, range(2, 4))
+        same_state(optimizer_state_dict(model, fresh, Full())["state"], after["state"])
+
+
+@pytest.mark.behaviour("F-09", "F-13")
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_fresh_optimizer_goes_on_from_every_form(make: str) -> None:
+    run_ranks(goes_on, 2, make, (2,))
+
+
+@pytest.mark.behaviour("F-09", "F-13")
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)], ids=str)
+def test_also_on_other_meshes_with_empty_shards(shape: tuple[int, ...]) -> None:
+    run_ranks(goes_on, prod(shape), "local adamw", shape)
+
+
+def everything_else() -> list[str]:
+    """What one model on two ranks can show."""
+    model = shard(build())
+    optimizer = adamw(groups_of(model))
+    train(model, optimizer)
+    before = copy.deepcopy(optimizer_state_dict(model, optimizer, Full()))
+    return [
+        *misfits(model, optimizer, before),
+        *from_rank_0(model, optimizer, before),
+        *numbered(model, optimizer, before),
+        saved_to_disk(model, optimizer, before),
+        hooked(model, optimizer, before),
+    ]
+
+
+def misfits(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
+    def load(state: Any, form: Form | None = None, it: Optimizer = optimizer) -> str:
+        return message(lambda: load_optimizer_state_dict(model, it, state, form))
+
+    wrong = copy.deepcopy(before)
+    wrong["state"]["flag"]["exp_avg"] = torch.zeros(2)
+    wrong["state"]["unknown"] = {"step": torch.ones(())}
+    wrong["param_groups"][0]["params"][0] = "unknown"
+    fewer = {**before, "param_groups": before["param_groups"][:1]}
+    local = optimizer_state_dict(model, optimizer, Local())
+    one_less = copy.deepcopy(before)
+    if dist.get_rank() == 1:
+        del one_less["state"]["flag"]
+    other = build()
+    strange = message(lambda: optimizer_state_dict(model, adamw(other.parameters())))
+    found = [
+        load(wrong),
+        load(wrong, it=adamw(groups_of(model))),
+        load(fewer),
+        load(local),
+        load(before, Local()),
+        load(one_less),
+        load({"state": {0: {}}, "param_groups": []}),
+        load({}),
+        strange,
+    ]
+    same_state(optimizer_state_dict(model, optimizer, Full())["state"], before["state"])
+    return found
+
+
+def from_rank_0(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
+    rank = dist.get_rank()
+    full = optimizer_state_dict(model, optimizer, Full(rank0_only=True, offload_to_cpu=True))
+    assert bool(full) == (rank == 0)
+    for given in (full or {}, full or None):
+        fresh = adamw(groups_of(model, backwards=True))
+        load_optimizer_state_dict(model, fresh, given, broadcast_from_rank0=True)  # type: ignore[arg-type]
+        same_state(optimizer_state_dict(model, fresh, Full())["state"], before["state"])
+    plain = build()
+    fresh = adamw(groups_of(plain))
+    load_optimizer_state_dict(plain, fresh, full, Full(rank0_only=True))
+    same_state(named_state(plain, fresh), before["state"])
+    wrong = {**full, "param_groups": []} if full else None
+    return [message(lambda: load_optimizer_state_dict(model, fresh_of(model), wrong, Full(rank0_only=True)))]  # type: ignore[arg-type]
+
+
+def fresh_of(model: nn.Module) -> Optimizer:
+    return adamw(groups_of(model))
+
+
+def numbered(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
+    """State dicts of plain optimizers, to names and back."""
+    plain = build()
+    theirs = adamw(groups_of(plain))
+    train(plain, theirs)
+    named = rekey_optimizer_state_dict(theirs.state_dict(), plain, optimizer=theirs)
+    same_state(named["state"], named_state(plain, theirs))
+    load_optimizer_state_dict(model, optimizer, named)
+    same_state(optimizer_state_dict(model, optimizer, Full())["state"], named["state"])
+    again = adamw(groups_of(plain, backwards=True))
+    full = optimizer_state_dict(model, optimizer, Full())
+    again.load_state_dict(rekey_optimizer_state_dict(full, plain, "ids", optimizer=again))
+    same_state(named_state(plain, again), named["state"])
+    assert [g["lr"] for g in again.param_groups] == [0.02, 0.01]
+    load_optimizer_state_dict(model, optimizer, before)
+    one, with_names = sgd(plain.parameters()), sgd(plain.named_parameters())
+    train(plain, one)
+    train(plain, with_names)
+    for state in (one.state_dict(), with_names.state_dict()):
+        names = rekey_optimizer_state_dict(state, plain)
+        assert names["param_groups"][0]["params"] == [name for name, _ in plain.named_parameters()]
+        ids = rekey_optimizer_state_dict(names, plain, "ids")
+        assert ids["param_groups"][0]["params"] == list(range(len(names["param_groups"][0]["params"])))
+        assert set(ids["state"]) == set(state["state"])
+    some = sgd([plain.get_parameter("flag")])
+    return [
+        message(lambda: rekey_optimizer_state_dict(theirs.state_dict(), plain)),
+        message(lambda: rekey_optimizer_state_dict(some.state_dict(), plain)),
+        message(lambda: rekey_optimizer_state_dict({"state": {}, "param_groups": [{"params": ["no"]}]}, plain, "ids")),
+    ]
+
+
+def saved_to_disk(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
+    for form in FORMS:
+        file = io.BytesIO()
+        torch.save(optimizer_state_dict(model, optimizer, form), file)
+        file.seek(0)
+        fresh = adamw(groups_of(model))
+        with torch.serialization.safe_globals(SAFE):
+            load_optimizer_state_dict(model, fresh, torch.load(file, weights_only=True), form)
+        same_state(optimizer_state_dict(model, fresh, Full())["state"], before["state"])
+    return ""
+
+
+def hooked(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
+    """Hooks of the optimizer see both ways; memory that is there is filled, and is not the caller's."""
+    seen: list[str] = []
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 5})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(f"in {state['extra']}"))
+    state = optimizer_state_dict(model, optimizer, Full())
+    flag = optimizer.state[model.get_parameter("flag")]["exp_avg"]
+    load_optimizer_state_dict(model, optimizer, state)
+    assert optimizer.state[model.get_parameter("flag")]["exp_avg"] is flag
+    train(model, optimizer)
+    same_state(state["state"], before["state"])
+    return ", ".join(seen)
+
+
+@pytest.mark.behaviour("F-04", "F-05", "F-08", "F-09")
+def test_what_does_not_fit_is_named_and_numbers_and_files_are_read() -> None:
+    first, second = run_ranks(everything_else, 2)
+    assert first == second
+    wrong, fresh, fewer, local, full, one_less, numbers, empty, strange, rank0, groups, some, unknown, _, seen = first
+    assert wrong.splitlines() == [
+        "the state dict does not fit AdamW. Nothing was loaded.",
+        "  a parameter group has other members: missing ['flag'], unexpected ['unknown']",
+        "  state of unexpected parameter 'unknown'",
+        "  'exp_avg' of 'flag' is float32 (2,); expected (1,)",
+    ]
+    assert fresh == wrong
+    assert "  1 parameter groups, expected 2" in fewer
+    assert "'exp_avg' of 'layers.0.weight' is float32 (4, 5); expected (7, 5) (on rank 0)" in local
+    assert "'exp_avg' of 'layers.0.weight' is float32 (7, 5); expected (4, 5) as this rank's part (on rank 0)" in full
+    assert one_less.endswith("ranks were given state of different parameters")
+    assert "parameters have numbers for names: use rekey_optimizer_state_dict(state, model)" in numbers
+    assert "a state dict of an optimizer has 'state' and 'param_groups'; this one has not" in empty
+    assert strange.startswith("this AdamW holds parameters that are not the model's, of shapes [(1,), (3,), (7, 5)")
+    assert "  0 parameter groups, expected 2 (on rank 0)" in rank0
+    assert groups.startswith("the state dict has 2 parameter groups, so its numbers do not follow model.parameters().")
+    assert some.startswith("the state dict has 1 parameters, expected 11: ['flag', 'frozen',")
+    assert unknown == "the state dict has parameters that the model or optimizer has not: ['no']."
+    assert seen == "in 5"
+
+
+def made_before_sharding() -> list[str]:
+    model, reference = build(), build()
+    optimizer, other = adamw(groups_of(model)), adamw(groups_of(reference))
+    for trained, it in ((model, optimizer), (reference, other)):
+        train(trained, it)
+        it.zero_grad(set_to_none=True)
+    shard(model)
+    texts = [message(lambda: optimizer_state_dict(model, optimizer))]
+    texts.append(message(lambda: load_optimizer_state_dict(model, optimizer, {})))
+    texts.append(message(lambda: rekey_optimizer(optimizer, build()), ParameterError))
+    groups = [id(group) for group in optimizer.param_groups]
+    rekey_optimizer(optimizer, model)
+    rekey_optimizer(optimizer, model)  # nothing is left to do
+    assert [id(group) for group in optimizer.param_groups] == groups
+    assert {p for g in optimizer.param_groups for p in g["params"]} < set(model.parameters())
+    same_state(optimizer_state_dict(model, optimizer, Full())["state"], named_state(reference, other))
+    for trained, it in ((model, optimizer), (reference, other)):
+        train(trained, it, range(2, 5))
+    for name, value in wholes_of(model).items():
+        expected: Any = reference.state_dict()[name]
+        assert_close(value, expected, msg=partial("{}: {}".format, name))
+    return texts
+
+
+@pytest.mark.behaviour("F-09")
+def test_an_optimizer_made_before_sharding_is_rekeyed() -> None:
+    first, second = run_ranks(made_before_sharding, 2)
+    assert first == second
+    saved, loaded, stranger = first
+    assert saved.startswith("this AdamW was made before fully_shard, and holds what these parameters were then: [")
+    assert saved.endswith("Call rekey_optimizer(optimizer, model), or make the optimizer after fully_shard.")
+    assert loaded == saved
+    assert "that are neither the model's nor were before fully_shard" in stranger
+
+
+def uneven_tensor_parallel() -> None:
+    mesh, task = named_mesh(dp=2, tp=2), PAIRS
+
+    def parallel(make: Make | None = None) -> tuple[nn.Module, Optimizer]:
+        model = task.build()
+        parallelize_pairs(model, mesh["tp"])
+        early = make(model.parameters()) if make is not None else None
+        for layer in model.get_submodule("layers").children():
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        if early is not None:
+            rekey_optimizer(early, model)
+        return model, early or local_optimizer(adamw(model.parameters()))
+
+    model, optimizer = parallel()
+    reference = task.build()
+    other = adamw(reference.parameters())
+    for trained, it in ((model, optimizer), (reference, other)):
+        task.loss(trained, task.batch_of(0, 0)).backward()
+        it.step()
+    expected = named_state(reference, other)
+    for form in FORMS:
+        found = copy.deepcopy(optimizer_state_dict(model, optimizer, form))
+        if form == Full():
+            same_state(found["state"], expected, exact=False)
+        assert not (isinstance(form, Full) and form.rank0_only and dist.get_rank()) or found == {}
+        another, fresh = parallel(adamw if form == Local() else None)
+        load_optimizer_state_dict(another, fresh, found, form)
+        same_state(
+            optimizer_state_dict(another, fresh, Full())["state"],
+            optimizer_state_dict(model, optimizer, Full())["state"],
+        )
+
+
+@pytest.mark.behaviour("F-09")
+def test_uneven_tensor_parallel_state_in_every_form() -> None:
+    run_ranks(uneven_tensor_parallel, 4)
+
+
+def offloaded() -> None:
+    model = shard(build(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer)
+    full = optimizer_state_dict(model, optimizer, Full())
+    fresh = adamw(model.parameters())
+    load_optimizer_state_dict(model, fresh, optimizer_state_dict(model, optimizer))
+    same_state(optimizer_state_dict(model, fresh, Full())["state"], full["state"])
+    value = full["state"]["layers.0.weight"]["exp_avg"]
+    here = optimizer_state_dict(model, optimizer, Local())["state"]["layers.0.weight"]["exp_avg"]
+    exactly(here, expected_shard(value, dist.get_rank(), 2), "local")
+    sharded = optimizer_state_dict(model, optimizer, Sharded())["state"]["layers.0.weight"]["exp_avg"]
+    assert isinstance(sharded, DTensor)
+    same_values({"exp_avg": sharded.full_tensor()}, {"exp_avg": value})
+
+
+@pytest.mark.behaviour("F-09")
+def test_state_of_offloaded_parameters() -> None:
+    run_ranks(offloaded, 2)

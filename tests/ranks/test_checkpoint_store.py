@@ -1,0 +1,350 @@
+"""What several ranks do together: failing alike, meeting, saving while training goes on, and going on exactly."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from composable_fsdp import (
+    CheckpointError,
+    CommunicationPolicy,
+    CommunicationState,
+    ErrorFeedback,
+    Int8,
+    fully_shard,
+    local_optimizer,
+)
+from composable_fsdp.checkpoint import latest, load, save
+from composable_fsdp.checkpoint.plan import SavePlanner
+from composable_fsdp.testing import run_ranks
+from tests.ranks._checkpoints import WORLDS, adamw, assert_holds, fill, local, zeroed
+from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
+
+
+def everywhere(value: object) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def refused(action: Any) -> str:
+    """What the error says, which must be the same on all ranks."""
+    with pytest.raises(CheckpointError) as raised:
+        action()
+    texts = everywhere(str(raised.value))
+    assert len(set(texts)) == 1, texts
+    return str(raised.value)
+
+
+@contextmanager
+def small_disk(limit: int) -> Iterator[None]:
+    """No file can be larger, in this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def failures(folder: Path) -> None:
+    rank, build = dist.get_rank(), WORLDS["2, on dim 1"][1]
+    model = build()
+    optimizer = adamw(model)
+    fill(model, optimizer)
+    good = save(folder, model, optimizer, step=1).path
+
+    def fails_here(step: int, asynchronous: bool) -> None:
+        with small_disk(3000 if rank == 1 else 1 << 40):
+            save(folder, model, optimizer, step=step, asynchronous=asynchronous).wait()
+
+    for step in (1, 2):
+        for asynchronous in (False, True):
+            text = refused(lambda s=step, a=asynchronous: fails_here(s, a))
+            assert f"saving {folder}/step-0000000{step}: rank 1: OSError: [Errno 27] File too large: '" in text
+            assert f"step-0000000{step}.partial/__1_0.distcp'" in text
+            dist.barrier()
+            assert latest(folder) == good
+            assert not list(folder.glob("*.partial"))
+            load(folder, zeroed(model), optimizer)
+            assert_holds(model, optimizer)
+
+    damaged = folder.parent / "damaged"
+    if rank == 0:
+        shutil.copytree(good, damaged)
+        file = damaged / "__1_0.distcp"
+        file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+    dist.barrier()
+    before = zeroed(build())
+    text = refused(lambda: load(damaged, before, adamw(before)))
+    assert f"loading {damaged}: rank " in text
+    assert f"{damaged}/__1_0.distcp is damaged: its CRC-32 is " in text
+    assert not any(local(p).any() for p in before.parameters() if p is not before.temperature)
+
+    other = build()
+    other.register_buffer("own", torch.zeros(3 + rank))
+    other.register_buffer("mean", torch.zeros(6) if rank == 1 else torch.zeros(5))
+    text = refused(lambda: load(good, other))
+    assert text.endswith(
+        "missing in the checkpoint (1):\n    own: float32 (4,)\n  of another shape (1):\n"
+        "    mean: (5,) in the checkpoint, (6,) in the model"
+    )
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
+    run_ranks(failures, 2, tmp_path / "run")
+
+
+def missing(folder: Path) -> None:
+    rank, model = dist.get_rank(), nn.Linear(3, 3)
+    if rank == 0:
+        begin = time.monotonic()
+        with pytest.raises(CheckpointError) as raised:
+            save(folder, model, step=1, timeout=0.5)
+        assert time.monotonic() - begin < 5
+        assert str(raised.value).startswith(
+            f"save({str(folder)!r}, step=1): rank 1 did not make this call within 0.5 s. All 2 ranks"
+        )
+    dist.barrier()
+    assert save(folder, model, step=2, timeout=20).step == 2
+    text = refused(lambda: save(folder, model, step=3 + rank, timeout=20))
+    folder_text = repr(str(folder))
+    assert text == (
+        f"the ranks did not make the same call: rank 0 save({folder_text}, step=3), rank 1 save({folder_text}, step=4)."
+    )
+    assert "rank 1 load(" in refused(
+        lambda: load(folder, model, timeout=20) if rank else save(folder, model, timeout=20)
+    )
+    late(folder, model)
+    for _ in range(3):
+        assert load(folder, model, timeout=20) == {}
+    dist.barrier()
+    keys = [key for key in ("0/0", "0/1", "0/arrived", "0/verdict", "1/0") if _store().check([f"{PLACE}/{key}"])]
+    assert not keys
+
+
+def slow(folder: Path) -> None:
+    """Rank 1 writes for longer than the others wait, without stopping."""
+    rank, model = dist.get_rank(), nn.Linear(3, 3)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = Gate(monkeypatch)
+        if rank == 0:
+            gate.opened.set()
+        pending = save(folder, model, step=1, asynchronous=True, timeout=1)
+        while rank == 0 and not pending.done():
+            time.sleep(0.01)
+        dist.barrier()
+        gate.opened.set()
+        if rank == 0:
+            with pytest.raises(CheckpointError, match="step-00000001: rank 1: gone, or did not answer within 1 s"):
+                pending.wait()
+    assert latest(folder) is None
+    text = refused(lambda: save(folder, model, step=2))  # rank 0 knows of it already, rank 1 does not
+    assert text.startswith(f"the save before this one: rank 1: saving {folder}/step-00000001: rank 0: gone, or did ")
+    assert save(folder, model, step=2).path == latest(folder)
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_rank_that_takes_too_long_is_named_and_the_next_save_works(tmp_path: Path) -> None:
+    run_ranks(slow, 2, tmp_path)
+
+
+PLACE = "composable_fsdp/checkpoint"
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def late(folder: Path, model: nn.Module) -> None:
+    """Rank 1 comes to a call that the others have given up, so it waits for the next one."""
+    if dist.get_rank() == 0:
+        with pytest.raises(CheckpointError, match="rank 1 did not make this call"):
+            load(folder, model, timeout=0.2)
+        dist.barrier()
+        load(folder, model, timeout=20)
+    else:
+        dist.barrier()
+        load(folder, model, timeout=20)
+
+
+@pytest.mark.behaviour("F-12")
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    run_ranks(missing, 2, tmp_path)
+
+
+class Gate:
+    """Holds up writing until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        resolve = SavePlanner.resolve_data
+
+        def waits(planner: SavePlanner, item: Any) -> Any:
+            assert self.opened.wait(30)
+            return resolve(planner, item)
+
+        monkeypatch.setattr(SavePlanner, "resolve_data", waits)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range, ranks: int = 1) -> None:
+    """Each of the data-parallel ranks has so many of four batches."""
+    own = range(dist.get_rank() * 4 // ranks, (dist.get_rank() + 1) * 4 // ranks)
+    for step in steps:
+        optimizer.zero_grad()
+        loss = sum((task.loss(model, task.batch_of(step, part)) for part in own), torch.zeros(())) / len(own)
+        loss.backward()
+        optimizer.step()
+
+
+def asynchronous(folder: Path) -> None:
+    task, optimizers = TASKS["tied"], []
+    model = shard_layers(task.build(), fully_shard)
+    optimizer = local_optimizer(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer, task, range(2), 2)
+    save(folder / "sync", model, optimizer)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = Gate(monkeypatch)
+        pending = save(folder / "async", model, optimizer, asynchronous=True)
+        train(model, optimizer, task, range(2, 4), 2)  # with collectives of its own
+        assert not pending.done()
+        gate.opened.set()
+        pending.wait()
+    for kind in ("sync", "async"):
+        model = shard_layers(task.build(), fully_shard)
+        optimizers.append(torch.optim.AdamW(model.parameters()))
+        load(folder / kind, model, optimizers[-1])
+    for first, second in zip(optimizers[0].param_groups[0]["params"], model.parameters(), strict=True):
+        assert torch.equal(local(first), local(second))
+        states = optimizers[0].state[first], optimizers[1].state[second]
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert local(states[0][key]).any() or not local(first).numel()
+            assert torch.equal(local(states[0][key]), local(states[1][key]))
+
+    state = {n: torch.zeros_like(v) for n, v in model.state_dict().items()}
+    nested = {"model": state}
+    dcp.load(nested, checkpoint_id=folder / "sync" / "step-00000000")
+    for name, value in model.state_dict().items():
+        assert torch.equal(local(state[name]), local(value)), name
+
+
+@pytest.mark.behaviour("F-07", "F-12")
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    run_ranks(asynchronous, 2, tmp_path)
+
+
+class Noisy(nn.Module):
+    """Dropout, so that random numbers matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 27), nn.Linear(27, 9)])
+        self.head = nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.2)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+NOISY = Task(seeded(Noisy), vectors(5, 3), squared_error)
+FEEDBACK = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int8()), min_numel=1)
+
+
+def noisy() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = shard_layers(NOISY.build(), fully_shard, comm_policy=FEEDBACK)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+
+
+def first_half(folder: Path) -> None:
+    torch.manual_seed(100 + dist.get_rank())
+    model, optimizer, scheduler = noisy()
+    for step in range(20):
+        if step == 10:
+            save(folder / "half", model, optimizer, {"step": step, "scheduler": scheduler.state_dict()})
+        train(model, optimizer, NOISY, range(step, step + 1), 2)
+        scheduler.step()
+    save(folder / "end", model, optimizer)
+
+
+def second_half(folder: Path) -> None:
+    model, optimizer, scheduler = noisy()
+    train(model, optimizer, NOISY, range(1), 2)  # what is there before must not matter
+    extra = load(folder / "half", model, optimizer)
+    scheduler.load_state_dict(extra["scheduler"])
+    for step in range(extra["step"], 20):
+        train(model, optimizer, NOISY, range(step, step + 1), 2)
+        scheduler.step()
+    expected, expected_optimizer, _ = noisy()
+    load(folder / "end", expected, expected_optimizer, restore_rng=False)
+    for (name, ours), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(local(ours), local(other)), name
+        for key, value in optimizer.state[ours].items():
+            assert torch.equal(local(value), local(expected_optimizer.state[other][key])), key
+    residuals = [CommunicationState(m).state_dict() for m in (model, expected)]
+    assert residuals[0].keys() == residuals[1].keys() != set()
+    for name, each in residuals[0].items():
+        assert each["rounds"] == residuals[1][name]["rounds"] == 20
+        assert local(each["residual"]).any()
+        assert torch.equal(local(each["residual"]), local(residuals[1][name]["residual"]))
+
+
+def left_out(folder: Path) -> str:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("composable_fsdp")
+    logger.addHandler(handler)
+    model, optimizer, _ = noisy()
+    assert load(folder / "half", model, optimizer)["step"] == 10
+    logger.removeHandler(handler)
+    assert all(each["rounds"] == 0 for each in CommunicationState(model).state_dict().values())
+    return "\n".join(records)
+
+
+@pytest.mark.behaviour("F-07", "F-09")
+def test_training_goes_on_exactly_in_new_processes(tmp_path: Path) -> None:
+    run_ranks(first_half, 2, tmp_path)
+    run_ranks(second_half, 2, tmp_path, environment={"PROCESSES": "new"})
+    warnings = run_ranks(left_out, 4, tmp_path)
+    assert "what codecs with error feedback keep is left out, since it was saved on other ranks" in warnings[0]
+    assert warnings[1:] == ["", "", ""]
+
+
+def quiet(ranks: int, folder: Path, steps: range) -> None:
+    task = TASKS["mlp"]
+    model = shard_layers(task.build(), fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if steps.start:
+        load(folder / "half", model, optimizer)
+    train(model, optimizer, task, steps, ranks)
+    save(folder / ("half" if steps.stop == 10 else f"end-{ranks}"), model, optimizer)
+
+
+@pytest.mark.behaviour("F-07")
+def test_training_goes_on_within_rounding_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(quiet, 2, 2, tmp_path, range(10))
+    run_ranks(quiet, 2, 2, tmp_path, range(10, 20))
+    run_ranks(quiet, 4, 4, tmp_path, range(10, 20))
+    models = []
+    for ranks in (2, 4):
+        models.append(TASKS["mlp"].build())
+        load(tmp_path / f"end-{ranks}", models[-1])
+    for (name, on_two), on_four in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(on_two, on_four, rtol=1e-5, atol=1e-6, msg=name)

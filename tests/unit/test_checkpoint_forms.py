@@ -1,0 +1,78 @@
+"""Forms of state dicts in one process without process groups: their options, and modules that are not sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import CheckpointError, ConfigurationError
+from composable_fsdp.checkpoint import (
+    Full,
+    Local,
+    Sharded,
+    load_optimizer_state_dict,
+    load_state_dict,
+    optimizer_state_dict,
+    rekey_optimizer_state_dict,
+    state_dict,
+    state_dict_form,
+)
+from composable_fsdp.checkpoint.names import plain_name
+
+
+@pytest.mark.behaviour("F-02")
+@pytest.mark.parametrize(
+    ("form", "option", "message"),
+    [
+        (Sharded, "rank0_only", "rank0_only is an option of Full, not of Sharded, which has"),
+        (Local, "rank0_only", "rank0_only is an option of Full, not of Local, which has"),
+        (Full, "offload", "offload is no option of any form, not of Full, which has"),
+    ],
+)
+def test_an_option_of_another_form_names_that_form(form: Callable[..., object], option: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        form(**{option: True})
+
+
+@pytest.mark.behaviour("F-01")
+def test_names_are_plain() -> None:
+    assert plain_name("a._checkpoint_wrapped_module.b._orig_mod.weight") == "a.b.weight"
+    assert plain_name("_orig_mod.a") == "a"
+
+
+@pytest.mark.behaviour("F-02", "F-04")
+@pytest.mark.parametrize("form", [Full(), Full(rank0_only=True), Sharded(), Local()], ids=str)
+def test_a_module_that_is_not_sharded_has_every_form(form: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    found = state_dict(model, form)
+    assert found.keys() == model.state_dict().keys()
+    other = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with state_dict_form(other, form):
+        other.load_state_dict(found)
+        assert all(torch.equal(value, found[name]) for name, value in other.state_dict().items())
+    assert "state_dict" not in vars(other)
+    with pytest.raises(CheckpointError, match=r"does not fit Sequential. Nothing was loaded.\n  missing: '0.bias'"):
+        load_state_dict(other, {name: value for name, value in found.items() if name != "0.bias"}, form)
+
+
+@pytest.mark.behaviour("F-09")
+def test_optimizers_of_a_module_that_is_not_sharded() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    found = optimizer_state_dict(model, optimizer)
+    assert found["param_groups"][0]["params"] == ["weight", "bias"]
+    assert list(found["state"]) == ["weight", "bias"]
+    ids = rekey_optimizer_state_dict(found, model, "ids")
+    assert ids["state"].keys() == optimizer.state_dict()["state"].keys()
+    fresh = torch.optim.SGD([model.bias, model.weight], lr=1.0, momentum=0.9)
+    load_optimizer_state_dict(model, fresh, rekey_optimizer_state_dict(ids, model))
+    assert fresh.param_groups[0]["lr"] == 0.1
+    assert torch.equal(fresh.state[model.weight]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
+    with pytest.raises(CheckpointError, match="holds parameters that are not the model's, of shapes"):
+        optimizer_state_dict(nn.Linear(3, 3), optimizer)

@@ -1,0 +1,17 @@
+"""What importing the package costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_the_package_itself_imports_nothing_that_only_checkpoints_need() -> None:
+    script = (
+        "import sys, torch, torch.distributed.tensor\n"
+        "names = {'torch.distributed.checkpoint', 'rich', 'safetensors'} - set(sys.modules)\n"
+        "import composable_fsdp\n"
+        "print(sorted(names & set(sys.modules)))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"

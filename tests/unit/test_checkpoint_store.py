@@ -1,0 +1,418 @@
+"""Checkpoints of one process without process groups: damage, misfits, steps, deletion, other formats."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import pickle
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from composable_fsdp import CheckpointError, ConfigurationError
+from composable_fsdp.checkpoint import latest, load, manifest, save
+from composable_fsdp.checkpoint.folder import Writing
+from composable_fsdp.checkpoint.plan import SavePlanner
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width, bias=False)
+        self.second = nn.Linear(width, width)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def trained(width: int = 3) -> tuple[Tied, torch.optim.AdamW]:
+    model = Tied(width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, width)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refused(path: Path, **options: Any) -> str:
+    """What the error says. Nothing has been loaded."""
+    model, optimizer = trained()
+    before, random_state = state_of(model), torch.get_rng_state()
+    moments = {name: value.clone() for name, value in optimizer.state[model.first.weight].items()}
+    with pytest.raises(CheckpointError) as raised:
+        load(path, model, optimizer, **options)
+    assert_same(state_of(model), before)
+    assert_same(optimizer.state[model.first.weight], moments)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    return str(raised.value)
+
+
+@pytest.mark.behaviour("F-12")
+def test_what_is_in_the_folder(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saved = save(tmp_path / "deep" / "run", model, optimizer, {"step": 20})
+    folder = tmp_path / "deep" / "run" / "step-00000020"
+    assert latest(tmp_path / "deep" / "run") == saved.path == folder
+    assert files_of(folder) == [".metadata", "__0_0.distcp", "manifest.json"]
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    assert (body["format"], body["step"], body["ranks"], body["torch"]) == (1, 20, 1, torch.__version__)
+    assert body["tensors"]["model.second.weight"] == {"shape": [3, 3], "dtype": "float32"}
+    assert body["tensors"]["optimizer.state.first.weight.exp_avg"] == {"shape": [3, 3], "dtype": "float32"}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "flipped data": ("__0_0.distcp", flip, "__0_0.distcp is damaged: its CRC-32 is "),
+    "truncated data": ("__0_0.distcp", truncate, "it is truncated or overwritten"),
+    "no data": ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing."),
+    "flipped metadata": (".metadata", flip, ".metadata is damaged: its CRC-32 is "),
+    "no metadata": (".metadata", Path.unlink, ".metadata is missing."),
+    "flipped manifest": ("manifest.json", flip, "manifest.json is damaged: "),
+    "truncated manifest": ("manifest.json", truncate, "manifest.json is damaged: "),
+    "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing."),
+}
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_found_before_anything_is_loaded(tmp_path: Path, case: str) -> None:
+    name, damage, message = DAMAGE[case]
+    saved = save(tmp_path, *trained())
+    damage(saved.path / name)
+    text = refused(saved.path)
+    assert message in text
+    assert str(saved.path / name) in text
+
+
+def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
+    saved = save(tmp_path, *trained())
+    data = saved.path / "__0_0.distcp"
+    truncate(data)
+    size = data.stat().st_size
+    assert f"{data} has {size} bytes instead of {size + 1}" in refused(tmp_path, verify=False)
+
+
+def test_a_checkpoint_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    save(tmp_path, *trained())
+    monkeypatch.undo()
+    text = refused(tmp_path)
+    assert "has format version 2, written by composable_fsdp " in text
+    assert text.endswith("this one reads versions up to 1. Update composable_fsdp.")
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    assert latest(tmp_path / "none") is None
+    assert "none is not a checkpoint, and it does not exist." in refused(tmp_path / "none")
+    assert "is not a checkpoint, and no complete checkpoint is in it." in refused(tmp_path)
+    partial = Writing(tmp_path, 3).partial
+    assert refused(tmp_path).endswith("no complete checkpoint is in it. Never finished: step-00000003.partial.")
+    assert "step-00000003.partial is not complete: its save" in refused(partial)
+
+
+@pytest.mark.behaviour("F-04", "F-12")
+def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
+    save(tmp_path, *trained())
+    other = nn.ModuleDict({"first": nn.Linear(4, 3, bias=False, dtype=torch.float64), "third": nn.Linear(2, 2)})
+    other["second"] = nn.Linear(3, 3, dtype=torch.bfloat16)
+    before = state_of(other)
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path, other)
+    assert str(raised.value) == (
+        f"loading {tmp_path}: {tmp_path}/step-00000000 does not fit, and nothing has been loaded.\n"
+        "  missing in the checkpoint (2):\n"
+        "    third.weight: float32 (2, 2)\n"
+        "    third.bias: float32 (2,)\n"
+        "  of another shape (1):\n"
+        "    first.weight: (3, 3) in the checkpoint, (3, 4) in the model\n"
+        "  of another dtype (2):\n"
+        "    second.weight: float32 in the checkpoint, bfloat16 in the model\n"
+        "    second.bias: float32 in the checkpoint, bfloat16 in the model"
+    )
+    assert_same(state_of(other), before)
+    with pytest.raises(CheckpointError, match=r"(?s)unexpected in the checkpoint.*second.bias: float32"):
+        load(tmp_path, nn.ModuleDict({"first": nn.Linear(3, 3, bias=False)}))
+
+
+def test_state_without_groups_is_loaded_if_not_strict(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {"first.weight": dict(optimizer.state[model.first.weight])}
+    nested = {"model": model.state_dict(), "optimizer": {"state": state}}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(nested, checkpoint_id=tmp_path, no_dist=True)
+    other = Tied()
+    fresh = torch.optim.AdamW(other.parameters(), lr=9.0)
+    with pytest.raises(CheckpointError, match="has no param_groups"):
+        load(tmp_path, other, fresh)
+    load(tmp_path, other, fresh, strict=False)
+    assert_same(fresh.state[other.first.weight], optimizer.state[model.first.weight])
+    assert fresh.param_groups[0]["lr"] == 9.0
+
+
+def test_what_is_in_both_is_loaded_if_not_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer)
+    other = nn.ModuleDict({"second": nn.Linear(3, 3, dtype=torch.float64), "third": nn.Linear(2, 2)})
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path, other, strict=False)
+    assert torch.equal(other.get_parameter("second.weight"), model.second.weight.double())
+    assert "is loaded in part.\n  missing in the checkpoint (2):" in caplog.text
+    with pytest.raises(CheckpointError, match="of another shape"):
+        load(tmp_path, nn.ModuleDict({"second": nn.Linear(4, 3)}), strict=False)
+
+
+@pytest.mark.behaviour("F-09")
+def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
+    model, _ = trained()
+    save(tmp_path / "without", model)
+    assert "the checkpoint has no param_groups of an optimizer." in refused(tmp_path / "without")
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    save(tmp_path / "two", model, torch.optim.AdamW(groups))
+    message = "no param_group of the checkpoint has the parameters of group 0: first.weight, second.bias"
+    assert message in refused(tmp_path / "two")
+    with pytest.raises(
+        CheckpointError, match=r"AdamW has parameters that the model does not have \(group.index: 0.0\)"
+    ):
+        save(tmp_path, model, torch.optim.AdamW(nn.Linear(1, 1, bias=False).parameters()))
+    assert latest(tmp_path) is None
+
+
+def test_parameters_on_the_meta_device(tmp_path: Path) -> None:
+    model, _ = trained()
+    save(tmp_path, model)
+    with pytest.raises(
+        CheckpointError, match=r"first.weight is on the meta device, where nothing can be saved or load"
+    ):
+        load(tmp_path, model.to("meta"))
+
+
+@pytest.mark.behaviour("F-09")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("SGD", {"lr": 0.1}),
+        ("Adagrad", {}),
+        ("ASGD", {}),
+        ("Adafactor", {}),
+        ("LBFGS", {}),
+        ("AdamW", {"lr": torch.tensor(0.1), "fused": False, "foreach": False}),
+    ],
+)
+def test_optimizers_go_on_exactly(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    make = getattr(torch.optim, kind)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.arange(6.0).view(2, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    model, other = Tied(), Tied()
+    optimizers = make(model.parameters(), **options), make(other.parameters(), **options)
+    step(model, optimizers[0])
+    save(tmp_path, model, optimizers[0])
+    load(tmp_path, other, optimizers[1])
+    step(model, optimizers[0])
+    step(other, optimizers[1])
+    assert_same(state_of(other), state_of(model))
+
+
+@pytest.mark.behaviour("F-12")
+def test_steps_and_deletion(tmp_path: Path) -> None:
+    model, _ = trained()
+    assert save(tmp_path, model).step == 0
+    assert save(tmp_path, model, extra={"step": 8}).step == 8
+    assert save(tmp_path, model, extra={"step": 8}, step=5).step == 5
+    assert save(tmp_path, model, extra={"step": "ten"}, keep_last=3).step == 9
+    assert files_of(tmp_path) == [".lock", "step-00000005", "step-00000008", "step-00000009"]
+    assert save(tmp_path, model, step=1, keep_last=2).step == 1
+    assert files_of(tmp_path) == [".lock", "step-00000001", "step-00000009"]
+    with pytest.raises(ConfigurationError, match="keep_last must be at least 1, not 0: the new checkpoint is one"):
+        save(tmp_path, model, keep_last=0)
+    with pytest.raises(ConfigurationError, match="step must not be negative, but is -1"):
+        save(tmp_path, model, step=-1)
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.first.weight, value)
+        save(tmp_path, model, optimizer, step=4)
+    assert files_of(tmp_path) == [".lock", "step-00000004"]
+    other, _ = trained()
+    load(tmp_path, other)
+    assert other.first.weight.eq(2).all()
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    before = state_of(model)
+    save(tmp_path, model, optimizer, step=4)
+
+    def full(self: SavePlanner, item: object) -> torch.Tensor:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SavePlanner, "resolve_data", full)
+    for asynchronous in (False, True):
+        nn.init.zeros_(model.first.weight)
+        with pytest.raises(CheckpointError, match=r"saving .*step-00000004: OSError: .*No space left on device"):
+            save(tmp_path, model, optimizer, step=4, asynchronous=asynchronous).wait()
+        assert files_of(tmp_path) == [".lock", "step-00000004"]
+        load(tmp_path, model, optimizer)
+        assert_same(state_of(model), before)
+    save(tmp_path, model, asynchronous=True)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(tmp_path, model)
+    monkeypatch.undo()
+    assert save(tmp_path, model).step == 5
+
+
+@pytest.mark.behaviour("F-12")
+def test_an_asynchronous_save_has_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained()
+    before, go = state_of(model), threading.Event()
+    resolve = SavePlanner.resolve_data
+
+    def waits(self: SavePlanner, item: Any) -> torch.Tensor | io.BytesIO:
+        assert go.wait(30)
+        return resolve(self, item)
+
+    monkeypatch.setattr(SavePlanner, "resolve_data", waits)
+    pending = save(tmp_path, model, optimizer, {"step": 1}, asynchronous=True)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert not pending.done()
+    assert latest(tmp_path) is None
+    assert repr(pending) == f"PendingSave('{tmp_path}/step-00000001', under way)"
+    go.set()
+    assert pending.wait().path == latest(tmp_path)
+    load(pending, model, optimizer)
+    assert_same(state_of(model), before)
+    assert optimizer.state[model.first.weight]["step"] == 1
+
+
+def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
+    model, _ = trained()
+    save(tmp_path, model, extra={"where": Path("data")})
+    message = r"'ranks.0.extra' has objects of classes that torch.load\(weights_only=True\) does not admit"
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, model)
+    assert load(tmp_path, model, weights_only=False) == {"where": Path("data")}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_no_code_runs_that_metadata_asks_for(tmp_path: Path) -> None:
+    model, _ = trained()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
+    assert "it asks for builtins.print, which is no part of any metadata" in refused(tmp_path)
+
+
+@pytest.mark.behaviour("F-07")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_reads_ours_and_ours_torchs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained()
+    names = {0: "first.weight", 1: "second.bias"}
+    whole = optimizer.state_dict()
+    by_name: dict[str, Any] = {
+        "state": {names[i]: dict(state) for i, state in whole["state"].items()},
+        "param_groups": [{**group, "params": list(names.values())} for group in whole["param_groups"]],
+    }
+    dcp.save({"model": model.state_dict(), "optimizer": by_name}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    other, fresh = Tied(), torch.optim.AdamW(Tied().parameters())
+    fresh = torch.optim.AdamW(other.parameters(), lr=9.0)
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path / "torchs", other, fresh) == {}
+    assert "torchs has no manifest.json: whether it is intact cannot be verified" in caplog.text
+    assert_same(state_of(other), state_of(model))
+    assert fresh.param_groups[0]["lr"] == 1e-3
+    assert_same(fresh.state[other.first.weight], optimizer.state[model.first.weight])
+
+    saved = save(tmp_path / "ours", model, optimizer)
+    empty = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    state = {n: {k: torch.zeros_like(v) for k, v in s.items()} for n, s in by_name["state"].items()}
+    dcp.load({"model": empty, "optimizer": {"state": state}}, checkpoint_id=saved, no_dist=True)
+    assert_same(empty, state_of(model))
+    assert_same(state["first.weight"], optimizer.state[model.first.weight])
+    dcp_to_torch_save(saved, tmp_path / "one.pt")
+    nested = torch.load(tmp_path / "one.pt")
+    assert_same(nested["model"], state_of(model))
+    assert_same(nested["optimizer"]["state"]["second.bias"], optimizer.state[model.second.bias])
+
+
+def test_a_tied_checkpoint_fits_an_untied_model(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer)
+    other = Tied()
+    other.second.weight = nn.Parameter(torch.zeros(3, 3))
+    load(tmp_path, other)
+    assert_same(state_of(other), state_of(model))
+
+
+def test_wrappers_leave_no_trace(tmp_path: Path) -> None:
+    model, _ = trained()
+    save(tmp_path, torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    other = Tied()
+    load(tmp_path, other)
+    assert_same(state_of(other), state_of(model))
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, found: bool) -> None:
+    model, _ = trained()
+    if not found:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigurationError, match="progress=True needs rich: pip install"):
+            save(tmp_path, model, progress=True)
+        return
+    save(tmp_path, model)
+    assert capsys.readouterr().err == ""
+    save(tmp_path, model, progress=True)
+    load(tmp_path, model, progress=True)
+    shown = capsys.readouterr().err
+    assert all(text in shown for text in ("saving step-00000001", "verifying step-00000001", "loading step-00000001"))
+
+
+def test_copies_of_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
+    model, _ = trained()
+    shutil.copytree(save(tmp_path / "run", model), tmp_path / "elsewhere")
+    load(tmp_path / "elsewhere", Tied())
