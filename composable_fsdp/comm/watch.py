@@ -123,7 +123,7 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "") -> FSDPE
     if missing and lost:
         who = f"rank {missing[0]} is gone" if len(missing) == 1 else f"ranks {missing} are gone"
     elif lost:
-        late = [r for r in own.ranks if (report := reports.get(r)) is not None and report.waiting != own]
+        late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
         who = f"ranks {late} did not come to it in time" if late else "a connection was lost"
     else:
         return None

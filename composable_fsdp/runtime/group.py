@@ -19,7 +19,6 @@ from composable_fsdp.runtime.bucket import AnyBucket
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.gathering import launch_gather
 from composable_fsdp.runtime.gradients import GroupGradients, reduce_together
-from composable_fsdp.runtime.messages import all_of
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
 from composable_fsdp.runtime.tensors import GroupTensors, take_shards
 from composable_fsdp.runtime.traffic import gather_traffic, smaller_gather_traffic
@@ -128,7 +127,7 @@ class ParameterGroup:
 
     def unshard(self, lanes: Lanes) -> None:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
-        unshard_together((self,), lanes)
+        unshard_together((self,), lanes, f"all-gather of {self.name}")
 
     @property
     def is_coming(self) -> bool:
@@ -237,10 +236,9 @@ class ParameterGroup:
         self._noted_bytes = held
 
 
-def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, when: str = "") -> None:
-    """Launches one all-gather for those of ``groups`` whose parameters are not in memory or on their way.
-
-    ``when`` is told to other ranks, if these are about to do something else.
+def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, label: str) -> None:
+    """Launches one all-gather, for which ``label`` is what errors call it, for those of ``groups`` whose parameters are
+    not in memory or on their way.
     """
     needed = [group for group in groups if group._needs_gather(lanes)]
     if not needed:
@@ -248,7 +246,6 @@ def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, when: str =
     begin = trace.now() if trace.listeners else None
     buckets = [bucket for group in needed for bucket in group.buckets]
     try:
-        label = f"all-gather of {all_of([group.name for group in needed])}{when}"
         pending = launch_gather(lanes, buckets, needed[0].axes.device, label)
     except BaseException:
         for bucket in buckets:

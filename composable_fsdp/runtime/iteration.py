@@ -288,7 +288,8 @@ class Iteration:
             return
         in_backward = self._pass is Pass.BACKWARD
         groups = [each.group for each in self._company.gathered_with(unit, in_backward=in_backward)]
-        unshard_together(groups, self.lanes, " in backward" if in_backward else " in forward")
+        direction = "backward" if in_backward else "forward"
+        unshard_together(groups, self.lanes, f"all-gather of {self._company.name_of(unit)} in {direction}")
 
     def _fits(self, unit: Unit) -> bool:
         """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
