@@ -53,7 +53,6 @@ class Agreement:
     """What the ranks of one process group have agreed to do after what. Final.
 
     Args:
-        ranks: of the group, by their numbers in the whole job.
         exchange: takes this rank's number, gives those of all ranks, in their order. Fixed in size whatever comes.
         tell: takes this rank's text, gives those of all ranks; called by all of them when their numbers differ.
         level: how much is compared.
@@ -61,12 +60,11 @@ class Agreement:
 
     def __init__(
         self,
-        ranks: Sequence[int],
         exchange: Callable[[int], Sequence[int]],
         tell: Callable[[str], Mapping[int, str]],
         level: OrderCheck,
     ) -> None:
-        self._ranks, self._exchange, self._tell, self._level = ranks, exchange, tell, level
+        self._exchange, self._tell, self.level = exchange, tell, level
         self._successors: dict[str, str] = {}
         self._before = ""
         self.number = 0
@@ -79,8 +77,8 @@ class Agreement:
             DivergenceError: another rank is about to do something else.
         """
         self.number += 1
-        known = self._level is OrderCheck.OFF or self._successors.get(self._before) == operation
-        if not known or self._level is OrderCheck.ALWAYS:
+        known = self.level is OrderCheck.OFF or self._successors.get(self._before) == operation
+        if not known or self.level is OrderCheck.ALWAYS:
             own = crc32(operation.encode())
             if any(other != own for other in self._exchange(own)):
                 raise DivergenceError(order_text(self._tell(operation)))

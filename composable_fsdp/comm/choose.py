@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.agreement import order_check_from
+from composable_fsdp.comm.agreement import OrderCheck, order_check_from
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.gloo import GlooCommunicator, Line
 from composable_fsdp.comm.protocol import GroupCommunicator
@@ -16,7 +16,7 @@ from composable_fsdp.comm.shared.connect import connect, reconnect
 from composable_fsdp.comm.shared.engine import Engine
 from composable_fsdp.comm.watch import watch_of_job
 
-__all__ = ["communicator_over", "duplicate", "position", "reopen"]
+__all__ = ["communicator_over", "compare", "duplicate", "position", "reopen"]
 
 # Neither knows the process group that it belongs to, so that it goes with it.
 _known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
@@ -52,6 +52,14 @@ def reopen(groups: Collection[dist.ProcessGroup]) -> None:
             known.reopen()
         else:
             reconnect(group, known)
+
+
+def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
+    """How much ranks compare before they begin an operation over ``groups``. In shared memory they always do."""
+    for group in groups:
+        known = _known.get(group)
+        if isinstance(known, Line):
+            known.compare(level)
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

@@ -69,7 +69,7 @@ class Line:
         self.group: dist.ProcessGroup = dist.new_group(
             self.ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=True
         )
-        self._agreement = Agreement(self.ranks, self._compare, self._tell, self._level)
+        self._agreement = Agreement(self._compare, self._tell, self._level)
         self._broken = ""
 
     def reopen(self) -> None:
@@ -85,6 +85,10 @@ class Line:
     def position(self) -> str:
         """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
         return "broken" if self._broken else str(self._agreement.number)
+
+    def compare(self, level: OrderCheck) -> None:
+        """How much is compared from now on. The same on every rank."""
+        self._level = self._agreement.level = level
 
     def begin(self, label: str, transfers: Sequence[Transfer]) -> Place:
         """The next operation, once all ranks are about to do it.

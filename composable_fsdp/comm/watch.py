@@ -216,9 +216,9 @@ class Watch:
 
     def go_on(self) -> None:
         """This rank begins a new pass: what failed before is over."""
-        self.here.backward = None
-        if self.here.failure or self.here.verdict:
-            self.here.failure, self.here.verdict = "", None
+        here = self.here
+        if here.failure or here.verdict or here.backward:
+            here.failure, here.verdict, here.backward = "", None, None
             self._tell()
 
     @property
@@ -272,6 +272,7 @@ class Watch:
             number = self._add("call", 1)
             end = time.monotonic() + seconds
             while len(found) <= len(wanted) and time.monotonic() < end:
+                self._answer()  # others may be calling too, and the thread that answers may be this one
                 for rank in wanted:
                     if rank not in found and (report := self._fresh(rank, number)) is not None:
                         found[rank] = report

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
@@ -30,6 +31,7 @@ from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
 from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.instep import InStep
+from composable_fsdp.runtime.order import ForwardOrder
 from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
 from composable_fsdp.runtime.steps import optimizer_steps
@@ -80,6 +82,7 @@ class Iteration:
         self._seen_steps = optimizer_steps()
         """As of the last forward: parameters kept unsharded since before a step are stale."""
         self._watch = watch_of_job()
+        self._order = ForwardOrder()
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = 1
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
@@ -339,6 +342,8 @@ class Iteration:
         if self._in_step is not None:
             self._in_step.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
+        if unit is self.root and self.root.order_check is not OrderCheck.OFF:
+            self._order.compare(self._record.ended)
         self._scheduler.end_forward()
         for other in self.units.values():
             if other.round is not None:  # some modules of its list did not run

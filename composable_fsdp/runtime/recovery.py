@@ -11,12 +11,13 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.comm.choose import position, reopen
+from composable_fsdp.comm.agreement import OrderCheck
+from composable_fsdp.comm.choose import compare, position, reopen
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
 from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.runtime.unit import Unit
 
-__all__ = ["has_failed", "meet", "reconnect"]
+__all__ = ["has_failed", "meet", "reconnect", "set_order_check"]
 
 
 def has_failed(units: Iterable[Unit]) -> bool:
@@ -52,6 +53,11 @@ def reconnect(units: Iterable[Unit]) -> None:
         PeerError: some cannot be reached any more.
     """
     reopen(_groups(units))
+
+
+def set_order_check(units: Iterable[Unit], level: OrderCheck) -> None:
+    """How much ranks compare before the operations of ``units``. The same on every rank."""
+    compare(_groups(units), level)
 
 
 def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:

@@ -1,164 +1,234 @@
-"""Ranks that part."""
+"""Ranks that part, fail or die in the middle of a step: who is told what, how soon, and how all go on."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import fully_shard
+from composable_fsdp import DivergenceError, FSDPModule, PeerError, fully_shard
+from composable_fsdp.comm import gloo
+from composable_fsdp.runtime.order import ExecutionOrderWarning
 from composable_fsdp.testing import run_ranks
-from tests.transports import IN_COMMON, SOCKETS
+from tests.ranks._sharding import exactly, values_of
+from tests.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
+
+SECONDS = 5.0
+"""Within which every rank must know."""
 
 
 class Two(nn.Module):
-    def __init__(self):
+    """Two layers of the same size, which run in either order."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
         self.swapped = False
 
-    def forward(self, x):
-        a, b = (self.second, self.first) if self.swapped else (self.first, self.second)
-        return b(a(x))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner, outer = (self.second, self.first) if self.swapped else (self.first, self.second)
+        return cast(torch.Tensor, outer(torch.tanh(inner(x))))
 
 
-def build(merges=False):
-    model = Two()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.first, mesh=mesh)
-    fully_shard(model.second, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def build() -> Any:
+    model: Any = Two()
+    for layer in (model.first, model.second):
+        fully_shard(layer)
+    fully_shard(model)
     model.set_max_merged_bytes(0)
     return model
 
 
-def part(at_step: int):
-    model = build()
-    x = torch.ones(2, 64)
-    t = 0.0
-    try:
-        for step in range(5):
-            model.swapped = step >= at_step and dist.get_rank() == 1
-            t = time.time()
-            model(x).sum().backward()
-    except Exception as e:
-        return f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}"
-    return "fine"
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 64) + dist.get_rank()).square().mean().backward()
+    optimizer.step()
 
 
-def raises(stay: bool):
-    model = build()
-    x = torch.ones(2, 64)
-    t = 0.0
-    for step in range(3):
-        t = time.time()
-        try:
-            if step == 2 and dist.get_rank() == 1:
-                model.second.register_forward_pre_hook(lambda *_: 1 / 0)
-            model(x).sum().backward()
-        except Exception as e:
-            if dist.get_rank() == 1:
-                time.sleep(6)
-            return f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}"
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-if __name__ == "__main__":
-    for env in (SOCKETS, IN_COMMON):
-        for s in (0, 3):
-            for r in run_ranks(part, 2, s, environment=env):
-                print(env, s, r)
-        for r in run_ranks(raises, 2, True, environment=env):
-            print(env, r)
+# -- faults, of which only the last rank has one
 
 
-def raises_in_backward(stay: bool):
-    model = build()
-    x = torch.ones(2, 64)
-    t = 0.0
-    for step in range(3):
-        t = time.time()
-        try:
-            y = model(x)
-            if step == 2 and dist.get_rank() == 1:
-                y.register_hook(lambda *_: 1 / 0)
-            y.sum().backward()
-        except Exception as e:
-            if dist.get_rank() == 1:
-                time.sleep(6)
-            return f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}"
+def swap(model: Two) -> Callable[[], None]:
+    model.swapped = True
 
-
-def raises_in_backward_late(stay: bool):
-    model = build()
-    x = torch.ones(2, 64)
-    t = 0.0
-    for step in range(3):
-        t = time.time()
-        try:
-            if step == 2 and dist.get_rank() == 1:
-                model.first.register_forward_hook(lambda m, i, y: (y.register_hook(lambda *_: 1 / 0), None)[1])
-            y = model(x)
-            y.sum().backward()
-        except Exception as e:
-            if dist.get_rank() == 1:
-                time.sleep(6)
-            return f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}"
-
-
-def dies(how: int):
-    import os
-
-    model = build()
-    x = torch.ones(2, 64)
-    for step in range(3):
-        t = time.time()
-        try:
-            if step == 2 and dist.get_rank() == 1:
-                if how == 0:
-                    os.kill(os.getpid(), 9)
-                if how == 1:
-                    os.kill(os.getpid(), 19)
-            model(x).sum().backward()
-        except Exception as e:
-            print(f"{type(e).__name__} after {time.time() - t:.2f}s at step {step}: {e}", flush=True)
-            raise
-
-
-def recovers(kind: str):
-
-    out = []
-    losses = []
-    model = build()
-    x = torch.ones(2, 64)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(8):
-        t = time.time()
-        handles = []
-        if step in (2, 5) and dist.get_rank() == 1:
-            if kind == "forward":
-                handles.append(model.second.register_forward_pre_hook(lambda *_: 1 / 0))
-            if kind == "backward":
-                handles.append(
-                    model.first.register_forward_hook(lambda m, i, y: (y.register_hook(lambda *_: 1 / 0), None)[1])
-                )
-            if kind == "order":
-                model.swapped = True
-        try:
-            loss = model(x).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-            opt.step()
-            opt.zero_grad()
-        except Exception as e:
-            out.append((step, type(e).__name__, round(time.time() - t, 2)))
-            t = time.time()
-            opt.zero_grad()
-            model.reset_iter_state()
-            out.append(("reset", round(time.time() - t, 2)))
+    def undo() -> None:
         model.swapped = False
-        for h in handles:
-            h.remove()
-    return out, losses
+
+    return undo
+
+
+def raise_in_forward(model: Two) -> Callable[[], None]:
+    return model.second.register_forward_pre_hook(_fail).remove
+
+
+def raise_in_backward(model: Two) -> Callable[[], None]:
+    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(_fail)
+
+    return model.first.register_forward_hook(watch).remove
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError("no luck")
+
+
+FAULTS: dict[str, tuple[Callable[[Two], Callable[[], None]], type[Exception], str]] = {
+    "order": (swap, DivergenceError, r"^Forward order differs across ranks"),
+    "forward": (raise_in_forward, PeerError, r"rank \d raised ArithmeticError: no luck in the forward of second"),
+    "backward": (raise_in_backward, PeerError, r"rank \d raised in the backward of root"),
+}
+
+
+@contextmanager
+def failing_within(seconds: float, kind: type[Exception], match: str) -> Iterator[None]:
+    begin = time.monotonic()
+    with pytest.raises(kind, match=match):
+        yield
+    assert time.monotonic() - begin < seconds
+
+
+def fail_and_go_on(fault: str, at_step: int) -> None:
+    """The step of the fault does nothing on any rank; those before and after it are as if it had not been there."""
+    inflict, kind, match = FAULTS[fault]
+    last = dist.get_rank() == dist.get_world_size() - 1
+    model, undisturbed = build(), build()
+    optimizers = sgd(model), sgd(undisturbed)
+    for number in range(at_step + 3):
+        if number == at_step:
+            undo = inflict(model) if last else None
+            own_fault = last and fault != "order"
+            with failing_within(SECONDS, ArithmeticError if own_fault else kind, "no luck" if own_fault else match):
+                step(model, optimizers[0])
+            if undo is not None:
+                undo()
+            model.reset_iter_state()
+            continue
+        step(model, optimizers[0])
+        step(undisturbed, optimizers[1])
+    expected = values_of(undisturbed)
+    for name, value in values_of(model).items():
+        exactly(value, expected[name], name)
+
+
+@pytest.mark.behaviour("G-01", "H-01", "H-03", "H-05")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_are_told_of_a_fault_on_one_and_go_on(fault: str, transport: Environment) -> None:
+    run_ranks(fail_and_go_on, 2, fault, 3, environment=transport)
+
+
+@pytest.mark.behaviour("G-01", "H-01")
+@pytest.mark.parametrize("transport", [SOCKETS, COPIES], ids=["sockets", "copies"])
+def test_four_ranks_are_told_in_the_first_step(transport: Environment) -> None:
+    run_ranks(fail_and_go_on, 4, "order", 0, environment=transport)
+
+
+def both_modules_are_named() -> None:
+    model = build()
+    model.swapped = dist.get_rank() == 1
+    with pytest.raises(DivergenceError) as caught:
+        model(torch.ones(2, 64))
+    assert "\n  rank 0: all-gather of first in forward" in str(caught.value)
+    assert "\n  rank 1: all-gather of second in forward" in str(caught.value)
+    model.reset_iter_state()
+
+
+@pytest.mark.behaviour("G-01")
+@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+def test_a_difference_in_order_names_what_each_rank_is_about_to_gather(transport: Environment) -> None:
+    run_ranks(both_modules_are_named, 2, environment=transport)
+
+
+# -- what is no fault
+
+
+def compared(model: nn.Module, optimizer: torch.optim.Optimizer, play: Callable[[int], None], steps: int) -> list[int]:
+    """How often ranks compare what they are about to do, by step."""
+    counts: list[int] = []
+    original = gloo.Line._swap
+
+    def counting(*args: Any) -> None:
+        counts[-1] += 1
+        original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo.Line, "_swap", counting)
+        for number in range(steps):
+            counts.append(0)
+            play(number)
+            step(model, optimizer)
+    return counts
+
+
+def train_and_evaluate() -> None:
+    model = build()
+
+    def evaluate(number: int) -> None:
+        if number % 2:
+            with torch.no_grad():
+                model(torch.ones(1, 64))
+
+    counts = compared(model, sgd(model), evaluate, 8)
+    assert max(counts[4:]) <= 4, counts  # where evaluation comes after a step, and a step after that
+
+
+def train() -> None:
+    model = build()
+    counts = compared(model, sgd(model), lambda number: None, 6)
+    assert counts[0] > 0
+    assert counts[3:] == [0, 0, 0]
+    model.set_order_check("always")
+    assert min(compared(model, sgd(model), lambda number: None, 2)) > 0
+    model.set_order_check("off")
+    assert compared(model, sgd(model), lambda number: None, 2) == [0, 0]
+
+
+@pytest.mark.behaviour("G-03", "G-04")
+def test_ranks_compare_what_is_new_and_no_more() -> None:
+    run_ranks(train, 2, environment=SOCKETS)
+    run_ranks(train_and_evaluate, 2, environment=SOCKETS)
+
+
+def drift() -> None:
+    """All ranks change their order alike: they go on, and each warns once."""
+    model = build()
+    optimizer = sgd(model)
+    step(model, optimizer)
+    model.swapped = True
+    rank = dist.get_rank()
+    with pytest.warns(
+        ExecutionOrderWarning, match=rf"^Forward order differs from that of the first iteration on rank {rank}"
+    ):
+        step(model, optimizer)
+    model.swapped = False
+    step(model, optimizer)
+    model.swapped = True
+    step(model, optimizer)  # a second warning would be an error
+
+
+@pytest.mark.behaviour("G-02")
+@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+def test_an_order_that_changes_on_all_ranks_is_told_once(transport: Environment) -> None:
+    run_ranks(drift, 2, environment=transport)
+
+
+def wrong_level() -> None:
+    model: FSDPModule = build()
+    with pytest.raises(ValueError, match="the order check is one of 'off', 'first', 'always', not 'sometimes'"):
+        model.set_order_check("sometimes")
+
+
+def test_a_level_that_there_is_not() -> None:
+    run_ranks(wrong_level, 2)
