@@ -156,9 +156,9 @@ class _ModuleHooks:
         return output if call is None else _watch_backward(call, frame.inputs, output)
 
     def abort(self) -> None:
-        """After a forward that raised."""
+        """After a forward that raised; while its exception is being handled."""
         if not self._unit.calls_under_way.pop().is_inner:
-            iteration_of(self._unit).abort_forward(self._unit)
+            iteration_of(self._unit).abort_forward(self._unit, sys.exc_info()[1])
 
     # -- state dicts: their values are the sharded parameters
 
