@@ -11,14 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import set_random_state
-from composable_fsdp.checkpoint.fit import Misfit
 from composable_fsdp.checkpoint.folder import MANIFEST, find
 from composable_fsdp.checkpoint.manifest import Manifest, check_file
 from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.ranks import Ranks
+from composable_fsdp.checkpoint.reports import Misfit, leave_common_unexpected, refuse, told
 from composable_fsdp.checkpoint.restore import Restore, read_objects
 from composable_fsdp.checkpoint.storage import read_metadata
-from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Loading"]
 
@@ -70,6 +69,8 @@ class Loading:
     def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, strict: bool, weights_only: bool) -> None:
         """Reads what is no tensor, and finds out where tensors go and whether all fits."""
 
+        self._target = type(model).__name__
+
         def each() -> _Fit:
             metadata = read_metadata(self.folder)
             kinds = ["model.", "communication.", f"{self._own}.", *(["optimizer."] if optimizer is not None else [])]
@@ -110,11 +111,15 @@ class Loading:
 
     def _judged(self, fits: list[_Fit], strict: bool) -> list[bool]:
         """Whether the state of codecs is loaded too, for each rank."""
-        misfit = Misfit.of_all(fit.misfit for fit in fits)
-        if misfit.is_fatal(strict=strict):
-            raise CheckpointError(f"{self.folder} does not fit, and nothing has been loaded.\n{misfit}")
-        if str(misfit):
-            logger.warning("%s is loaded in part.\n%s", self.folder, misfit)
+        misfits = {rank: fit.misfit for rank, fit in enumerate(fits)}
+        leave_common_unexpected(list(misfits.values()))
+        refuse(
+            f"{self.folder} does not fit {self._target}",
+            misfits if strict else {rank: Misfit(shapes=misfit.shapes) for rank, misfit in misfits.items()},
+        )
+        differences = told(misfits)
+        if differences:
+            logger.warning("%s is loaded in part.\n%s", self.folder, differences)
         wanted = any(fit.wants_communication for fit in fits)
         loads = wanted and self._same_ranks and all(fit.fits_communication for fit in fits)
         if not loads and (wanted or fits[0].has_communication):

@@ -28,7 +28,7 @@ from composable_fsdp import (
     local_optimizer,
 )
 from composable_fsdp.checkpoint import latest, load, save
-from composable_fsdp.checkpoint.plan import SavePlanner
+from composable_fsdp.checkpoint.planners import SavePlanner
 from composable_fsdp.testing import run_ranks
 from tests.ranks._checkpoints import WORLDS, adamw, assert_holds, fill, local, zeroed
 from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
@@ -99,8 +99,8 @@ def failures(folder: Path) -> None:
     other.register_buffer("mean", torch.zeros(6) if rank == 1 else torch.zeros(5))
     text = refused(lambda: load(good, other))
     assert text.endswith(
-        "missing in the checkpoint (1):\n    own: float32 (4,)\n  of another shape (1):\n"
-        "    mean: (5,) in the checkpoint, (6,) in the model"
+        "missing (2):\n    own: float32 (3,) (on rank 0)\n    own: float32 (4,) (on rank 1)\n  of another shape (1):\n"
+        "    mean: (5,), expected (6,) (on rank 1)"
     )
 
 
