@@ -77,8 +77,8 @@ class Ranks:
             central: called on rank 0 with all results by rank; returns one value per rank.
 
         Raises:
-            FSDPError: either of them raised anywhere: an error of this kind, or else ``CheckpointError``, with the texts
-                of all ranks that raised; or a rank was lost. The same on every rank that is left.
+            FSDPError: either of them raised anywhere: of the kind that the first rank raised, or else
+                ``CheckpointError``, with the texts of all; or a rank was lost. The same on every rank that is left.
         """
         error: Exception | None = None
         outcome: T | _Failure

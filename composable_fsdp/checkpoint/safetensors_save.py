@@ -83,9 +83,9 @@ def save_safetensors(
         if save.left_out and ranks.rank == 0:
             names = ", ".join(save.left_out)
             warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
-        ranks.agree(what, plan.check_folder)
+        ranks.agree(what, lambda: save.check_shared(plan))
         shows = ranks.rank == 0 and wants_progress(None)
-        ranks.exchange(what, lambda: save.write(plan, show=shows), save.commit)
+        ranks.exchange(what, lambda: save.write(plan, show=shows), lambda written: save.commit(plan, written))
     except BaseException:
         save.abandon()
         raise
@@ -124,20 +124,11 @@ class _Offer:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one rank writes: ``own`` tensors, by name, to ``files`` that are reserved for ``replacement``."""
+    """What one rank writes: ``own`` tensors, by name, to ``files`` that are reserved under ``token``."""
 
     files: TensorFiles
-    replacement: Replacement
+    token: str
     own: frozenset[str]
-
-    def check_folder(self) -> None:
-        """That what rank 0 has reserved is seen here."""
-        unseen = [file.name for file in self.files.files if not self.replacement.sees(file)]
-        if unseen:
-            raise CheckpointError(
-                f"{self.replacement.folder} is not the same directory here as on rank 0, which made "
-                f"{', '.join(unseen)} there. Save to storage that all ranks share."
-            )
 
 
 class _Save:
@@ -147,8 +138,8 @@ class _Save:
         self._folder = folder
         self._max_file_bytes = max_file_bytes
         self._parts: dict[str, Part] = {}
-        self._begun: _Plan | None = None
-        """On rank 0, from :meth:`begin` on."""
+        self._begun: Replacement | None = None
+        """On rank 0."""
         self.left_out: list[str] = []
 
     def offers(self, model: nn.Module, dtype: torch.dtype | None, key_map: KeyMap | None) -> list[_Offer]:
@@ -174,17 +165,27 @@ class _Save:
         token = secrets.token_hex(4)
         generation = token if has_parts(self._folder) else ""
         files = TensorFiles.of(specs, aliases, self._max_file_bytes, generation)
-        plans = [_Plan(files, Replacement(self._folder, token), frozenset(names)) for names in own]
-        self._begun = plans[0]
-        plans[0].replacement.begin(files)
-        return plans
+        self._begun = Replacement(self._folder, token)
+        self._begun.begin(files)
+        return [_Plan(files, token, frozenset(names)) for names in own]
+
+    def check_shared(self, plan: _Plan) -> None:
+        """That what rank 0 has reserved is seen here."""
+        replacement = Replacement(self._folder, plan.token)
+        unseen = [file.name for file in plan.files.files if not replacement.sees(file)]
+        if unseen:
+            raise CheckpointError(
+                f"{self._folder} is not the same directory here as on rank 0, which made {', '.join(unseen)} there. "
+                "Save to storage that all ranks share."
+            )
 
     def write(self, plan: _Plan, *, show: bool) -> None:
         """Writes this rank's parts, and has them on disk."""
+        aside = Replacement(self._folder, plan.token).aside
         total = sum(self._parts[name].nbytes for name in plan.own)
         with torch.no_grad(), progress_bar(show, "saving", total) as advance:
             for file in plan.files.files:
-                opened = os.open(plan.replacement.aside / file.name, os.O_WRONLY)
+                opened = os.open(aside / file.name, os.O_WRONLY)
                 try:
                     for spec in file.tensors:
                         if spec.name in plan.own:
@@ -194,16 +195,16 @@ class _Save:
                 finally:
                     os.close(opened)
 
-    def commit(self, written: Sequence[None]) -> Sequence[None]:
+    def commit(self, plan: _Plan, written: Sequence[None]) -> Sequence[None]:
         """Makes what all have written the checkpoint."""
         assert self._begun is not None
-        self._begun.replacement.commit(self._begun.files)
+        self._begun.commit(plan.files)
         return written
 
     def abandon(self) -> None:
         """Removes what is not complete."""
         if self._begun is not None:
-            self._begun.replacement.abandon()
+            self._begun.abandon()
 
 
 def _check_keys(tensors: Iterable[Keyed]) -> None:
@@ -235,9 +236,7 @@ def _shares(offers: Sequence[Sequence[_Offer]]) -> tuple[dict[str, _Offer], list
         spec, count = first[name].spec, sum(numel for _, numel in holders)
         others = [rank for rank, offer in of_ranks.items() if offer.spec != spec]
         if others:
-            problems.append(
-                f"{name} is of another shape or dtype on {named(others)} than on rank {next(iter(of_ranks))}"
-            )
+            problems.append(f"{name} has another shape or dtype on {named(others)} than on rank {next(iter(of_ranks))}")
         elif count != prod(spec.shape):
             problems.append(f"of {name} all ranks together have {count} instead of {prod(spec.shape)} elements")
         for ranks in holders.values():

@@ -180,9 +180,9 @@ def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metada
 
     The parameters themselves, which ``keep_vars`` gives, stay.
     """
-    for name, value in state.items():
-        is_alias = isinstance(value, DTensor) and not isinstance(value, nn.Parameter)
-        if is_alias and name.startswith(prefix) and value.storage_offset():
+    for name in [name for name in state if name.startswith(prefix)]:
+        value = state[name]
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():
             state[name] = alias_of(value, local_part(value))
 
 

@@ -43,10 +43,12 @@ from composable_fsdp.checkpoint import (
 from composable_fsdp.checkpoint.options import Form
 from composable_fsdp.testing import run_ranks
 from tests.ranks._checkpoint import Everything, build, same_values, scramble, shard, train, wholes_of
+from tests.ranks._checkpoints import local
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import seeded, shard_layers
 from tests.ranks._sharding import exactly, expected_shard
 from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
+from tests.transports import TRANSPORTS, Environment
 
 FORMS: tuple[Form, ...] = (
     Sharded(),
@@ -486,6 +488,39 @@ def saved_to_disk() -> None:
 @pytest.mark.behaviour("F-08")
 def test_every_form_is_saved_and_loaded_by_torch() -> None:
     run_ranks(saved_to_disk, 2)
+
+
+def copied_state() -> None:
+    """As averages of weights and best checkpoints do it, also of what was made on meta."""
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    with torch.device("meta"):
+        model = shard(Everything(), mesh)
+    with pytest.warns(UserWarning, match="scratch"):
+        to_empty(model, device="cpu")
+    model.load_state_dict(shard(build(), mesh).state_dict())
+    for trained in (model, shard(build(), mesh, wrap="before", reshard_after_forward=False)):
+        holder = nn.Sequential(trained)
+        before = wholes_of(holder)
+        best = copy.deepcopy(holder.state_dict())
+        train(trained, sgd(trained))
+        assert not any(torch.equal(v, before[n]) for n, v in wholes_of(holder).items() if n.endswith("flag"))
+        parameters = holder.state_dict(keep_vars=True)
+        assert {id(p) for p in holder.parameters()} <= {id(value) for value in parameters.values()}
+        for name, value in holder.state_dict().items():
+            if isinstance(value, DTensor):
+                parameter = parameters[name]
+                assert not value.requires_grad
+                assert value.placements == parameter.placements
+                assert local(value).data_ptr() == local(parameter).data_ptr(), name
+                assert local(value).shape == local(parameter).shape, f"{name} on rank {rank}"
+        holder.load_state_dict(best)
+        same_values(wholes_of(holder), before)
+
+
+@pytest.mark.behaviour("F-02")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_the_models_own_state_dict_can_be_copied_and_aliases_the_parameters(transport: Environment) -> None:
+    run_ranks(copied_state, 2, environment=transport)
 
 
 def chosen_forms() -> str:
