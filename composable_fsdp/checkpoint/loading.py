@@ -69,8 +69,6 @@ class Loading:
     def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, strict: bool, weights_only: bool) -> None:
         """Reads what is no tensor, and finds out where tensors go and whether all fits."""
 
-        self._target = type(model).__name__
-
         def each() -> _Fit:
             metadata = read_metadata(self.folder)
             kinds = ["model.", "communication.", f"{self._own}.", *(["optimizer."] if optimizer is not None else [])]
@@ -80,7 +78,8 @@ class Loading:
             saved = any(key.startswith("communication.") for key in keys)
             return _Fit(restore.misfit, saved, restore.wants_communication, restore.fits_communication)
 
-        self._communication = self._ranks.exchange(self._what, each, lambda fits: self._judged(fits, strict))
+        name = type(model).__name__
+        self._communication = self._ranks.exchange(self._what, each, lambda fits: self._judged(fits, name, strict))
 
     def read(self) -> None:
         """Reads this rank's parts of all tensors."""
@@ -109,12 +108,12 @@ class Loading:
                 check_file(self.folder / name, record, contents=contents)
                 done(record.bytes)
 
-    def _judged(self, fits: list[_Fit], strict: bool) -> list[bool]:
+    def _judged(self, fits: list[_Fit], model: str, strict: bool) -> list[bool]:
         """Whether the state of codecs is loaded too, for each rank."""
         misfits = {rank: fit.misfit for rank, fit in enumerate(fits)}
         leave_common_unexpected(list(misfits.values()))
         refuse(
-            f"{self.folder} does not fit {self._target}",
+            f"{self.folder} does not fit {model}",
             misfits if strict else {rank: Misfit(shapes=misfit.shapes) for rank, misfit in misfits.items()},
         )
         differences = told(misfits)

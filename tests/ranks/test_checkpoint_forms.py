@@ -42,11 +42,11 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.checkpoint.options import Form
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint import Everything, build, same_values, scramble, shard, train, wholes_of
-from tests.ranks._checkpoints import local
+from tests.ranks._checkpoint_worlds import local
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import seeded, shard_layers
 from tests.ranks._sharding import exactly, expected_shard
+from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
 from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
 from tests.transports import TRANSPORTS, Environment
 

@@ -31,9 +31,9 @@ from composable_fsdp.checkpoint import (
 from composable_fsdp.checkpoint.names import parameter_names
 from composable_fsdp.checkpoint.options import Form
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint import build, same_values, shard, train, wholes_of
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._sharding import exactly, expected_shard
+from tests.ranks._state_dicts import build, same_values, shard, train, wholes_of
 from tests.ranks.test_checkpoint_forms import FORMS, SAFE, message
 
 Make = Callable[[Iterable[Any]], Optimizer]

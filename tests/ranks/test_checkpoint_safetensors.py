@@ -21,6 +21,7 @@ from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlaceme
 from composable_fsdp.checkpoint import load_safetensors, safetensors_save, save_safetensors, stored
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.testing import run_ranks
+from tests.ranks._checkpoint_worlds import local, raising_alike
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import TASKS, seeded, shard_layers
 from tests.ranks._sharding import exactly
@@ -110,15 +111,15 @@ def parallelized(model: nn.Module) -> nn.Module:
 def clear(model: nn.Module) -> None:
     with torch.no_grad():
         for value in [*model.parameters(), *model.buffers()]:
-            (value.to_local() if isinstance(value, DTensor) else value).zero_()
+            local(value).zero_()
 
 
 def spread(model: nn.Module) -> None:
     """Other values than the initial ones, among which are zeros and ones only, different on every rank."""
     with torch.no_grad():
         for value in model.parameters():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            local.add_(torch.arange(local.numel()).view(local.shape) / 7)
+            part = local(value)
+            part.add_(torch.arange(part.numel()).view(part.shape) / 7)
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -164,7 +165,7 @@ def small_blocks() -> Iterator[list[int]]:
 
 def own_bytes(model: nn.Module) -> int:
     tensors = [*model.parameters(), *model.buffers()]
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def round_trips(folder: Path) -> None:
@@ -180,8 +181,7 @@ def round_trips(folder: Path) -> None:
             load_safetensors(other, path)
             assert sum(taken) == own_bytes(other), what
         for (name, value), loaded in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-            one, two = (t.to_local() if isinstance(t, DTensor) else t for t in (value, loaded))
-            exactly(two, one, f"{what}: {name}")
+            exactly(local(loaded), local(value), f"{what}: {name}")
 
 
 def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> None:
@@ -264,16 +264,6 @@ def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
 
 
 # -- what goes wrong on one rank, or between them
-
-
-@contextmanager
-def raising_alike(text: str) -> Iterator[None]:
-    """All ranks raise the same ``CheckpointError``, with ``text``."""
-    with pytest.raises(CheckpointError, match=text) as caught:
-        yield
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, str(caught.value))
-    assert len(set(texts)) == 1, texts
 
 
 def refuses_alike_on_load(folder: Path) -> None:
