@@ -16,8 +16,10 @@ import torch.distributed as dist
 from report import interleaved, parser, publish, ratios, timed
 
 from composable_fsdp.comm import gloo
+from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.choose import communicator_over
+from composable_fsdp.comm.gloo import GlooCommunicator, Line
 from composable_fsdp.comm.protocol import Communicator, Transfer
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.layout.reduction import ReduceOp
@@ -26,7 +28,7 @@ KIB = [16, 64, 256, 1024, 4096, 16384, 65536]
 NEVER = 1 << 62
 
 
-def variants(communicator: ProcessGroupCommunicator, shared: Communicator, kib: int) -> dict[str, Callable[[], None]]:
+def variants(communicator: GlooCommunicator, shared: Communicator, kib: int) -> dict[str, Callable[[], None]]:
     """Ways to move a tensor of ``kib`` in full."""
     full, gathered = torch.randn(kib * 256), torch.empty(kib * 256)
     shard, reduced = torch.randn(kib * 256 // communicator.size), torch.empty(kib * 256 // communicator.size)
@@ -37,20 +39,21 @@ def variants(communicator: ProcessGroupCommunicator, shared: Communicator, kib: 
     def reduce_with(communicator: Communicator) -> None:
         communicator.reduce_scatter([Transfer(reduced, full)], ReduceOp.SUM).wait()
 
-    def gather(is_gloo: bool, threshold: int) -> None:
-        communicator._is_gloo, gloo._GATHER_DIRECT_BYTES = is_gloo, threshold
+    def gather(threshold: int) -> None:
+        gloo._DIRECT_PART_BYTES = threshold
         gather_with(communicator)
 
-    def reduce(is_gloo: bool, threshold: int) -> None:
-        communicator._is_gloo, gloo._REDUCE_DIRECT_BYTES = is_gloo, threshold
+    def reduce(threshold: int) -> None:
+        communicator.direct_bytes = threshold
         reduce_with(communicator)
 
+    plain = ProcessGroupCommunicator(communicator.group, "cpu")
     ways = {
-        "gloo's all-gather": lambda: gather(False, NEVER),
-        "all-gather, point to point": lambda: gather(True, 0),
-        "gloo's reduce-scatter": lambda: reduce(False, NEVER),
-        "reduce-scatter, all-to-all": lambda: reduce(True, NEVER),
-        "reduce-scatter, point to point": lambda: reduce(True, 0),
+        "gloo's all-gather": lambda: gather_with(plain),
+        "all-gather, point to point": lambda: gather(0),
+        "gloo's reduce-scatter": lambda: reduce_with(plain),
+        "reduce-scatter, all-to-all": lambda: reduce(NEVER),
+        "reduce-scatter, point to point": lambda: reduce(0),
     }
     if isinstance(shared, SharedMemoryCommunicator):
         ways["all-gather, shared memory"] = lambda: gather_with(shared)
@@ -63,7 +66,8 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=25)
     arguments = options.parse_args()
     dist.init_process_group("gloo")
-    communicator, shared = ProcessGroupCommunicator(dist.group.WORLD, "cpu"), communicator_over(dist.group.WORLD, "cpu")
+    line = Line(dist.group.WORLD, None, OrderCheck.OFF)
+    communicator, shared = GlooCommunicator(dist.group.WORLD, line), communicator_over(dist.group.WORLD, "cpu")
     rows: list[dict[str, Any]] = []
     columns: list[str] = []
     for kib in KIB[::3] if arguments.quick else KIB:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
@@ -18,6 +19,7 @@ from composable_fsdp.interop import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.hooks import call_as_forward, is_being_called
+from composable_fsdp.runtime.recovery import set_order_check
 from composable_fsdp.runtime.unit import Accumulation, Unit, find_unit, unit_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
@@ -206,6 +208,26 @@ class FSDPModule(TorchFSDPModule):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ConfigurationError(f"max_merged_bytes must be an int of at least 0, not {value!r}.")
         _unit(self).max_merged_bytes = max_merged_bytes
+
+    def set_order_check(self, level: str) -> None:
+        """How much ranks compare, before a collective begins, to see that all of them are about to do the same.
+
+        Over gloo, a collective that ranks enter with different parameters kills the process, or mixes them. In shared
+        memory ranks always compare, at no cost. With other backends nothing is compared.
+
+        Args:
+            level: ``"first"``, what is done unless told, compares what has not followed the operation before it until
+                now: the first iteration, and what changes later. ``"always"`` compares each time. ``"off"`` trusts
+                the ranks, and does not warn when this one's order changes. The environment variable
+                ``COMPOSABLE_FSDP_ORDER_CHECK`` says it for all roots. Call it on the root, with the same on all ranks.
+
+        Raises:
+            ConfigurationError: none of these.
+        """
+        chosen, units = order_check_from(level), list(_units(self, recurse=True))
+        for unit in units:
+            unit.order_check = chosen
+        set_order_check(units, chosen)
 
     # -- communication
 

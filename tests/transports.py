@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment"]
+import torch.distributed as dist
+
+from composable_fsdp.comm.agreement import OrderCheck
+from composable_fsdp.comm.gloo import GlooCommunicator, Line
+
+__all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment", "over_gloo"]
 
 Environment = Mapping[str, str]
 
@@ -18,3 +23,8 @@ SOCKETS: Environment = {"COMPOSABLE_FSDP_SHARED_MEMORY": "0"}
 """Gloo, as between hosts."""
 
 TRANSPORTS = {"in common": IN_COMMON, "copies": COPIES, "sockets": SOCKETS}
+
+
+def over_gloo(group: dist.ProcessGroup) -> GlooCommunicator:
+    """The communicator for ranks that share no memory, whether they do or not. All ranks must ask together."""
+    return GlooCommunicator(group, Line(group, None, OrderCheck.OFF))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from composable_fsdp.checkpoint import plan
+from composable_fsdp.checkpoint import contents
 from composable_fsdp.checkpoint.sources import Source, Spec
 
 __all__ = ["Work", "aside_of", "sync"]
@@ -31,9 +31,9 @@ class Work:
     """
 
     source: Source
-    tensors: dict[plan.Path, Spec]
-    aliases: dict[plan.Path, plan.Path]
-    objects: dict[plan.Path, Any]
+    tensors: dict[contents.Path, Spec]
+    aliases: dict[contents.Path, contents.Path]
+    objects: dict[contents.Path, Any]
     done: Callable[[int], None] = field(default=lambda count: None)
 
     @property
@@ -41,7 +41,7 @@ class Work:
         """Whether there is nothing else."""
         return all(path[0] == "model" for path in (*self.tensors, *self.objects))
 
-    def fill(self, path: plan.Path, out: torch.Tensor) -> None:
+    def fill(self, path: contents.Path, out: torch.Tensor) -> None:
         """Copies a whole tensor to ``out``."""
         for box in self.source.boxes(path):
             part = out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from composable_fsdp.checkpoint import plan
+from composable_fsdp.checkpoint import contents
 from composable_fsdp.checkpoint.conversion import Work
 from composable_fsdp.checkpoint.convert_to_dcp import write_dcp
 from composable_fsdp.checkpoint.convert_to_files import write_safetensors, write_torch
@@ -93,10 +93,10 @@ def convert(
 def _work(source: Source, to: Kind, *, dtype: torch.dtype | None, model_only: bool) -> tuple[Work, list[str]]:
     """What of ``source`` is to be written, and what is not."""
 
-    def stays(path: plan.Path) -> bool:
+    def stays(path: contents.Path) -> bool:
         return path[0] == "model" or not (model_only or to is Kind.SAFETENSORS)
 
-    def spec(path: plan.Path, own: Spec) -> Spec:
+    def spec(path: contents.Path, own: Spec) -> Spec:
         converts = dtype is not None and path[0] == "model" and own.dtype.is_floating_point
         return Spec(own.shape, dtype) if converts and dtype else own
 

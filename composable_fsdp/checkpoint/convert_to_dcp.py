@@ -13,11 +13,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from composable_fsdp.checkpoint import plan
+from composable_fsdp.checkpoint import contents
 from composable_fsdp.checkpoint.conversion import Work, aside_of, sync
 from composable_fsdp.checkpoint.manifest import Manifest, TensorRecord, library_version
 from composable_fsdp.checkpoint.mapped import view_of
-from composable_fsdp.checkpoint.plan import add_aliases
+from composable_fsdp.checkpoint.planners import add_aliases
+from composable_fsdp.checkpoint.reports import dtype_name
 from composable_fsdp.checkpoint.sources import Spec
 from composable_fsdp.checkpoint.storage import ChecksummingWriter
 from composable_fsdp.checkpoint.tree import nested
@@ -45,10 +46,7 @@ def write_dcp(work: Work, target: Path, max_file_bytes: int) -> None:
         aliases = {_key(alias): _key(of) for alias, of in work.aliases.items()}
         add_aliases(metadata, results, aliases)
         writer.finish(metadata, results)
-        tensors = {
-            _key(path): TensorRecord(spec.shape, str(spec.dtype).removeprefix("torch."))
-            for path, spec in work.tensors.items()
-        }
+        tensors = {_key(path): TensorRecord(spec.shape, dtype_name(spec.dtype)) for path, spec in work.tensors.items()}
         tensors |= {alias: tensors[of] for alias, of in aliases.items()}
         manifest = Manifest(step, max(len(ranks), 1), writer.records, tensors, library_version(), torch.__version__)
         manifest.write(folder)
@@ -56,11 +54,11 @@ def write_dcp(work: Work, target: Path, max_file_bytes: int) -> None:
         _replace_directory(target, folder)
 
 
-def _key(path: plan.Path) -> str:
+def _key(path: contents.Path) -> str:
     return ".".join(map(str, path))
 
 
-def _with_extra(work: Work) -> tuple[int, dict[plan.Path, Any]]:
+def _with_extra(work: Work) -> tuple[int, dict[contents.Path, Any]]:
     """The step, and objects in which what has no place in our checkpoints is ``extra``, as ``load`` returns it."""
     ours = {p: value for p, value in work.objects.items() if p[0] in ("model", "optimizer", "communication", "ranks")}
     others = nested((path, value) for path, value in work.objects.items() if path not in ours)
@@ -91,7 +89,7 @@ class _Planner(DefaultSavePlanner):
     All into one buffer: DCP holds on to the tensors that it wrote until their file is complete.
     """
 
-    def __init__(self, work: Work, objects: Mapping[plan.Path, Any]) -> None:
+    def __init__(self, work: Work, objects: Mapping[contents.Path, Any]) -> None:
         super().__init__()
         self._work = work
         self._objects = {_key(path): value for path, value in objects.items()}

@@ -10,7 +10,7 @@ import torch
 
 from composable_fsdp.checkpoint.conversion import Work, aside_of, sync
 from composable_fsdp.checkpoint.mapped import Mapped
-from composable_fsdp.checkpoint.replacing import Replacement, has_parts
+from composable_fsdp.checkpoint.safetensors_replace import Replacement, has_parts
 from composable_fsdp.checkpoint.sources import Spec
 from composable_fsdp.checkpoint.tensor_files import TensorFiles, TensorSpec
 from composable_fsdp.checkpoint.tree import nested

@@ -9,6 +9,7 @@ from typing import Any
 
 from composable_fsdp.checkpoint import folder
 from composable_fsdp.checkpoint.manifest import Manifest
+from composable_fsdp.checkpoint.reports import dtype_name
 from composable_fsdp.checkpoint.sources import Kind, Source, Spec, open_source
 from composable_fsdp.errors import CheckpointError
 
@@ -106,7 +107,7 @@ def _name(path: tuple[str, ...]) -> str:
 
 
 def _tensor(path: tuple[str, ...], spec: Spec, same_as: str | None = None) -> Tensor:
-    return Tensor(_name(path), spec.shape, str(spec.dtype).removeprefix("torch."), spec.nbytes, same_as)
+    return Tensor(_name(path), spec.shape, dtype_name(spec.dtype), spec.nbytes, same_as)
 
 
 def _optimizer(source: Source) -> OptimizerSummary | None:

@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from composable_fsdp.checkpoint.replacing import reserve
+from composable_fsdp.checkpoint.safetensors_replace import reserve
 from composable_fsdp.checkpoint.sources import Spec
 
 __all__ = ["Mapped", "view_of"]

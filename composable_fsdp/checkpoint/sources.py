@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from composable_fsdp.checkpoint import plan
+from composable_fsdp.checkpoint import contents
 from composable_fsdp.checkpoint.folder import MANIFEST, METADATA, complete, find
 from composable_fsdp.checkpoint.items import mapped_item
 from composable_fsdp.checkpoint.manifest import Manifest
@@ -114,26 +114,26 @@ class Source(Protocol):
     @property
     def kind(self) -> Kind: ...
     @property
-    def tensors(self) -> Mapping[plan.Path, Spec]: ...
+    def tensors(self) -> Mapping[contents.Path, Spec]: ...
     @property
-    def aliases(self) -> Mapping[plan.Path, plan.Path]: ...
+    def aliases(self) -> Mapping[contents.Path, contents.Path]: ...
     @property
     def manifest(self) -> Manifest | None: ...
     @property
-    def object_paths(self) -> Iterable[plan.Path]:
+    def object_paths(self) -> Iterable[contents.Path]:
         """Of what is no tensor."""
 
-    def value(self, path: plan.Path) -> Any:
+    def value(self, path: contents.Path) -> Any:
         """What is there, which is no tensor.
 
         Raises:
             CheckpointError: it has classes that are not admitted.
         """
 
-    def boxes(self, path: plan.Path) -> Iterator[Box]:
+    def boxes(self, path: contents.Path) -> Iterator[Box]:
         """Blocks of a tensor that tile it."""
 
-    def read(self, path: plan.Path, box: Box, out: torch.Tensor) -> None:
+    def read(self, path: contents.Path, box: Box, out: torch.Tensor) -> None:
         """Copies one of these blocks to ``out``, of its sizes and any dtype."""
 
 
@@ -149,9 +149,9 @@ class DcpSource:
         self._weights_only = weights_only
         saved = self._metadata.state_dict_metadata
         self._keys = dict(zip(canonical([self._path(key) for key in saved]), saved, strict=True))
-        self.tensors: dict[plan.Path, Spec] = {}
-        self.aliases: dict[plan.Path, plan.Path] = {}
-        places: dict[object, plan.Path] = {}
+        self.tensors: dict[contents.Path, Spec] = {}
+        self.aliases: dict[contents.Path, contents.Path] = {}
+        places: dict[object, contents.Path] = {}
         for at, key in self._keys.items():
             tensor = saved[key]
             if isinstance(tensor, TensorStorageMetadata):
@@ -162,16 +162,16 @@ class DcpSource:
                     self.tensors[at] = Spec(tuple(tensor.size), tensor.properties.dtype)
         self.object_paths = [at for at in self._keys if at not in self.tensors and at not in self.aliases]
 
-    def value(self, path: plan.Path) -> Any:
+    def value(self, path: contents.Path) -> Any:
         key = self._keys[path]
         return read_objects(self.path, self._metadata, [key], weights_only=self._weights_only)[key]
 
-    def boxes(self, path: plan.Path) -> Iterator[Box]:
+    def boxes(self, path: contents.Path) -> Iterator[Box]:
         spec = self.tensors[path]
         for chunk in self._chunks(path):
             yield from chunk.pieces(spec.shape, BLOCK_BYTES // spec.dtype.itemsize)
 
-    def read(self, path: plan.Path, box: Box, out: torch.Tensor) -> None:
+    def read(self, path: contents.Path, box: Box, out: torch.Tensor) -> None:
         for chunk in self._chunks(path):
             inside = [o - c for o, c in zip(box.offsets, chunk.offsets, strict=True)]
             if all(o >= 0 and o + n <= m for o, n, m in zip(inside, box.sizes, chunk.sizes, strict=True)):
@@ -180,13 +180,13 @@ class DcpSource:
                 out.copy_(found[tuple(slice(o, o + n) for o, n in zip(inside, box.sizes, strict=True))])
                 return
 
-    def _chunks(self, path: plan.Path) -> Iterator[Box]:
+    def _chunks(self, path: contents.Path) -> Iterator[Box]:
         saved = self._metadata.state_dict_metadata[self._keys[path]]
         assert isinstance(saved, TensorStorageMetadata)
         for chunk in saved.chunks:
             yield Box(tuple(chunk.offsets), (0,) * len(chunk.sizes), tuple(chunk.sizes))
 
-    def _path(self, key: str) -> plan.Path:
+    def _path(self, key: str) -> contents.Path:
         """As DCP noted it; keys of others that did not are taken apart where ours would be."""
         noted = (self._metadata.planner_data or {}).get(key)
         if noted is not None:
@@ -213,9 +213,9 @@ class TorchSource:
         self._tensors = {at: _checked(at, value) for at, value in values.items() if isinstance(value, torch.Tensor)}
         self._objects = {at: value for at, value in values.items() if at not in self._tensors}
         self.object_paths = list(self._objects)
-        self.tensors: dict[plan.Path, Spec] = {}
-        self.aliases: dict[plan.Path, plan.Path] = {}
-        first: dict[object, plan.Path] = {}
+        self.tensors: dict[contents.Path, Spec] = {}
+        self.aliases: dict[contents.Path, contents.Path] = {}
+        first: dict[object, contents.Path] = {}
         for at, tensor in self._tensors.items():
             same = (at[0], tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if tensor.numel() and first.setdefault(same, at) != at:
@@ -223,13 +223,13 @@ class TorchSource:
             else:
                 self.tensors[at] = Spec(tuple(tensor.shape), tensor.dtype)
 
-    def value(self, path: plan.Path) -> Any:
+    def value(self, path: contents.Path) -> Any:
         return self._objects[path]
 
-    def boxes(self, path: plan.Path) -> Iterator[Box]:
+    def boxes(self, path: contents.Path) -> Iterator[Box]:
         return _mapped_boxes(self.tensors[path])
 
-    def read(self, path: plan.Path, box: Box, out: torch.Tensor) -> None:
+    def read(self, path: contents.Path, box: Box, out: torch.Tensor) -> None:
         out.copy_(self._tensors[path][_slices(box)])
 
 
@@ -238,26 +238,28 @@ class SafetensorsSource:
 
     kind = Kind.SAFETENSORS
     manifest = None
-    object_paths: tuple[plan.Path, ...] = ()
+    object_paths: tuple[contents.Path, ...] = ()
 
     def __init__(self, path: Path) -> None:
         self._stored = stored = StoredTensors.at(path)
         self._reader = Reader(stored)
         self.path = path
-        self.tensors: dict[plan.Path, Spec] = {}
+        self.tensors: dict[contents.Path, Spec] = {}
         for name, found in stored.tensors.items():
             if found.dtype is None:
                 raise CheckpointError(f"{found.file}: {name} has the dtype {found.code}, which torch does not have.")
             self.tensors["model", name] = Spec(found.shape, found.dtype)
-        self.aliases: dict[plan.Path, plan.Path] = {("model", a): ("model", name) for a, name in stored.aliases.items()}
+        self.aliases: dict[contents.Path, contents.Path] = {
+            ("model", a): ("model", name) for a, name in stored.aliases.items()
+        }
 
-    def value(self, path: plan.Path) -> Any:
+    def value(self, path: contents.Path) -> Any:
         raise KeyError(path)
 
-    def boxes(self, path: plan.Path) -> Iterator[Box]:
+    def boxes(self, path: contents.Path) -> Iterator[Box]:
         return _mapped_boxes(self.tensors[path])
 
-    def read(self, path: plan.Path, box: Box, out: torch.Tensor) -> None:
+    def read(self, path: contents.Path, box: Box, out: torch.Tensor) -> None:
         for piece, values in self._reader.blocks(path[1], [box]):
             at = (slice(o - b, o - b + n) for o, b, n in zip(piece.offsets, box.offsets, piece.sizes, strict=True))
             out[tuple(at)].copy_(values)
@@ -292,7 +294,7 @@ def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
     return value
 
 
-def _checked(path: plan.Path, tensor: torch.Tensor) -> torch.Tensor:
+def _checked(path: contents.Path, tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(
             f"{'.'.join(path)} is a {type(tensor).__name__} of layout {tensor.layout}: only plain tensors can be read, "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 
-from composable_fsdp.checkpoint.plan import Path
+from composable_fsdp.checkpoint.contents import Path
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["canonical", "flat", "nested"]

@@ -14,9 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.comm import gloo
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
-from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
 __all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together", "gather_objects"]
@@ -29,10 +27,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
-_DIRECT_PART_BYTES = 1 << 17
-"""One rank's part from which gloo sends it from where it lies to its place (``comm/gloo.py``)."""
-
-_DIRECT_BYTES = 3 << 20
+_DIRECT_PART_BYTES, _DIRECT_BYTES = 1 << 17, 3 << 20
 """For backends of which nothing is known: where gloo's own collectives cost the same direct and packed."""
 
 _COALESCING_DIRECT_BYTES = 1 << 19
@@ -67,22 +62,18 @@ class ProcessGroupCommunicator:
         self.pooled = pooled
         self._device = torch.device(device_type)
         self._backend = dist.get_backend(group)
-        self._is_gloo = device_type == "cpu" and self._backend == "gloo"
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.aliases = False
-        # gloo sums and divides in one pass more; a sum with the division folded into the shard-sized result is cheaper.
         self.averages = self._backend == "nccl"
-        self.widens = self._is_gloo
+        self.widens = False
         self.direct_bytes = self._direct_bytes()
-        # The sum of gloo's all-reduce is not in the order of ranks.
-        self.whole_bytes = NEVER_DIRECT if self._is_gloo else _WHOLE_BYTES
+        self.whole_bytes = _WHOLE_BYTES
 
     def _direct_bytes(self) -> int:
         if self._backend == "nccl":
             return _COALESCING_DIRECT_BYTES
-        by_parts = self.size * _DIRECT_PART_BYTES
-        return by_parts if self._is_gloo else min(by_parts, _DIRECT_BYTES)
+        return min(self.size * _DIRECT_PART_BYTES, _DIRECT_BYTES)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"
@@ -105,32 +96,25 @@ class ProcessGroupCommunicator:
         """The same ranks, with the memory of messages from the backend's allocator or from torch's."""
         return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled)
 
-    def all_gather(self, transfers: Sequence[Transfer]) -> Work:
-        if self._is_gloo:
-            return gloo.all_gather(self.group, self.rank, transfers, self._gather_one)
-        return self._launch("all-gather", [(_all_gather, (t.output, t.input), {}) for t in transfers])
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
+        return self._launch([(_all_gather, (t.output, t.input), {}) for t in transfers])
 
-    def _gather_one(self, transfer: Transfer) -> Work:
-        return cast(Work, _all_gather(transfer.output, transfer.input, group=self.group, async_op=True))
-
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
-        if self._is_gloo and op is ReduceOp.SUM:  # gloo itself says what it thinks of others
-            return gloo.reduce_scatter(self.group, self.rank, transfers)
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
         operation = {"op": OPERATIONS[op]}
-        return self._launch("reduce-scatter", [(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
+        return self._launch([(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
 
-    def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
-        return self._launch("all-to-all", [(dist.all_to_all_single, (t.output, t.input), {}) for t in transfers])
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> Work:
+        return self._launch([(dist.all_to_all_single, (t.output, t.input), {}) for t in transfers])
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
         operation = {"op": OPERATIONS[op]}
         works = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL takes only one at a time
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            works.append(self._launch("all-reduce", [(dist.all_reduce, (tensor,), operation) for tensor in alike]))
+            works.append(self._launch([(dist.all_reduce, (tensor,), operation) for tensor in alike]))
         return works[0] if len(works) == 1 else Together(tuple(works))
 
-    def _launch(self, name: str, calls: Sequence[_Call]) -> Work:
+    def _launch(self, calls: Sequence[_Call]) -> Work:
         if len(calls) > 1 and self._backend == "nccl":
             with self._coalesced() as works:
                 for collective, tensors, options in calls:
@@ -140,7 +124,7 @@ class ProcessGroupCommunicator:
             cast(Work, collective(*tensors, group=self.group, async_op=True, **options))
             for collective, tensors, options in calls
         )
-        return gloo.Arrival(name, self.group, launched) if self._is_gloo else Together(launched)
+        return Together(launched)
 
     @contextmanager
     def _coalesced(self) -> Iterator[list[Work]]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from composable_fsdp.comm.agreement import OrderCheck, order_check_from
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.gloo import GlooCommunicator, Line
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
-from composable_fsdp.comm.shared.connect import connect
+from composable_fsdp.comm.shared.connect import connect, reconnect
 from composable_fsdp.comm.shared.engine import Engine
+from composable_fsdp.comm.watch import watch_of_job
 
-__all__ = ["communicator_over", "duplicate"]
+__all__ = ["communicator_over", "compare", "duplicate", "position", "reopen"]
 
-# An engine does not know its process group, so that it goes with it.
-_engines: WeakKeyDictionary[dist.ProcessGroup, Engine | None] = WeakKeyDictionary()
+# Neither knows the process group that it belongs to, so that it goes with it.
+_known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
 
 
 def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator:
@@ -25,10 +29,37 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
     """
     if device_type != "cpu" or dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return ProcessGroupCommunicator(group, device_type)
-    if group not in _engines:
-        _engines[group] = connect(group)
-    engine = _engines[group]
-    return ProcessGroupCommunicator(group, device_type) if engine is None else SharedMemoryCommunicator(group, engine)
+    if group not in _known:
+        _known[group] = connect(group) or Line(group, watch_of_job(), order_check_from())
+    known = _known[group]
+    return GlooCommunicator(group, known) if isinstance(known, Line) else SharedMemoryCommunicator(group, known)
+
+
+def position(group: dist.ProcessGroup) -> str:
+    """Where this rank is in the operations over ``group``: ``"broken"`` where they have failed."""
+    return _known[group].position if group in _known else ""
+
+
+def reopen(groups: Collection[dist.ProcessGroup]) -> None:
+    """Gives all communicators over ``groups`` new connections. All ranks of each must call it together.
+
+    Raises:
+        PeerError: these cannot be had on some rank.
+    """
+    for group in [group for group in _known if group in groups]:  # in the order in which all ranks first asked for them
+        known = _known[group]
+        if isinstance(known, Line):
+            known.reopen()
+        else:
+            reconnect(group, known)
+
+
+def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
+    """How much ranks compare before they begin an operation over ``groups``. In shared memory they always do."""
+    for group in groups:
+        known = _known.get(group)
+        if isinstance(known, Line):
+            known.compare(level)
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

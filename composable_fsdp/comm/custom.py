@@ -65,17 +65,17 @@ class CustomCommunicator:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.collective.allocate((numel,), dtype=dtype, device=device)
 
-    def all_gather(self, transfers: Sequence[Transfer]) -> Work:
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
         return self._launch(transfers, {})
 
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
         return self._launch(transfers, {"op": OPERATIONS[op]})
 
-    def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
-        return self.base.all_to_all(transfers)
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> Work:
+        return self.base.all_to_all(transfers, label)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
-        return self.base.all_reduce(tensors, op)
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
+        return self.base.all_reduce(tensors, op, label)
 
     def _launch(self, transfers: Sequence[Transfer], options: dict[str, Any]) -> Work:
         options["group"], options["async_op"] = self.base.group, True

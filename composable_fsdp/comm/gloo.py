@@ -1,117 +1,288 @@
-"""All-gather and reduce-scatter over gloo, made of what gloo does well.
+"""The communicator over gloo: collectives made of what gloo does well, compared before they begin.
 
 Gloo's own all-gather copies what it moves in and out, and its reduce-scatter adds up in the dtype of the wire, in an
 order that depends on the rank. Here large parts go point to point, from where they lie to their place. Sums are made
 where the parts arrive: in fp32, in the order of ranks, so that they are the same on every rank and from run to run.
+
+Everything goes over a process group of our own, a *line*, so that a wait that has become hopeless can be ended by
+closing its connections, which gloo offers no other way to do, without touching those of the user.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from composable_fsdp.comm.agreement import Agreement, OrderCheck
 from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.comm.sums import add_up
-from composable_fsdp.errors import PeerError
+from composable_fsdp.comm.watch import Place, Watch
+from composable_fsdp.errors import FSDPError, PeerError, UnsupportedError
+from composable_fsdp.layout.bucket import NEVER_DIRECT
+from composable_fsdp.layout.reduction import ReduceOp
 
-__all__ = ["Arrival", "all_gather", "reduce_scatter"]
+__all__ = ["GlooCommunicator", "Line"]
 
-_GATHER_DIRECT_BYTES = 1 << 17
-_REDUCE_DIRECT_BYTES = 1 << 17
+_DIRECT_PART_BYTES = 1 << 17
 """One rank's part, from which it travels point to point. On an idle machine a quarter of that wins as well, as
 ``benchmarks/gloo_transfers.py`` shows; on a busy one every message more waits for a thread to wake up.
 """
 
-_TAG = 0x46534450
-"""Of our messages, so that they do not meet those of users."""
+_DATA, _NUMBER, _TEXT, _CLOSE = 0x46534450, 0x46534451, 0x46534452, 0x46534453
+"""Tags of our messages: data, what ranks compare, what they tell when it differs; the last one is never sent."""
+
+_TEXT_BYTES = 4096
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _nothing() -> None:
     pass
 
 
+class Line:
+    """What the communicators over one process group share on this rank: connections, and what was agreed on. Final.
+
+    Args:
+        group: of the user.
+        watch: of this process; ``None`` has nobody asked.
+        level: how much ranks compare before they begin.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch | None, level: OrderCheck) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self.ranks = tuple(ranks)
+        self.rank, self.size = dist.get_rank(group), len(ranks)
+        options = cast(Any, group._get_backend(torch.device("cpu"))).options
+        self._timeout: timedelta = options._timeout
+        self._watch, self._level = watch, level
+        self._open()
+
+    def _open(self) -> None:
+        self.group: dist.ProcessGroup = dist.new_group(
+            self.ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+        )
+        self._agreement = Agreement(self._compare, self._tell, self._level)
+        self._broken = ""
+
+    def reopen(self) -> None:
+        """Begins anew with other connections. All ranks must do so together.
+
+        The process group before stays, without connections: torch would give its name to the next one, which would
+        then find the old addresses in the store.
+        """
+        self._close()
+        self._open()
+
+    @property
+    def position(self) -> str:
+        """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
+        return "broken" if self._broken else str(self._agreement.number)
+
+    def compare(self, level: OrderCheck) -> None:
+        """How much is compared from now on. The same on every rank."""
+        self._level = self._agreement.level = level
+
+    def begin(self, label: str, transfers: Sequence[Transfer]) -> Place:
+        """The next operation, once all ranks are about to do it.
+
+        Raises:
+            DivergenceError: some are not.
+            PeerError: some are gone, or an earlier operation has failed.
+        """
+        if self._broken:
+            raise PeerError(f"ranks {list(self.ranks)} cannot go on together, since {self._broken}")
+        sizes = tuple(transfer.input.numel() * transfer.input.itemsize for transfer in transfers)
+        self._label = label
+        self._agreement.begin(f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})")
+        return Place(self.ranks, self._agreement.number, label)
+
+    @contextmanager
+    def waiting(self, place: Place) -> Iterator[None]:
+        """Around what waits in gloo: turns its errors into ours, and ends it when it has become hopeless."""
+        begin = time.monotonic()
+        if self._watch is not None:
+            self._watch.begin_wait(place, self._close)
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._explained(place, error, time.monotonic() - begin) from error
+        finally:
+            if self._watch is not None:
+                self._watch.end_wait()
+
+    def _explained(self, place: Place, error: RuntimeError, seconds: float) -> FSDPError:
+        watch, found = self._watch, None
+        if watch is not None:
+            found = watch.find(place, f"After {seconds:.1f} s gloo says: {error}")
+        if found is None:
+            found = PeerError(
+                f"{place} failed after {seconds:.1f} s of waiting: a rank is gone, or did not answer within the "
+                f"timeout of the process group. Look at the output of each for the first error. Gloo says: {error}"
+            )
+        self._broken = self._broken or str(found).split("\n", 1)[0]
+        self._close()
+        return found
+
+    def _close(self) -> None:
+        """Ends all waits on this line, for ever: gloo closes a connection on which a wait has timed out."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    self.group.recv([torch.empty(1)], peer, _CLOSE).wait(timedelta(milliseconds=1))
+
+    def _compare(self, own: int) -> list[int]:
+        sent = torch.tensor([own])
+        received = torch.empty(self.size, dtype=torch.int64)
+        self._swap(sent, list(received.split(1)), _NUMBER)
+        received[self.rank] = own
+        return cast(list[int], received.tolist())
+
+    def _tell(self, own: str) -> dict[int, str]:
+        text = own.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self._swap(sent, received, _TEXT)
+        received[self.rank] = sent
+        texts = (bytes(each.numpy()).rstrip(b"\0").decode(errors="replace") for each in received)
+        return dict(zip(self.ranks, texts, strict=True))
+
+    def _swap(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
+        with self.waiting(Place(self.ranks, self._agreement.number, self._label)):
+            for work in exchange(self.group, self.rank, [sent] * self.size, received, tag):
+                work.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """Works of gloo, and what is left to do once they are done."""
 
-    operation: str
-    group: dist.ProcessGroup
+    line: Line
+    place: Place
     works: Sequence[Work]
     finish: Callable[[], None] = _nothing
 
     def wait(self) -> None:
         """
         Raises:
-            PeerError: a rank is gone, or did not answer within the timeout of the process group.
+            PeerError: a rank failed, is gone, or did not come within the timeout of the process group.
+            DivergenceError: a rank is about to do something else.
         """
-        begin = time.monotonic()
-        try:
+        with self.line.waiting(self.place):
             for work in self.works:
                 work.wait()
-        except RuntimeError as error:
-            raise PeerError(
-                f"{self.operation} over ranks {dist.get_process_group_ranks(self.group)} failed after "
-                f"{time.monotonic() - begin:.1f} s of waiting: one of them is gone, or did not answer within the "
-                f"timeout of the process group. Look at the output of each for the first error. Gloo says: {error}"
-            ) from error
         self.finish()
 
 
-def all_gather(
-    group: dist.ProcessGroup, rank: int, transfers: Sequence[Transfer], small: Callable[[Transfer], Work]
-) -> Work:
-    """As :meth:`~composable_fsdp.comm.protocol.Communicator.all_gather`; ``small`` moves what is not worth more."""
-    works: list[Work] = []
-    own: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for transfer in transfers:
-        output, shard = transfer
-        if shard.nbytes < _GATHER_DIRECT_BYTES:
-            works.append(small(transfer))
-            continue
-        places = output.view(-1, shard.numel()).unbind(0)
-        works += _exchange(group, rank, [shard] * len(places), places)
-        own.append((places[rank], shard))
+class GlooCommunicator:
+    """Collectives of CPU tensors over gloo. Final.
 
-    def finish() -> None:
-        for place, shard in own:
-            if place.data_ptr() != shard.data_ptr():
-                place.copy_(shard)
+    Args:
+        group: the ranks.
+        line: of this group. All its communicators on one rank share it.
+    """
 
-    return Arrival("all-gather", group, works, finish)
+    aliases = False
+    averages = False
+    """Gloo sums and divides in one pass more; a division folded into the shard-sized result is cheaper."""
+    widens = True
+    whole_bytes = NEVER_DIRECT
+    """The sum of gloo's all-reduce is not in the order of ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, line: Line) -> None:
+        self.group = group
+        self.rank, self.size = line.rank, line.size
+        self.direct_bytes = line.size * _DIRECT_PART_BYTES
+        self._line = line
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether what goes over both may go in one launch."""
+        return isinstance(other, GlooCommunicator) and self.group is other.group
+
+    def __hash__(self) -> int:
+        return id(self.group)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def with_pool(self, pooled: bool) -> GlooCommunicator:
+        return self
+
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
+        place = self._line.begin(label, transfers)
+        group, rank = self._line.group, self.rank
+        works: list[Work] = []
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for output, shard in transfers:
+            if shard.nbytes < _DIRECT_PART_BYTES:
+                works.append(_all_gather(output, shard, group=group, async_op=True))
+                continue
+            places = output.view(-1, shard.numel()).unbind(0)
+            works += exchange(group, rank, [shard] * len(places), places, _DATA)
+            own.append((places[rank], shard))
+
+        def finish() -> None:
+            for place, shard in own:
+                if place.data_ptr() != shard.data_ptr():
+                    place.copy_(shard)
+
+        return Arrival(self._line, place, works, finish)
+
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
+        _check_sum(op)
+        place = self._line.begin(label, transfers)
+        group, rank, size = self._line.group, self.rank, self.size
+        works: list[Work] = []
+        sums: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+        small = [transfer for transfer in transfers if transfer.input.nbytes < self.direct_bytes]
+        for dtype in dict.fromkeys(transfer.input.dtype for transfer in small):
+            alike = [transfer for transfer in small if transfer.input.dtype == dtype]
+            rows = [full.view(size, -1) for _, full in alike]
+            sent = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+            received = torch.empty_like(sent)
+            works.append(_all_to_all(group, received.view(-1), sent.view(-1)))
+            columns = torch.split_with_sizes(received, [row.size(1) for row in rows], dim=1)
+            sums += [(output, column.unbind(0)) for (output, _), column in zip(alike, columns, strict=True)]
+        for output, full in transfers:
+            if full.nbytes < self.direct_bytes:
+                continue
+            parts = list(full.view(size, -1).unbind(0))
+            summands = list(full.new_empty(size - 1, output.numel()).unbind(0))
+            summands.insert(rank, parts[rank])
+            works += exchange(group, rank, parts, summands, _DATA)
+            sums.append((output, summands))
+
+        def finish() -> None:
+            for output, summands in sums:
+                add_up(summands, output)
+
+        return Arrival(self._line, place, works, finish)
+
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
+        place = self._line.begin(label, transfers)
+        works = [_all_to_all(self._line.group, output, full) for output, full in transfers]
+        return Arrival(self._line, place, works)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
+        _check_sum(op)
+        place = self._line.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
+        works = [dist.all_reduce(tensor, group=self._line.group, async_op=True) for tensor in tensors]
+        return Arrival(self._line, place, cast(list[Work], works))
 
 
-def reduce_scatter(group: dist.ProcessGroup, rank: int, transfers: Sequence[Transfer]) -> Work:
-    """The sum, as :meth:`~composable_fsdp.comm.protocol.Communicator.reduce_scatter`."""
-    works: list[Work] = []
-    sums: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-    size = dist.get_world_size(group)
-    small = [transfer for transfer in transfers if transfer.input.nbytes < size * _REDUCE_DIRECT_BYTES]
-    for dtype in dict.fromkeys(transfer.input.dtype for transfer in small):
-        alike = [transfer for transfer in small if transfer.input.dtype == dtype]
-        rows = [full.view(size, -1) for _, full in alike]
-        sent = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
-        received = torch.empty_like(sent)
-        works.append(_all_to_all(group, received.view(-1), sent.view(-1)))
-        columns = torch.split_with_sizes(received, [row.size(1) for row in rows], dim=1)
-        sums += [(output, column.unbind(0)) for (output, _), column in zip(alike, columns, strict=True)]
-    for output, full in transfers:
-        if full.nbytes < size * _REDUCE_DIRECT_BYTES:
-            continue
-        parts = list(full.view(size, -1).unbind(0))
-        summands = list(full.new_empty(size - 1, output.numel()).unbind(0))
-        summands.insert(rank, parts[rank])
-        works += _exchange(group, rank, parts, summands)
-        sums.append((output, summands))
-
-    def finish() -> None:
-        for output, summands in sums:
-            add_up(summands, output)
-
-    return Arrival("reduce-scatter", group, works, finish)
+def _check_sum(op: ReduceOp) -> None:
+    if op is not ReduceOp.SUM:
+        raise UnsupportedError("a communicator over gloo does not average: ask its `averages`, or sum and divide.")
 
 
 def _all_to_all(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Work:
@@ -119,14 +290,14 @@ def _all_to_all(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Te
     return work
 
 
-def _exchange(
-    group: dist.ProcessGroup, rank: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+def exchange(
+    group: dist.ProcessGroup, rank: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
 ) -> list[Work]:
     """Each rank's part, straight from where it lies to its place; peers in turn, so that none is everyone's first."""
     size = len(sent)
     works: list[Work] = []
     for distance in range(1, size):
         source, target = (rank - distance) % size, (rank + distance) % size
-        works.append(group.recv([received[source]], source, _TAG))
-        works.append(group.send([sent[target]], target, _TAG))
+        works.append(group.recv([received[source]], source, tag))
+        works.append(group.send([sent[target]], target, tag))
     return works

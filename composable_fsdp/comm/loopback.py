@@ -45,16 +45,16 @@ class LoopbackCommunicator:
     def part(self, name: str) -> _Done:
         return _Done()
 
-    def all_gather(self, transfers: Sequence[Transfer]) -> _Done:
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> _Done:
         return self._copy(transfers)
 
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> _Done:
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> _Done:
         return self._copy(transfers)
 
-    def all_to_all(self, transfers: Sequence[Transfer]) -> _Done:
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> _Done:
         return self._copy(transfers)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> _Done:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> _Done:
         return _Done()
 
     def _copy(self, transfers: Sequence[Transfer]) -> _Done:

@@ -32,7 +32,7 @@ class Communicator(Protocol):
 
     Every method launches all of its transfers at once and returns a :class:`Work`; every rank of the axis must make the
     same calls in the same order. Tensors stay untouched by the caller until the work has been waited for. An empty list
-    moves nothing.
+    moves nothing. ``label`` is what errors call the operation, and must be the same on every rank.
     """
 
     @property
@@ -74,19 +74,19 @@ class Communicator(Protocol):
         """1-d memory for a message, contents undefined."""
         ...
 
-    def all_gather(self, transfers: Sequence[Transfer]) -> Work:
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
         """Every rank's ``input``, in rank order, in every rank's ``output``."""
         ...
 
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
         """This rank's part of the reduced ``input`` in ``output``."""
         ...
 
-    def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> Work:
         """The r-th part of every ``input`` goes to rank r; the r-th part of ``output`` is what came from there."""
         ...
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
         """Reduces in place."""
         ...
 

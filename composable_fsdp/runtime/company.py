@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from composable_fsdp.lifecycle import ParameterState
+from composable_fsdp.runtime.messages import all_of
 from composable_fsdp.runtime.schedule import merge_adjacent
 from composable_fsdp.runtime.unit import Accumulation, Unit
 
@@ -45,6 +46,10 @@ class Company:
         place = companions.index(unit)
         later = companions[place::-1] if in_backward else companions[place:]
         return [each for each in later if _may_go_along(each, in_backward=in_backward)]
+
+    def name_of(self, unit: Unit) -> str:
+        """What all ranks call what is gathered with ``unit``, whichever of its companions each of them needs."""
+        return all_of([each.name for each in self._companions.get(unit, (unit,))])
 
     def reduces(self, unit: Unit) -> bool:
         """Whether ``unit``'s gradients go with those of its companions."""

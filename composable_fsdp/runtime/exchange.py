@@ -56,10 +56,10 @@ class Exchange:
         for parcel, columns in zip(parcels, self._columns, strict=True):
             parcel.write(self._sent.view(self._shape)[:, columns])
 
-    def launch(self) -> Work:
+    def launch(self, label: str) -> Work:
         """Sends."""
         self._received = self._communicator.allocate(self._sent.numel(), torch.uint8, self._sent.device)
-        return self._communicator.all_to_all([Transfer(self._received, self._sent)])
+        return self._communicator.all_to_all([Transfer(self._received, self._sent)], label)
 
     def finish(self) -> None:
         """Decodes and adds up what came."""

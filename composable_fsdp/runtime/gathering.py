@@ -18,23 +18,25 @@ from composable_fsdp.runtime.messages import pack_messages, together
 __all__ = ["launch_gather"]
 
 
-def launch_gather(lanes: Lanes, buckets: Sequence[AnyBucket], device: torch.device) -> Pending[None]:
+def launch_gather(lanes: Lanes, buckets: Sequence[AnyBucket], device: torch.device, label: str) -> Pending[None]:
     """Gathers the parameters of ``buckets``, with one launch for each communicator.
 
     Args:
         lanes: where to launch.
         buckets: in the same order on every rank.
         device: where modules compute.
+        label: what errors call it, the same on every rank.
     """
-    gathering = _Gathering(buckets, device)
+    gathering = _Gathering(buckets, device, label)
     return lanes.gather.run(gathering.launch, gathering.finish)
 
 
 class _Gathering:
     """Owns what is sent and received until nobody reads it."""
 
-    def __init__(self, buckets: Sequence[AnyBucket], device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[AnyBucket], device: torch.device, label: str) -> None:
         self._buckets = buckets
+        self._label = label
         self._device = device
         self._gathers: list[Gather] = []
 
@@ -48,11 +50,11 @@ class _Gathering:
             transfers += pack_messages(gathers, communicator, self._device)
             whole = [bits for gather in gathers for bits in gather.whole]
             if whole:
-                works.append(communicator.all_reduce(whole, ReduceOp.SUM))
+                works.append(communicator.all_reduce(whole, ReduceOp.SUM, self._label))
             if communicator.aliases and not transfers:  # every rank's shards are where they are needed once it is there
-                works.append(cast(AliasingCommunicator, communicator).barrier("all-gather"))
+                works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
             elif transfers or not whole:
-                works.append(communicator.all_gather(transfers))
+                works.append(communicator.all_gather(transfers, self._label))
         return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _await_readers(self) -> None:

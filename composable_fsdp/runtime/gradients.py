@@ -18,6 +18,7 @@ from composable_fsdp.layout.reduction import Reduction, plan_reduction
 from composable_fsdp.lifecycle import GRADIENT_TRANSITIONS, GradientOperation, GradientState, advance
 from composable_fsdp.memory.lanes import Lanes, Pending
 from composable_fsdp.runtime.bucket import AnyBucket
+from composable_fsdp.runtime.messages import all_of
 from composable_fsdp.runtime.reduction import Job, launch_reduction
 from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors
@@ -216,7 +217,8 @@ def _launch(
     members = [member for member, _ in portion]
     jobs = [member.jobs_of(batches) for member, batches in portion]
     device = members[0]._tensors.device
-    pending = launch_reduction(lanes, [job for of_member in jobs for job in of_member], device, partial=partial)
+    name = all_of([member.name for member in members])
+    pending = launch_reduction(lanes, [job for of_member in jobs for job in of_member], device, name, partial=partial)
     for member, of_member in zip(members, jobs, strict=True):
         if trace.listeners:
             moved = reduce_traffic([job.bucket for job in of_member], were_summed=member.were_summed)

@@ -127,7 +127,7 @@ class ParameterGroup:
 
     def unshard(self, lanes: Lanes) -> None:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
-        unshard_together((self,), lanes)
+        unshard_together((self,), lanes, f"all-gather of {self.name}")
 
     @property
     def is_coming(self) -> bool:
@@ -199,6 +199,11 @@ class ParameterGroup:
         if before is not ParameterState.SHRUNK:
             self._release()
 
+    def abandon(self) -> None:
+        """As :meth:`reshard`, without waiting for a gather that will never come to its end."""
+        self._pending_gather = None
+        self.reshard()
+
     @without_grad
     def shrink(self, mesh_size: int) -> None:
         """As :meth:`reshard`, but keeps a slice from which ``mesh_size`` neighbouring ranks can gather again."""
@@ -231,15 +236,17 @@ class ParameterGroup:
         self._noted_bytes = held
 
 
-def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes) -> None:
-    """Launches one all-gather for those of ``groups`` whose parameters are not in memory or on their way."""
+def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, label: str) -> None:
+    """Launches one all-gather, for which ``label`` is what errors call it, for those of ``groups`` whose parameters are
+    not in memory or on their way.
+    """
     needed = [group for group in groups if group._needs_gather(lanes)]
     if not needed:
         return
     begin = trace.now() if trace.listeners else None
     buckets = [bucket for group in needed for bucket in group.buckets]
     try:
-        pending = launch_gather(lanes, buckets, needed[0].axes.device)
+        pending = launch_gather(lanes, buckets, needed[0].axes.device, label)
     except BaseException:
         for bucket in buckets:
             bucket.free()

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.tensor import DTensor
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
+from composable_fsdp.runtime.parameter import alias_of, local_part
 from composable_fsdp.runtime.unit import Unit
 
 __all__ = ["call_as_forward", "install_hooks", "is_being_called", "wrap_forward_method"]
@@ -35,6 +37,7 @@ def install_hooks(unit: Unit) -> None:
         module.register_forward_pre_hook(OutsideGraphs(hooks.pre_forward), prepend=True, with_kwargs=True)
         module.register_forward_hook(OutsideGraphs(hooks.post_forward), always_call=True)
         module.register_state_dict_pre_hook(hooks.before_state_dict)
+        module.register_state_dict_post_hook(_make_copyable)
         module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
         module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
 
@@ -156,9 +159,9 @@ class _ModuleHooks:
         return output if call is None else _watch_backward(call, frame.inputs, output)
 
     def abort(self) -> None:
-        """After a forward that raised."""
+        """After a forward that raised; while its exception is being handled."""
         if not self._unit.calls_under_way.pop().is_inner:
-            iteration_of(self._unit).abort_forward(self._unit)
+            iteration_of(self._unit).abort_forward(self._unit, sys.exc_info()[1])
 
     # -- state dicts: their values are the sharded parameters
 
@@ -170,6 +173,17 @@ class _ModuleHooks:
 
     def after_load_state_dict(self, *_: Any) -> None:
         self._unit.group.refresh()
+
+
+def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Has ``copy.deepcopy`` take the values of a state dict, as averages and best checkpoints do.
+
+    The parameters themselves, which ``keep_vars`` gives, stay.
+    """
+    for name in [name for name in state if name.startswith(prefix)]:
+        value = state[name]
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():
+            state[name] = alias_of(value, local_part(value))
 
 
 class _InputMap:

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.protocol import AliasingCommunicator
-from composable_fsdp.errors import LifecycleError
+from composable_fsdp.comm.watch import watch_of_job
+from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
 from composable_fsdp.policy import ReshardKind
@@ -28,6 +31,8 @@ from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
 from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.instep import InStep
+from composable_fsdp.runtime.order import ForwardOrder
+from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
 from composable_fsdp.runtime.steps import optimizer_steps
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
@@ -76,6 +81,8 @@ class Iteration:
         """Autograd's number for the backward that is under way."""
         self._seen_steps = optimizer_steps()
         """As of the last forward: parameters kept unsharded since before a step are stale."""
+        self._watch = watch_of_job()
+        self._order = ForwardOrder()
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = 1
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
@@ -120,15 +127,18 @@ class Iteration:
             self._run(Hook.POST_FORWARD, unit)
         return call
 
-    def abort_forward(self, unit: Unit) -> None:
+    def abort_forward(self, unit: Unit, error: BaseException | None) -> None:
         """``unit``'s forward raised: it is sharded again, and once the outermost one's has, everything is."""
+        if self._watch is not None and error is not None:
+            self._watch.fail(error, f"the {self._pass.value} of {unit.name}")
         if self._pass is Pass.BACKWARD:
             return
         unit.round = None
-        if unit is self._outermost:
-            self._back_to_idle()
-        else:
-            unit.group.reshard()
+        with suppress(PeerError, DivergenceError):  # what went wrong first is being raised already
+            if unit is self._outermost:
+                self._back_to_idle()
+            else:
+                unit.group.reshard()
 
     def pre_backward(self, call: Call) -> None:
         """A gradient reached an output of ``call``."""
@@ -202,6 +212,8 @@ class Iteration:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._pass, self._outermost = Pass.FORWARD, unit
+        if self._watch is not None:
+            self._watch.go_on()
         if self.post_optimizer_event is not None:
             self.lanes.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
@@ -277,8 +289,10 @@ class Iteration:
         if self._in_step is not None:
             unit.group.unshard(self.lanes)
             return
-        together = self._company.gathered_with(unit, in_backward=self._pass is Pass.BACKWARD)
-        unshard_together([each.group for each in together], self.lanes)
+        in_backward = self._pass is Pass.BACKWARD
+        groups = [each.group for each in self._company.gathered_with(unit, in_backward=in_backward)]
+        direction = "backward" if in_backward else "forward"
+        unshard_together(groups, self.lanes, f"all-gather of {self._company.name_of(unit)} in {direction}")
 
     def _fits(self, unit: Unit) -> bool:
         """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
@@ -328,6 +342,8 @@ class Iteration:
         if self._in_step is not None:
             self._in_step.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
+        if unit is self.root and self.root.order_check is not OrderCheck.OFF:
+            self._order.compare(self._record.ended)
         self._scheduler.end_forward()
         for other in self.units.values():
             if other.round is not None:  # some modules of its list did not run
@@ -341,6 +357,8 @@ class Iteration:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._backwards += 1
         self._graph_task = torch._C._current_graph_task_id()
+        if self._watch is not None:
+            self._watch.begin_backward(self.root.name)
         chosen = (unit.reductions_in_flight for unit in self.units.values())
         usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
         self._reductions_limit = max(filter(None, chosen), default=usual)
@@ -367,6 +385,8 @@ class Iteration:
         if self.is_last_backward:
             self.drain()
         _wait_for(leaving)
+        if self._watch is not None:
+            self._watch.end_backward()
         self._pass = self._around_backward
 
     def _leave_shards(self, occasion: str) -> list[Work]:
@@ -434,7 +454,16 @@ class Iteration:
             self._reductions.append(reduction)
 
     def reset(self) -> None:
-        """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced."""
+        """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced.
+
+        After a pass that failed, on this rank or another, all ranks must come here. Where they were not at the same
+        place, what is in flight is not waited for, and they connect to each other anew.
+        """
+        if has_failed(self.units.values()) and not meet(self.units.values()):
+            self._reductions.clear()
+            for unit in self.units.values():
+                unit.group.abandon()
+            reconnect(self.units.values())
         self.drain()
         for unit in self.units.values():
             unit.group.gradients.drop()

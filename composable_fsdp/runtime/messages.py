@@ -11,7 +11,7 @@ from composable_fsdp.comm.protocol import Communicator, Transfer
 from composable_fsdp.layout.bucket import aligned_bytes
 from composable_fsdp.runtime.bucket import Gather
 
-__all__ = ["pack_messages", "together"]
+__all__ = ["all_of", "pack_messages", "together"]
 
 Key = TypeVar("Key")
 Member = TypeVar("Member")
@@ -69,6 +69,11 @@ def _as_bytes(
         places.append(rows[:, start:stop].view(payload.dtype))
         start += aligned_bytes(payload.nbytes)
     return sent, rows, places
+
+
+def all_of(names: Sequence[str]) -> str:
+    """What messages call groups that travel together."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} groups)"
 
 
 def together(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:

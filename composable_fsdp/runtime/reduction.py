@@ -30,7 +30,7 @@ class Job(NamedTuple):
 
 
 def launch_reduction(
-    lanes: Lanes, jobs: Sequence[Job], device: torch.device, *, partial: bool
+    lanes: Lanes, jobs: Sequence[Job], device: torch.device, name: str, *, partial: bool
 ) -> Pending[list[ReducedBucket]]:
     """Reduces over the shard axis, then over the replicate axis where there is one, and gives the shards.
 
@@ -38,9 +38,10 @@ def launch_reduction(
         lanes: where each leg runs.
         jobs: of one or several groups' buckets, in the same order on every rank.
         device: where modules compute.
+        name: of what is reduced, for errors; the same on every rank.
         partial: only over the shard axis; the buckets keep what came for a later reduction, and nothing is given.
     """
-    legs = _Legs(jobs, device)
+    legs = _Legs(jobs, device, name)
     if partial:
         return lanes.reduce.run(legs.scatter, legs.keep)
     if all(job.bucket.channel.replicate.size == 1 for job in jobs):
@@ -57,8 +58,9 @@ class _Legs:
     after each leg one of the methods that take what came.
     """
 
-    def __init__(self, jobs: Sequence[Job], device: torch.device) -> None:
+    def __init__(self, jobs: Sequence[Job], device: torch.device, name: str) -> None:
         self._jobs = jobs
+        self._name = name
         self._device = device
         parcels = [(job.bucket.channel.exchange, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
         self._scatters = self._exchange(parcels)
@@ -67,17 +69,18 @@ class _Legs:
 
     @without_grad
     def scatter(self) -> Work:
+        label = f"reduce-scatter of {self._name}"
         plain = [job for job in self._jobs if job.scatter.transfers]
         works: list[Work] = [
-            communicator.reduce_scatter([t for job in jobs for t in job.scatter.transfers], op)
+            communicator.reduce_scatter([t for job in jobs for t in job.scatter.transfers], op, label)
             for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in plain], plain)
         ]
         whole = [job for job in self._jobs if job.scatter.whole]
         works += [
-            communicator.all_reduce([message for job in jobs for message in job.scatter.whole], op)
+            communicator.all_reduce([message for job in jobs for message in job.scatter.whole], op, label)
             for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in whole], whole)
         ]
-        works += [exchange.launch() for exchange in self._scatters]
+        works += [exchange.launch(label) for exchange in self._scatters]
         return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Exchange]:
@@ -104,16 +107,17 @@ class _Legs:
     @without_grad
     def all_reduce(self) -> Work:
         works: list[Work] = []
+        label = f"all-reduce of {self._name}"
         for bucket, reduction, scatter, _ in self._jobs:
             bucket.scatter.add_partial(scatter)
             encoded = bucket.scatter.encode_all_reduce(scatter)
             if encoded is None:
-                works.append(bucket.channel.replicate.all_reduce([scatter.output], reduction.op))
+                works.append(bucket.channel.replicate.all_reduce([scatter.output], reduction.op, label))
             else:
                 self._all_reduces.append((bucket.channel.replicate, encoded))
         parcels = [(communicator, encoded.parcel) for communicator, encoded in self._all_reduces]
         self._sums = self._exchange(parcels)
-        return Together((*works, *(exchange.launch() for exchange in self._sums)))
+        return Together((*works, *(exchange.launch(label) for exchange in self._sums)))
 
     @without_grad
     def add_up(self) -> None:
@@ -126,7 +130,9 @@ class _Legs:
         by_communicator = together([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
         return Together(
             tuple(
-                communicator.all_gather([encoded.gather(communicator) for encoded in of_communicator])
+                communicator.all_gather(
+                    [encoded.gather(communicator) for encoded in of_communicator], f"all-gather of sums of {self._name}"
+                )
                 for communicator, of_communicator in by_communicator
             )
         )

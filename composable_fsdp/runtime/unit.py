@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policy import MixedPrecisionPolicy, Reshard, ReshardKind
 from composable_fsdp.runtime.group import ParameterGroup
@@ -38,6 +39,7 @@ _CHOICES = (
     "has_nested_units",
     "max_merged_bytes",
     "max_unsharded_bytes",
+    "order_check",
     "reductions_in_flight",
     "reshard_after_backward",
     "unshard_in_backward",
@@ -93,6 +95,8 @@ class Unit:
         self.reductions_in_flight: int | None = None
         self.max_unsharded_bytes: int | None = None
         """Of a root: up to which groups are gathered ahead of their turn."""
+        self.order_check = order_check_from()
+        """Of a root: how much ranks compare before they begin."""
         self.max_merged_bytes = MERGED_BYTES
         """Of a root: of groups that are gathered, and reduced, together."""
         self.forward_prefetch: Sequence[Unit] | None = None

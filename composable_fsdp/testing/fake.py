@@ -209,16 +209,16 @@ class FakeCommunicator:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def all_gather(self, transfers: Sequence[Transfer]) -> FakeWork:
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> FakeWork:
         return self._launch(ALL_GATHER, None, transfers, input_size=1, output_size=self.size)
 
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> FakeWork:
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> FakeWork:
         return self._launch(REDUCE_SCATTER, op, transfers, input_size=self.size, output_size=1)
 
-    def all_to_all(self, transfers: Sequence[Transfer]) -> FakeWork:
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> FakeWork:
         return self._launch(ALL_TO_ALL, None, transfers, input_size=self.size, output_size=self.size)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> FakeWork:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> FakeWork:
         return self._launch(ALL_REDUCE, op, [Transfer(t, t) for t in tensors], input_size=1, output_size=1)
 
     def _launch(

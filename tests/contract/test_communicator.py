@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.choose import communicator_over
 from composable_fsdp.comm.loopback import LoopbackCommunicator
 from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator, Transfer, Work
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import FakeWorld, run_ranks
+from tests.transports import over_gloo
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
@@ -310,7 +310,7 @@ def play_in_turn(function: Case, communicators: list[Communicator]) -> None:
 def play_on_process_group(name: str) -> None:
     group = dist.group.WORLD
     assert group is not None
-    for _ in CASES[name](ProcessGroupCommunicator(group, "cpu")):
+    for _ in CASES[name](over_gloo(group)):
         pass
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.gloo import GlooCommunicator
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 
 __all__ = ["COMMUNICATORS", "counted_collectives"]
 
-COMMUNICATORS = (ProcessGroupCommunicator, SharedMemoryCommunicator)
+COMMUNICATORS = (GlooCommunicator, SharedMemoryCommunicator)
 """What may serve an axis of several ranks."""
 
 

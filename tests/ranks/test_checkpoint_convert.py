@@ -11,7 +11,7 @@ from composable_fsdp.checkpoint import latest
 from composable_fsdp.checkpoint.convert import convert
 from composable_fsdp.checkpoint.sources import Kind
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoints import Everything, adamw, assert_holds, zeroed
+from tests.ranks._checkpoint_worlds import Everything, adamw, assert_holds, zeroed
 from tests.ranks._convert import load_everything, load_model, load_tensors, save_everything
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")

@@ -101,9 +101,9 @@ def count_bytes() -> None:
     sent: list[int] = []
     original = group.channels[0].gather.all_gather
 
-    def counting(transfers: Any) -> Any:
+    def counting(transfers: Any, label: str = "") -> Any:
         sent.extend(transfer.input.nbytes for transfer in transfers)
-        return original(transfers)
+        return original(transfers, label)
 
     group.channels[0].gather.all_gather = counting  # type: ignore[method-assign]
     model.unshard()

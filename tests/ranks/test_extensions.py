@@ -227,9 +227,9 @@ def gather_mixed() -> None:
     sent: list[int] = []
     original = group.channels[0].gather.all_gather
 
-    def counting(transfers: Any) -> Any:
+    def counting(transfers: Any, label: str = "") -> Any:
         sent.append(len(transfers))
-        return original(transfers)
+        return original(transfers, label)
 
     group.channels[0].gather.all_gather = counting  # type: ignore[method-assign]
     model.unshard()

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import run_ranks
+from tests.transports import over_gloo
 
 
 def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -19,7 +19,7 @@ def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 def add_up(numel: int, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
     assert group is not None
-    communicator = ProcessGroupCommunicator(group, "cpu")
+    communicator = over_gloo(group)
     rank, size = communicator.rank, communicator.size
     output = torch.empty(numel, dtype=dtype)
     communicator.reduce_scatter([Transfer(output, own(rank, size * numel, dtype))], ReduceOp.SUM).wait()
@@ -41,7 +41,7 @@ def test_sums_are_made_in_fp32_in_the_order_of_ranks(world_size: int, dtype: tor
 def gather(numel: int, in_place: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
-    communicator = ProcessGroupCommunicator(group, "cpu")
+    communicator = over_gloo(group)
     rank, size = communicator.rank, communicator.size
     outputs = [torch.empty(size * numel) for _ in range(3)]
     shards = [own(rank + 10 * k, numel, torch.float32) for k in range(3)]
@@ -66,7 +66,7 @@ def overlap() -> None:
     """Gathers and reductions under way at the same time, waited for in another order, do not meet each other's."""
     group = dist.group.WORLD
     assert group is not None
-    communicator = ProcessGroupCommunicator(group, "cpu")
+    communicator = over_gloo(group)
     rank, size, numel = communicator.rank, communicator.size, 50_000
     works, checks = [], []
     for k in range(6):

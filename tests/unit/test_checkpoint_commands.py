@@ -201,7 +201,7 @@ def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
 
 
 def test_runs_as_a_module(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "composable_fsdp.checkpoint", "inspect", tmp_path]
+    command = [sys.executable, "-W", "ignore", "-m", "composable_fsdp.checkpoint", "inspect", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path} is not a checkpoint, and no complete checkpoint is in it.\n"

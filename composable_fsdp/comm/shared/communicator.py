@@ -65,19 +65,19 @@ class SharedMemoryCommunicator:
     def with_pool(self, pooled: bool) -> SharedMemoryCommunicator:
         return self
 
-    def all_gather(self, transfers: Sequence[Transfer]) -> Work:
-        return self._launch(transfers and operation.all_gather(self.rank, self.size, transfers))
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
+        return self._launch(transfers and operation.all_gather(self.rank, self.size, transfers, label))
 
-    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp) -> Work:
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
         _check_sum(op)
-        return self._launch(transfers and operation.reduce_scatter(self.rank, self.size, transfers))
+        return self._launch(transfers and operation.reduce_scatter(self.rank, self.size, transfers, label))
 
-    def all_to_all(self, transfers: Sequence[Transfer]) -> Work:
-        return self._launch(transfers and operation.all_to_all(self.rank, self.size, transfers))
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
+        return self._launch(transfers and operation.all_to_all(self.rank, self.size, transfers, label))
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp) -> Work:
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
         _check_sum(op)
-        return self._launch(tensors and operation.all_reduce(self.rank, self.size, tensors))
+        return self._launch(tensors and operation.all_reduce(self.rank, self.size, tensors, label))
 
     @property
     def partings(self) -> int:

@@ -25,8 +25,10 @@ from composable_fsdp.comm.shared.engine import Engine
 from composable_fsdp.comm.shared.faults import Peers
 from composable_fsdp.comm.shared.memory import Segment
 from composable_fsdp.comm.shared.wire import Wire
+from composable_fsdp.comm.watch import watch_of_job
+from composable_fsdp.errors import PeerError
 
-__all__ = ["SWITCH", "connect", "host_identity"]
+__all__ = ["SWITCH", "connect", "host_identity", "reconnect"]
 
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
 """Environment variable: ``0``, on any rank, keeps all ranks from using shared memory; ``copy`` from keeping shards,
@@ -64,6 +66,31 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
 
     All ranks must call it together, and get the same: where it fails on one, all get None and the first one warns.
     """
+    connected = _connect(group)
+    if connected is None:
+        return None
+    wire, offers = connected
+    peers = Peers(dist.get_process_group_ranks(group), [each.process for each in offers])
+    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    aliases = not any(each.copies for each in offers)
+    return Engine(dist.get_rank(group), wire, timeout, peers, aliases=aliases, watch=watch_of_job())
+
+
+def reconnect(group: dist.ProcessGroup, engine: Engine) -> None:
+    """Begins anew with the ranks of ``group``, to which ``engine`` has lost its connection. All must call it together.
+
+    Raises:
+        PeerError: it cannot be had any more on some rank.
+    """
+    connected = _connect(group)
+    if connected is None:
+        raise PeerError(
+            f"ranks {dist.get_process_group_ranks(group)} shared memory before, and cannot connect to each other again."
+        )
+    engine.reopen(connected[0])
+
+
+def _connect(group: dist.ProcessGroup) -> tuple[Wire, list[_Offer]] | None:
     with ExitStack() as stack:
         listener = _listener(stack)
         host = host_identity() if listener is not None else ""
@@ -83,10 +110,7 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
         if rank == 0:
             _warn(problems)
         return None
-    peers = Peers(dist.get_process_group_ranks(group), [each.process for each in offers])
-    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    aliases = not any(each.copies for each in offers)
-    return Engine(rank, Wire(dict(sorted(sockets.items()))), timeout, peers, aliases=aliases)
+    return Wire(dict(sorted(sockets.items()))), offers
 
 
 def _listener(stack: ExitStack) -> socket.socket | None:

@@ -24,6 +24,7 @@ from composable_fsdp.comm.shared.faults import Peers
 from composable_fsdp.comm.shared.memory import Blocks, Segment
 from composable_fsdp.comm.shared.operation import Operation
 from composable_fsdp.comm.shared.wire import NO_BLOCK, Message, Wire
+from composable_fsdp.comm.watch import PATIENCE, Place, Watch
 from composable_fsdp.errors import FSDPError
 
 __all__ = ["Engine", "Launched"]
@@ -78,23 +79,43 @@ class Engine:
         timeout: seconds for which a rank waits for another.
         peers: how to call the ranks.
         aliases: whether shards may lie in memory that ranks have in common.
+        watch: tells where ranks are that do not come.
     """
 
-    def __init__(self, rank: int, wire: Wire, timeout: float, peers: Peers, *, aliases: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        wire: Wire,
+        timeout: float,
+        peers: Peers,
+        *,
+        aliases: bool = True,
+        watch: Watch | None = None,
+    ) -> None:
         self.aliases = aliases
         self.rank, self.size = rank, len(peers.ranks)
+        self._timeout, self._peers, self._watch = timeout, peers, watch
+        self.reopen(wire)
+        _engines.add(self)
+
+    def reopen(self, wire: Wire) -> None:
+        """Begins anew over ``wire``, after the one before was given up. All ranks must do so together."""
         self.completed = 0
         """Operations that are done, which are the first ones."""
         self.partings = 0
         """Barriers at which no rank read what others wrote, as its communicators count them."""
         self.blocks = Blocks()
-        self._wire, self._timeout, self._peers = wire, timeout, peers
+        self._wire = wire
         self._launched = 0
         self._running: deque[_Running] = deque()
         self._seen: dict[int, list[torch.Tensor]] = {peer: [] for peer in wire.peers}
         """By peer, its blocks."""
         self._broken = ""
-        _engines.add(self)
+
+    @property
+    def position(self) -> str:
+        """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
+        return "broken" if self._broken else str(self._launched)
 
     def segment(self, nbytes: int) -> Segment:
         """Memory to show to the peers."""
@@ -145,14 +166,14 @@ class Engine:
 
     def complete(self, sequence: int) -> None:
         """Returns when the operation ``sequence`` and all before it are done."""
-        reached, since = None, 0.0
+        reached, since, patience = None, 0.0, PATIENCE
         while self.completed <= sequence:
             self._check_working()
             self._advance(sequence)
             if self.completed > sequence:
                 return
             if reached != (reached := (self.completed, self._running[0].round)):
-                since = time.monotonic()
+                since, patience = time.monotonic(), PATIENCE
             others = [engine for engine in _mine() if engine is not self]
             for engine in others:
                 with suppress(FSDPError):  # which whoever waits for that operation gets
@@ -160,7 +181,10 @@ class Engine:
             left = since + self._timeout - time.monotonic()
             if left <= 0:
                 self._time_out()
-            _sleep([self, *others], left)
+            if self._timeout - left > patience:
+                self._look()
+                patience += PATIENCE
+            _sleep([self, *others], min(left, PATIENCE))
 
     def _advance(self, last: int) -> None:
         """Does what can be done without waiting, of the operations up to ``last``."""
@@ -222,12 +246,25 @@ class Engine:
         ended = {peer: self._wire.ended[peer] for peer in missing if peer in self._wire.ended}
         if ended:
             first = min(ended, key=lambda peer: ended[peer] != "")  # one that is gone, not one that gave up for that
-            raise self._peers.gone(first, ended[first], running)
+            told = self._watch.failure_of(self._peers.ranks[first]) if self._watch is not None else ""
+            raise self._peers.gone(first, ended[first] or told, running)
 
     def _time_out(self) -> None:
         error = self._peers.silent(self._silent(), self._timeout, self._running[0])
         self._give_up(str(error))
         raise error
+
+    def _look(self) -> None:
+        """Asks where the others are, and gives up if they will not come."""
+        if self._watch is None or not self._running:
+            return
+        place = Place(tuple(self._peers.ranks), self._running[0].sequence, self._running[0].operation.label)
+        self._watch.begin_wait(place, seconds=PATIENCE)
+        error = self._watch.look(place)
+        if error is not None:
+            self._watch.give_up(error)
+            self._give_up(str(error))
+            raise error
 
     def _silent(self) -> list[int]:
         """The peers that the next round waits for, as far as read."""

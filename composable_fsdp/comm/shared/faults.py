@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from composable_fsdp.comm.watch import order_text
 from composable_fsdp.errors import DivergenceError, PeerError
 
 __all__ = ["Peers"]
@@ -52,8 +53,5 @@ class Peers(NamedTuple):
 
     def diverged(self, number: int, own: tuple[int, str], other: tuple[int, str]) -> DivergenceError:
         """Two ranks and what each launched as the operation ``number``."""
-        first, second = (f"{what} on {self.name(rank)}" for rank, what in (own, other))
-        return DivergenceError(
-            f"{self} do not launch the same operations: number {number} of the process group is {first}, but {second}."
-            " All ranks must run the same modules in the same order, with parameters of the same sizes and dtypes."
-        )
+        about = {self.ranks[rank]: f"{what}, as operation {number} of {self}" for rank, what in (own, other)}
+        return DivergenceError(order_text(about))

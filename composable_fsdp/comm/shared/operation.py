@@ -136,24 +136,24 @@ def _staged(memory: torch.Tensor, round: int, piece: Piece, place: int, dtype: t
     return memory[begin : begin + (piece.stop - piece.start) * dtype.itemsize].view(dtype)
 
 
-def all_gather(rank: int, size: int, transfers: Sequence[Transfer]) -> Collective:
+def all_gather(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
     moved = [_Moved(t.output, t.input, t.input.numel()) for t in transfers]
-    return Collective("all-gather", rank, size, moved, to_each=False, sums=False)
+    return Collective(label, rank, size, moved, to_each=False, sums=False)
 
 
-def reduce_scatter(rank: int, size: int, transfers: Sequence[Transfer]) -> Collective:
+def reduce_scatter(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
     moved = [_Moved(t.output, t.input, t.output.numel()) for t in transfers]
-    return Collective("reduce-scatter", rank, size, moved, to_each=True, sums=True)
+    return Collective(label, rank, size, moved, to_each=True, sums=True)
 
 
-def all_to_all(rank: int, size: int, transfers: Sequence[Transfer]) -> Collective:
+def all_to_all(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
     moved = [_Moved(t.output, t.input, t.input.numel() // size) for t in transfers]
-    return Collective("all-to-all", rank, size, moved, to_each=True, sums=False)
+    return Collective(label, rank, size, moved, to_each=True, sums=False)
 
 
-def all_reduce(rank: int, size: int, tensors: Sequence[torch.Tensor]) -> Collective:
+def all_reduce(rank: int, size: int, tensors: Sequence[torch.Tensor], label: str) -> Collective:
     moved = [_Moved(tensor, tensor, tensor.numel()) for tensor in tensors]
-    return Collective("all-reduce", rank, size, moved, to_each=False, sums=True)
+    return Collective(label, rank, size, moved, to_each=False, sums=True)
 
 
 class Meeting:

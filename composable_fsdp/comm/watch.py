@@ -1,0 +1,405 @@
+"""Where every rank of the job is, told through the store of the job when somebody waits for too long.
+
+Nothing is told while all goes well: a rank notes where it is in its own memory. One that has waited for ``PATIENCE``
+seconds *calls the roll*: a thread of every rank that can still run then writes down where that rank is, and whoever
+waits reads it. So a rank that raised and goes on, one that runs other modules, and one that is gone are told apart in
+seconds, whatever the timeout of the process group, and by name.
+
+States of a rank, as it reports them: WAITING for an operation; AT WORK, between operations; FAILED, after an exception
+in a pass of a sharded module and until its next pass begins; LEFT, once its program has come to its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
+
+__all__ = ["PATIENCE", "Place", "Report", "Watch", "judge", "watch_of_job"]
+
+PATIENCE = 1.0
+"""Seconds of waiting after which a rank asks where the others are."""
+_PERIOD = 0.25
+_RANKS_PER_PERIOD = 1000
+"""Of a large job, the store hears each rank less often."""
+_ANSWER_SECONDS = 1.5
+"""In which every rank whose threads run has answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An operation: its number among those of ``ranks`` that talk to each other, and what it is."""
+
+    ranks: tuple[int, ...]
+    number: int
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.label} (operation {self.number} of ranks {list(self.ranks)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a rank is.
+
+    Args:
+        rank: in the whole job.
+        steps: backwards that it has completed.
+        waiting: what it waits for, and for how long already.
+        last: what it completed last.
+        failure: an exception that ended its pass, or how its program ended.
+        left: whether that was its end.
+        verdict: why it gave up waiting, and with it all that goes over the same connections.
+        diverged: whether that was because ranks are about to do different things.
+    """
+
+    rank: int
+    steps: int = 0
+    waiting: Place | None = None
+    seconds: float = 0.0
+    last: Place | None = None
+    failure: str = ""
+    left: bool = False
+    verdict: str = ""
+    diverged: bool = False
+
+    def encoded(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decoded(text: str) -> Report:
+        values = json.loads(text)
+        for name in ("waiting", "last"):
+            place = values[name]
+            values[name] = None if place is None else Place(tuple(place["ranks"]), place["number"], place["label"])
+        return Report(**values)
+
+    def __str__(self) -> str:
+        steps = f"{self.steps} step{'s' * (self.steps != 1)} done"
+        if self.failure:
+            return f"rank {self.rank} {self.failure} ({steps})"
+        if self.waiting is not None:
+            return f"rank {self.rank} waits in {self.waiting}, for {self.seconds:.1f} s ({steps})"
+        last = f"since {self.last}" if self.last is not None else "with no operation done"
+        return f"rank {self.rank} is at work {last} ({steps})"
+
+
+def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "") -> FSDPError | None:
+    """What keeps ``own`` from being done, as far as ``reports`` of the other ranks tell; ``None`` if they do not.
+
+    Args:
+        own: what this rank waits for.
+        reports: by rank, of those that answered.
+        lost: what the transport said, if it lost somebody. Then ranks that did not answer are taken for gone.
+    """
+    for report in reports.values():
+        if report.verdict:  # whoever found out first says it for all
+            return DivergenceError(report.verdict) if report.diverged else PeerError(report.verdict)
+    missing = [rank for rank in own.ranks if rank not in reports]
+    failed = [report for report in reports.values() if report.failure]
+    failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
+    told = "".join(f"\n  {report}" for _, report in sorted(reports.items()))
+    if failed and not (failed[0].left and lost and missing):
+        return PeerError(f"{own} cannot be done: {failed[0]}.{told}")
+    for report in reports.values():
+        other = report.waiting
+        same = other is not None and other.ranks == own.ranks and other.number == own.number
+        if other is not None and same and other.label != own.label:
+            places = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
+            return DivergenceError(order_text(places))
+    if missing and lost:
+        who = f"rank {missing[0]} is gone" if len(missing) == 1 else f"ranks {missing} are gone"
+    elif lost:
+        late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
+        who = f"ranks {late} did not come to it in time" if late else "a connection was lost"
+    else:
+        return None
+    return PeerError(f"{own} cannot be done: {who}. Look for the first error in the output of each.{told}\n  {lost}")
+
+
+def order_text(about: Mapping[int, str]) -> str:
+    """What is said when ranks are ``about`` to do different things."""
+    kind = "Forward order" if all(" in forward" in label for label in about.values()) else "The order of collectives"
+    lines = "".join(f"\n  rank {rank}: {label}" for rank, label in sorted(about.items()))
+    return (
+        f"{kind} differs across ranks. About to be done:{lines}\nAll ranks must run the same modules in the same "
+        "order. Usual reasons: a branch that depends on data, batches that one rank has and another has not, or "
+        "modules that are wrapped differently."
+    )
+
+
+@dataclass(slots=True)
+class _Here:
+    """What this rank knows of itself; written by the thread that trains, read by the one that answers."""
+
+    waiting: Place | None = None
+    since: float = 0.0
+    last: Place | None = None
+    steps: int = 0
+    failure: str = ""
+    left: bool = False
+    verdict: FSDPError | None = None
+    backward: str | None = None
+    """The root of which a backward is under way."""
+    interrupt: Callable[[], None] | None = field(default=None)
+
+
+class Watch:
+    """This rank's part in the roll call. Final.
+
+    Args:
+        store: of the whole job. Used by one thread at a time.
+        rank: in the whole job.
+        size: ranks in the job.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.rank = rank
+        self.here = _Here()
+        self._store, self._size = store, size
+        self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
+        self._lock = threading.Lock()
+        self._answered = 0
+        self._meetings: dict[tuple[int, ...], int] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
+        self._thread.start()
+
+    # -- what the training thread notes
+
+    def begin_wait(self, place: Place, interrupt: Callable[[], None] | None = None, seconds: float = 0.0) -> None:
+        """This rank waits for ``place``, ``seconds`` already. ``interrupt``, from the other thread, ends that."""
+        here = self.here
+        here.since, here.interrupt, here.waiting = time.monotonic() - seconds, interrupt, place
+
+    def end_wait(self) -> None:
+        here = self.here
+        here.last, here.waiting, here.interrupt = here.waiting, None, None
+
+    def begin_backward(self, root: str) -> None:
+        self.here.backward = root
+
+    def end_backward(self) -> None:
+        self.here.backward = None
+        self.here.steps += 1
+
+    def find(self, place: Place, lost: str) -> FSDPError | None:
+        """Why the wait for ``place`` has just failed, the transport having said ``lost``. The others are told."""
+        if self.here.verdict is None:
+            self.give_up(self.look(place, lost=lost))
+        return self.here.verdict
+
+    def give_up(self, verdict: FSDPError | None) -> None:
+        """Notes why this rank waits no longer, and tells the others, whom this will keep from going on."""
+        if verdict is not None and self.here.verdict is None:
+            self.here.verdict = verdict
+            self._tell()
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """A pass of this rank ended in ``error``. Others are told at once, if they look."""
+        if not self.here.failure:
+            self.here.failure = f"raised {type(error).__name__}: {_first_line(error)} in {where}"
+            self._tell()
+
+    def go_on(self) -> None:
+        """This rank begins a new pass: what failed before is over."""
+        here = self.here
+        if here.failure or here.verdict or here.backward is not None:
+            here.failure, here.verdict, here.backward = "", None, None
+            self._tell()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's last pass ended before its end, here or because of another rank."""
+        here = self.here
+        return bool(here.failure or here.verdict or _left_backward(here.backward))
+
+    def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> list[str]:
+        """Waits until all of ``ranks`` have come to their next meeting, and gives what each brought, ``own`` here.
+
+        Raises:
+            PeerError: some have not come in ``seconds``. Named in the text.
+        """
+        number = self._meetings[tuple(ranks)] = self._meetings.get(tuple(ranks), 0) + 1
+        keys = {rank: f"meeting/{min(ranks)}-{max(ranks)}-{len(ranks)}/{number}/{rank}" for rank in ranks}
+        self._put(keys[self.rank], own)
+        end = time.monotonic() + seconds
+        while missing := [rank for rank, key in keys.items() if not self._has(key)]:
+            if time.monotonic() > end:
+                raise PeerError(f"{occasion}, and in {seconds:g} s ranks {missing} have not.")
+            time.sleep(0.02)
+        return [self._get(key) for key in keys.values()]
+
+    def _get(self, key: str) -> str:
+        with self._lock:
+            return str(self._store.get(key).decode())
+
+    def _put(self, key: str, value: str) -> None:
+        with self._lock:
+            self._store.set(key, value)
+
+    def _has(self, key: str) -> bool:
+        with self._lock:
+            return bool(self._store.check([key]))
+
+    # -- the roll
+
+    def report(self) -> Report:
+        here, waiting = self.here, self.here.waiting
+        failure = here.failure or _left_backward(here.backward)
+        seconds = time.monotonic() - here.since if waiting is not None else 0.0
+        verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
+        return Report(self.rank, here.steps, waiting, seconds, here.last, failure, here.left, verdict, diverged)
+
+    def call_roll(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Report]:
+        """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come."""
+        wanted = [rank for rank in ranks if rank != self.rank]
+        found = {self.rank: self.report()}
+        with suppress(RuntimeError):  # the store is gone with the rank that has it
+            number = self._add("call", 1)
+            end = time.monotonic() + seconds
+            while len(found) <= len(wanted) and time.monotonic() < end:
+                self._answer()  # others may be calling too, and the thread that answers may be this one
+                for rank in wanted:
+                    if rank not in found and (report := self._fresh(rank, number)) is not None:
+                        found[rank] = report
+                time.sleep(0.02)
+        return found
+
+    def look(self, place: Place, *, lost: str = "") -> FSDPError | None:
+        """Calls the roll and judges it, for a rank that waits for ``place``."""
+        return judge(place, self.call_roll(place.ranks), lost=lost)
+
+    def failure_of(self, rank: int) -> str:
+        """What ``rank`` said when it failed, if it did; it need not be there any more."""
+        with suppress(RuntimeError):
+            report = self._fresh(rank, 0)
+            return str(report) if report is not None and report.failure else ""
+        return ""
+
+    def _fresh(self, rank: int, number: int) -> Report | None:
+        key = f"report/{rank}"
+        with self._lock:
+            if not self._store.check([key]):
+                return None
+            answered, text = self._store.get(key).decode().split("\n", 1)
+        report = Report.decoded(text)
+        return report if int(answered) >= number or report.failure or report.verdict else None
+
+    def _tell(self) -> None:
+        text = f"{self._answered}\n{self.report().encoded()}"
+        with suppress(RuntimeError), self._lock:  # nobody can be told any more
+            self._store.set(f"report/{self.rank}", text)
+
+    def _add(self, key: str, amount: int) -> int:
+        with self._lock:
+            return int(self._store.add(key, amount))
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store is gone, so there is nobody to tell
+            while not self._stop.wait(self._period):
+                self._answer()
+                self._look_out()
+
+    def _answer(self) -> None:
+        called = self._add("call", 0)
+        if called > self._answered:
+            self._answered = called
+            self._tell()
+
+    def _look_out(self) -> None:
+        """Interrupts a wait that will not end."""
+        here = self.here
+        place, interrupt = here.waiting, here.interrupt
+        if place is None or interrupt is None or time.monotonic() - here.since < PATIENCE:
+            return
+        error = self.look(place)
+        if error is not None and here.waiting is place:
+            self.give_up(error)
+            interrupt()
+
+    def leave(self) -> None:
+        """The program has come to its end."""
+        if not self.here.failure:
+            self.here.failure, self.here.left = "has come to the end of its program", True
+        self.stop()
+        self._tell()
+
+    def stop(self) -> None:
+        """Answers no more."""
+        self._stop.set()
+
+
+def _left_backward(root: str | None) -> str:
+    """What is told of a backward of ``root`` that nobody runs any more. Autograd does not tell that one was left by an
+    exception. Any thread counts: hooks run in one of autograd's own on accelerators, while another one waits.
+    """
+    if root is None or any(map(_runs_backward, sys._current_frames().values())):
+        return ""
+    return f"raised in the backward of {root}"
+
+
+def _runs_backward(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+_watches: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()
+
+
+def watch_of_job() -> Watch | None:
+    """The one of this process, or ``None`` where there is no job, or one of a single rank, or of simulated ones."""
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size() == 1:
+        return None
+    if world not in _watches:
+        client = _own_client()
+        if client is None:
+            _watches[world] = None
+            return None
+        store = dist.PrefixStore("composable_fsdp/watch", client)
+        _watches[world] = watch = Watch(store, dist.get_rank(), dist.get_world_size())
+        weakref.finalize(world, watch.stop)
+    return _watches[world]
+
+
+def _own_client() -> Any:
+    """A connection to the store of the job that only the watch uses: another one's wait would keep it waiting too.
+
+    ``None`` where the store has no connections, as that of simulated ranks.
+    """
+    try:
+        return cast(Any, dist.distributed_c10d._get_default_store()).clone()
+    except RuntimeError:  # torch: "Tried to call pure virtual function"
+        return None
+
+
+@atexit.register
+def _leave_all() -> None:
+    for watch in list(_watches.values()):
+        if watch is not None:
+            watch.leave()

@@ -1,0 +1,76 @@
+"""After a pass that failed: all ranks meet, and connect to each other anew where they were parted, so as to go on.
+
+What was in flight on the old connections is lost on all ranks alike. The meeting comes first, since a rank may come
+here long before the others have found out that something failed. Where all failed alike nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.comm.agreement import OrderCheck
+from composable_fsdp.comm.choose import compare, position, reopen
+from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
+from composable_fsdp.comm.watch import watch_of_job
+from composable_fsdp.runtime.unit import Unit
+
+__all__ = ["has_failed", "meet", "reconnect", "set_order_check"]
+
+
+def has_failed(units: Iterable[Unit]) -> bool:
+    """Whether the last pass did not come to its end on this rank, or something failed that its ``units`` need."""
+    watch = watch_of_job()
+    return watch is not None and (watch.has_failed or any(position(group) == "broken" for group in _groups(units)))
+
+
+def meet(units: Iterable[Unit]) -> bool:
+    """Waits for all ranks that hold parameters of ``units``. All of them must call it.
+
+    Returns:
+        Whether they are at the same place, so that what is in flight will come to its end. Otherwise :func:`reconnect`.
+
+    Raises:
+        PeerError: some have not come within the timeout of the process groups. Named in the text.
+    """
+    watch, groups = watch_of_job(), _groups(units)
+    if watch is None or not groups:
+        return True
+    ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+    seconds = max(_timeout(group) for group in groups)
+    here = " ".join(map(position, groups))
+    places = watch.meet(ranks, here, seconds, "after a pass has failed all ranks must call reset_iter_state() to go on")
+    watch.go_on()
+    return "broken" not in here and len(set(places)) == 1
+
+
+def reconnect(units: Iterable[Unit]) -> None:
+    """Connects anew to all ranks that hold parameters of ``units``. All of them must call it.
+
+    Raises:
+        PeerError: some cannot be reached any more.
+    """
+    reopen(_groups(units))
+
+
+def set_order_check(units: Iterable[Unit], level: OrderCheck) -> None:
+    """How much ranks compare before the operations of ``units``. The same on every rank."""
+    compare(_groups(units), level)
+
+
+def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
+    """The process groups over which ``units`` talk, each once."""
+    communicators: list[Communicator] = []
+    for unit in units:
+        for channel in unit.group.channels:
+            communicators += [channel.axes.shard, channel.axes.replicate, channel.scatter]
+            if channel.smaller is not None:
+                communicators.append(channel.smaller)
+    return list(dict.fromkeys(c.group for c in communicators if isinstance(c, GroupCommunicator)))
+
+
+def _timeout(group: dist.ProcessGroup) -> float:
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds

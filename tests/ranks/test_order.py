@@ -1,0 +1,237 @@
+"""Ranks that part, fail or die in the middle of a step: who is told what, how soon, and how all go on."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import DivergenceError, FSDPModule, PeerError, fully_shard
+from composable_fsdp.comm import gloo
+from composable_fsdp.runtime.order import ExecutionOrderWarning
+from composable_fsdp.testing import run_ranks
+from tests.ranks._sharding import exactly, values_of
+from tests.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
+
+SECONDS = 5.0
+"""Within which every rank must know."""
+
+
+class Two(nn.Module):
+    """Two layers of the same size, which run in either order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.swapped = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner, outer = (self.second, self.first) if self.swapped else (self.first, self.second)
+        return cast(torch.Tensor, outer(torch.tanh(inner(x))))
+
+
+def build() -> Any:
+    model: Any = Two()
+    for layer in (model.first, model.second):
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_max_merged_bytes(0)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 64) + dist.get_rank()).square().mean().backward()
+    optimizer.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# -- faults, of which only the last rank has one
+
+
+def swap(model: Two) -> Callable[[], None]:
+    model.swapped = True
+
+    def undo() -> None:
+        model.swapped = False
+
+    return undo
+
+
+def raise_in_forward(model: Two) -> Callable[[], None]:
+    return model.second.register_forward_pre_hook(_fail).remove
+
+
+def raise_in_backward(model: Two) -> Callable[[], None]:
+    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(_fail)
+
+    return model.first.register_forward_hook(watch).remove
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError("no luck")
+
+
+FAULTS: dict[str, tuple[Callable[[Two], Callable[[], None]], type[Exception], str]] = {
+    "order": (swap, DivergenceError, r"^Forward order differs across ranks"),
+    "forward": (raise_in_forward, PeerError, r"rank \d raised ArithmeticError: no luck in the forward of second"),
+    "backward": (raise_in_backward, PeerError, r"rank \d raised in the backward of root"),
+}
+
+
+@contextmanager
+def failing_within(seconds: float, kind: type[Exception], match: str) -> Iterator[None]:
+    begin = time.monotonic()
+    with pytest.raises(kind, match=match):
+        yield
+    assert time.monotonic() - begin < seconds
+
+
+def fail_and_go_on(fault: str, at_step: int) -> None:
+    """The step of the fault does nothing on any rank; those before and after it are as if it had not been there."""
+    inflict, kind, match = FAULTS[fault]
+    last = dist.get_rank() == dist.get_world_size() - 1
+    model, undisturbed = build(), build()
+    optimizers = sgd(model), sgd(undisturbed)
+    for number in range(at_step + 3):
+        if number == at_step:
+            undo = inflict(model) if last else None
+            own_fault = last and fault != "order"
+            with failing_within(SECONDS, ArithmeticError if own_fault else kind, "no luck" if own_fault else match):
+                step(model, optimizers[0])
+            if undo is not None:
+                undo()
+            model.reset_iter_state()
+            continue
+        step(model, optimizers[0])
+        step(undisturbed, optimizers[1])
+    expected = values_of(undisturbed)
+    for name, value in values_of(model).items():
+        exactly(value, expected[name], name)
+
+
+@pytest.mark.behaviour("G-01", "H-01", "H-03", "H-05")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_are_told_of_a_fault_on_one_and_go_on(fault: str, transport: Environment) -> None:
+    run_ranks(fail_and_go_on, 2, fault, 3, environment=transport)
+
+
+@pytest.mark.behaviour("G-01", "H-01")
+@pytest.mark.parametrize("transport", [SOCKETS, COPIES], ids=["sockets", "copies"])
+def test_four_ranks_are_told_in_the_first_step(transport: Environment) -> None:
+    run_ranks(fail_and_go_on, 4, "order", 0, environment=transport)
+
+
+def both_modules_are_named() -> None:
+    model = build()
+    model.swapped = dist.get_rank() == 1
+    with pytest.raises(DivergenceError) as caught:
+        model(torch.ones(2, 64))
+    assert "\n  rank 0: all-gather of first in forward" in str(caught.value)
+    assert "\n  rank 1: all-gather of second in forward" in str(caught.value)
+    model.reset_iter_state()
+
+
+@pytest.mark.behaviour("G-01")
+@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+def test_a_difference_in_order_names_what_each_rank_is_about_to_gather(transport: Environment) -> None:
+    run_ranks(both_modules_are_named, 2, environment=transport)
+
+
+# -- what is no fault
+
+
+def compared(model: nn.Module, optimizer: torch.optim.Optimizer, play: Callable[[int], None], steps: int) -> list[int]:
+    """How often ranks compare what they are about to do, by step."""
+    counts: list[int] = []
+    original = gloo.Line._swap
+
+    def counting(*args: Any) -> None:
+        counts[-1] += 1
+        original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo.Line, "_swap", counting)
+        for number in range(steps):
+            counts.append(0)
+            play(number)
+            step(model, optimizer)
+    return counts
+
+
+def train_and_evaluate() -> None:
+    model = build()
+
+    def evaluate(number: int) -> None:
+        if number % 2:
+            with torch.no_grad():
+                model(torch.ones(1, 64))
+
+    counts = compared(model, sgd(model), evaluate, 8)
+    assert max(counts[4:]) <= 4, counts  # where evaluation comes after a step, and a step after that
+
+
+def train() -> None:
+    model = build()
+    counts = compared(model, sgd(model), lambda number: None, 6)
+    assert counts[0] > 0
+    assert counts[3:] == [0, 0, 0]
+    model.set_order_check("always")
+    assert min(compared(model, sgd(model), lambda number: None, 2)) > 0
+    model.set_order_check("off")
+    assert compared(model, sgd(model), lambda number: None, 2) == [0, 0]
+
+
+@pytest.mark.behaviour("G-03", "G-04")
+def test_ranks_compare_what_is_new_and_no_more() -> None:
+    run_ranks(train, 2, environment=SOCKETS)
+    run_ranks(train_and_evaluate, 2, environment=SOCKETS)
+
+
+def drift() -> None:
+    """All ranks change their order alike: they go on, and each warns once."""
+    model = build()
+    optimizer = sgd(model)
+    step(model, optimizer)
+    model.swapped = True
+    rank = dist.get_rank()
+    with pytest.warns(
+        ExecutionOrderWarning, match=rf"^Forward order differs from that of the first iteration on rank {rank}"
+    ):
+        step(model, optimizer)
+    model.swapped = False
+    step(model, optimizer)
+    model.swapped = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer)
+
+
+@pytest.mark.behaviour("G-02")
+@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+def test_an_order_that_changes_on_all_ranks_is_told_once(transport: Environment) -> None:
+    run_ranks(drift, 2, environment=transport)
+
+
+def wrong_level() -> None:
+    model: FSDPModule = build()
+    with pytest.raises(ValueError, match="the order check is one of 'off', 'first', 'always', not 'sometimes'"):
+        model.set_order_check("sometimes")
+
+
+def test_a_level_that_there_is_not() -> None:
+    run_ranks(wrong_level, 2)

@@ -1,0 +1,136 @@
+"""What is said of ranks that keep others waiting, and how little is compared while all goes well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.comm.agreement import Agreement, OrderCheck, order_check_from
+from composable_fsdp.comm.watch import Place, Report, judge
+from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
+
+OWN = Place((0, 1, 2), 7, "all-gather of layers.2 in forward")
+OTHER = Place((0, 1, 2), 7, "all-gather of layers.3 in forward")
+
+
+def reports(**ranks: Report) -> dict[int, Report]:
+    return {report.rank: report for report in ranks.values()}
+
+
+WAITING = Report(0, 3, OWN, 1.2)
+
+
+@pytest.mark.behaviour("H-03")
+def test_reports_survive_the_store() -> None:
+    for report in (
+        WAITING,
+        Report(2, last=OWN, failure="raised X", left=True),
+        Report(1, verdict="why", diverged=True),
+    ):
+        assert Report.decoded(report.encoded()) == report
+
+
+@pytest.mark.behaviour("H-03")
+def test_ranks_that_work_or_wait_for_the_same_are_waited_for() -> None:
+    assert judge(OWN, reports(a=WAITING, b=Report(1, 3, last=OWN), c=Report(2, 3, OWN, 0.4))) is None
+    elsewhere = Place((1, 2), 3, "all-gather of experts in forward")
+    assert judge(OWN, reports(a=WAITING, b=Report(1, 3, elsewhere, 5.0))) is None
+
+
+@pytest.mark.behaviour("G-01")
+def test_ranks_that_wait_for_something_else_have_parted() -> None:
+    error = judge(OWN, reports(a=WAITING, b=Report(1, 3, OTHER, 1.0)))
+    assert isinstance(error, DivergenceError)
+    assert str(error).startswith("Forward order differs across ranks")
+    assert "rank 0: all-gather of layers.2 in forward\n  rank 1: all-gather of layers.3 in forward" in str(error)
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
+    failed = Report(2, 3, failure="raised ValueError: boom in the forward of layers.1")
+    error = judge(OWN, reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=failed))
+    assert isinstance(error, PeerError)
+    assert "cannot be done: rank 2 raised ValueError: boom in the forward of layers.1 (3 steps done)" in str(error)
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
+    told = reports(a=WAITING, b=Report(1, 3, OWN, 1.0))
+    assert "cannot be done: rank 2 is gone." in str(judge(OWN, told, lost="closed"))
+    late = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2))
+    assert "cannot be done: ranks [2] did not come to it in time." in str(judge(OWN, late, lost="timed out"))
+    assert judge(OWN, late) is None
+
+
+@pytest.mark.behaviour("H-05")
+def test_all_ranks_say_what_the_first_one_found_out() -> None:
+    error = judge(OWN, reports(a=WAITING, b=Report(1, verdict="Forward order differs", diverged=True)))
+    assert type(error) is DivergenceError
+    assert str(error) == "Forward order differs"
+    assert type(judge(OWN, reports(b=Report(1, verdict="rank 2 is gone")))) is PeerError
+
+
+# -- agreement
+
+
+class Ranks:
+    """All ranks of a group, one after the other, up to where one of them would wait for the others."""
+
+    def __init__(self, size: int, level: OrderCheck) -> None:
+        self.asked: list[int] = []
+        self.exchanged: Sequence[int] = ()
+        self.agreements = [Agreement(self._exchange, self._tell, level) for _ in range(size)]
+
+    def _exchange(self, own: int) -> Sequence[int]:
+        self.asked.append(own)
+        return self.exchanged or [own]
+
+    def _tell(self, own: str) -> Mapping[int, str]:
+        return {0: own, 1: "something else"}
+
+    def begin(self, operation: str) -> int:
+        """All do the same: how many asked."""
+        before = len(self.asked)
+        for agreement in self.agreements:
+            agreement.begin(operation)
+        return len(self.asked) - before
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30))
+@pytest.mark.behaviour("G-04")
+def test_either_all_ranks_ask_or_none(operations: list[str]) -> None:
+    ranks = Ranks(3, OrderCheck.FIRST)
+    assert {ranks.begin(operation) for operation in operations} <= {0, 3}
+
+
+@given(st.permutations("abcdef"))
+@pytest.mark.behaviour("G-04")
+def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str]) -> None:
+    ranks = Ranks(2, OrderCheck.FIRST)
+    for operation in [*operations, operations[0]]:
+        assert ranks.begin(operation) == 2
+    assert sum(map(ranks.begin, [*operations[1:], *operations])) == 0
+
+
+@pytest.mark.behaviour("G-01")
+def test_a_rank_that_does_something_new_asks_and_is_told() -> None:
+    ranks = Ranks(1, OrderCheck.FIRST)
+    for operation in "abab":
+        ranks.begin(operation)
+    ranks.exchanged = [1, 2]
+    ranks.begin("a")  # as before: nobody is asked
+    with pytest.raises(DivergenceError, match="rank 0: c\n  rank 1: something else"):
+        ranks.begin("c")
+
+
+@pytest.mark.behaviour("G-01")
+def test_levels_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPOSABLE_FSDP_ORDER_CHECK", "always")
+    assert order_check_from() is OrderCheck.ALWAYS
+    assert order_check_from("off") is OrderCheck.OFF
+    monkeypatch.setenv("COMPOSABLE_FSDP_ORDER_CHECK", "never")
+    with pytest.raises(ConfigurationError, match="the order check is one of 'off', 'first', 'always', not 'never'"):
+        order_check_from()
