@@ -97,6 +97,11 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.convert",),
     ("checkpoint",),
     ("checkpoint.__main__",),
+    ("diagnostics.records", "diagnostics.signals"),
+    ("diagnostics.compare", "diagnostics.recording"),
+    ("diagnostics",),
+    ("diagnostics.commands",),
+    ("diagnostics.__main__",),
     ("api",),
     (PACKAGE,),
 )
