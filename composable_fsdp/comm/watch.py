@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
 import threading
 import time
@@ -384,7 +385,9 @@ def watch_of_job() -> Watch | None:
     if world is None or dist.get_world_size() == 1:
         return None
     if world not in _watches:
-        store = dist.PrefixStore("composable_fsdp/watch", _own_client())
+        # The store of torchrun outlives a restart, and with it what ranks told before.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", _own_client())
         _watches[world] = watch = Watch(store, dist.get_rank(), dist.get_world_size())
         weakref.finalize(world, watch.stop)
     return _watches[world]
