@@ -94,7 +94,8 @@ def test_files_show_who_waited_for_whom(transport: Environment, tmp_path: Path) 
 def nothing_listens() -> None:
     model = build()
     step(model, sgd(model))
-    assert trace.listeners == trace.fault_listeners == []
+    assert not trace.listeners
+    assert not trace.fault_listeners
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 

@@ -34,7 +34,8 @@ from composable_fsdp.trace import Operation, Position, TraceEvent
 def disabled_afterwards() -> Iterator[None]:
     yield
     diagnostics.disable()
-    assert trace.listeners == trace.fault_listeners == []
+    assert not trace.listeners
+    assert not trace.fault_listeners
 
 
 def collective(label: str, number: int, connection: int = 0, ranks: tuple[int, ...] = (0, 1)) -> TraceEvent:
