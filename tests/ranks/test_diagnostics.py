@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from composable_fsdp import DivergenceError, PeerError, diagnostics, trace
+from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.comm.watch import PATIENCE, known_watch
 from composable_fsdp.diagnostics.compare import ABSENT, Files, read, sequences, waits
 from composable_fsdp.diagnostics.records import file_name
 from composable_fsdp.testing import run_ranks
@@ -102,6 +106,41 @@ def nothing_listens() -> None:
 @pytest.mark.behaviour("G-04")
 def test_without_being_asked_nothing_listens() -> None:
     run_ranks(nothing_listens, 2)
+
+
+def wait_long() -> None:
+    model = build()
+    optimizer = sgd(model)
+    step(model, optimizer)
+    if dist.get_rank() == 1:
+        time.sleep(2 * PATIENCE)
+    step(model, optimizer)
+    watch = known_watch()
+    assert watch is not None
+    assert watch.report().waiting is None
+
+
+@OVER
+def test_a_long_wait_that_is_over_is_not_told_of(transport: Environment) -> None:
+    run_ranks(wait_long, 2, environment=transport)
+
+
+def gather_over_the_backend() -> list[tuple[str, int, tuple[int, ...]]]:
+    world = dist.group.WORLD
+    assert world is not None
+    communicator = ProcessGroupCommunicator(world, "cpu")
+    with trace.Recorder() as recorder:
+        for label in ("a", "b"):
+            communicator.all_gather([Transfer(torch.empty(4), torch.ones(2))], label).wait()
+    positions = [event.position for event in recorder]
+    assert all(event.operation is trace.Operation.COLLECTIVE and event.bytes == 8 for event in recorder)
+    first = positions[0].number if positions[0] is not None else 0
+    return [(e.group, p.number - first, p.ranks) for e, p in zip(recorder, positions, strict=True) if p is not None]
+
+
+def test_collectives_of_any_backend_have_their_place() -> None:
+    """NCCL among them, where this is all that there is to compare ranks by."""
+    assert run_ranks(gather_over_the_backend, 2) == [[("a", 0, (0, 1)), ("b", 1, (0, 1))]] * 2
 
 
 # -- ranks that are told to end
