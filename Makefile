@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized test check format docs behaviours bench bench-quick clean
+.PHONY: help install demo demo-short quantized elastic test check format docs behaviours bench bench-quick clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -40,6 +40,9 @@ demo-short: $(READY) ## the same in few steps
 
 quantized: $(READY) ## train that model with parameters and gradients encoded, and compare (QUANTIZED_ARGS=...)
 	$(TORCHRUN) examples/quantized_text.py --overwrite --out runs/quantized $(QUANTIZED_ARGS)
+
+elastic: $(READY) ## train that model while ranks are killed at random, and compare with a run without (ELASTIC_ARGS=...)
+	$(TORCHRUN) --max-restarts 20 --monitor-interval 0.2 examples/elastic_text.py --overwrite $(ELASTIC_ARGS)
 
 test: $(READY) ## run the tests (TEST_ARGS=... goes to pytest)
 	$(BIN)/python -m pytest $(TEST_ARGS)

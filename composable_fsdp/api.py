@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
+from composable_fsdp.diagnostics.recording import enable_from_environment
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.initialize import left_alone, materialise, synchronise
 from composable_fsdp.interop import as_mesh_dims, as_mixed_precision_policy, as_offload_policy
@@ -94,6 +95,7 @@ def fully_shard(
         ParameterError: a parameter cannot be sharded, or another group holds it, or it is on meta where
             ``sync_module_states`` or ``param_init_fn`` needs it not to be. Named in the text.
     """
+    enable_from_environment()
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
     modules = _as_modules(module)
     for each in modules:

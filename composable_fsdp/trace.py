@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 
-__all__ = ["Operation", "Recorder", "TraceEvent", "emit", "listeners", "now"]
+__all__ = [
+    "Operation",
+    "Position",
+    "Recorder",
+    "TraceEvent",
+    "emit",
+    "fault_listeners",
+    "listeners",
+    "now",
+    "tell_fault",
+]
 
 
 class Operation(str, Enum):
@@ -34,13 +44,35 @@ class Operation(str, Enum):
     """``bytes`` of unsharded parameter memory were taken."""
     FREE = "free"
     """``bytes`` of unsharded parameter memory were given back."""
+    COLLECTIVE = "collective"
+    """What the other ranks must do too is about to be launched; ``group`` is its label, ``bytes`` what goes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a collective stands among those of its process group.
+
+    Invariant: ranks that did the same have, at equal positions, events with the same label.
+
+    Args:
+        group: the name of the process group.
+        ranks: its ranks, by their number in the whole job.
+        connection: how often they have connected to each other anew.
+        number: counted since then.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    connection: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
     """One operation of one group. ``begin`` and ``end`` are host times in seconds, as of ``time.perf_counter``.
 
-    Where codecs or hooks change what travels, ``plain_bytes`` is what ``bytes`` would be without them.
+    Where codecs or hooks change what travels, ``plain_bytes`` is what ``bytes`` would be without them. Collectives have
+    a ``position``.
     """
 
     operation: Operation
@@ -50,12 +82,16 @@ class TraceEvent:
     begin: float
     end: float
     plain_bytes: int = 0
+    position: Position | None = None
 
     def __str__(self) -> str:
         return f"{self.operation.value} {self.group}"
 
 
 listeners: list[Callable[[TraceEvent], None]] = []
+fault_listeners: list[Callable[[BaseException | None, str, Position | None], None]] = []
+"""Called with what :func:`tell_fault` is."""
+
 now = time.perf_counter
 
 
@@ -66,13 +102,26 @@ def emit(
     lane: str = "",
     begin: float | None = None,
     plain_bytes: int | None = None,
+    position: Position | None = None,
 ) -> None:
     """Tells every listener. Call it only where ``listeners`` is not empty."""
     end = now()
     plain = nbytes if plain_bytes is None else plain_bytes
-    event = TraceEvent(operation, group, nbytes, lane, end if begin is None else begin, end, plain)
+    event = TraceEvent(operation, group, nbytes, lane, end if begin is None else begin, end, plain, position)
     for listener in tuple(listeners):
         listener(event)
+
+
+def tell_fault(error: BaseException | None, where: str, position: Position | None = None) -> None:
+    """Tells every fault listener what ended a pass or a collective of this rank, before it is raised.
+
+    Args:
+        error: ``None`` where nobody saw it, as in a backward that was left by an exception.
+        where: the pass or the collective.
+        position: of the collective.
+    """
+    for listener in tuple(fault_listeners):
+        listener(error, where, position)
 
 
 class Recorder:

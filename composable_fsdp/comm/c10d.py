@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from composable_fsdp import trace
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
 from composable_fsdp.layout.reduction import ReduceOp
 
@@ -97,24 +99,26 @@ class ProcessGroupCommunicator:
         return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled)
 
     def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        return self._launch([(_all_gather, (t.output, t.input), {}) for t in transfers])
+        return self._launch(label, [(_all_gather, (t.output, t.input), {}) for t in transfers])
 
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
         operation = {"op": OPERATIONS[op]}
-        return self._launch([(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
+        return self._launch(label, [(_reduce_scatter, (t.output, t.input), operation) for t in transfers])
 
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        return self._launch([(dist.all_to_all_single, (t.output, t.input), {}) for t in transfers])
+        return self._launch(label, [(dist.all_to_all_single, (t.output, t.input), {}) for t in transfers])
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
         operation = {"op": OPERATIONS[op]}
         works = []
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL takes only one at a time
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            works.append(self._launch([(dist.all_reduce, (tensor,), operation) for tensor in alike]))
+            works.append(self._launch(label, [(dist.all_reduce, (tensor,), operation) for tensor in alike]))
         return works[0] if len(works) == 1 else Together(tuple(works))
 
-    def _launch(self, calls: Sequence[_Call]) -> Work:
+    def _launch(self, label: str, calls: Sequence[_Call]) -> Work:
+        if trace.listeners:
+            _note(self.group, label, calls)
         if len(calls) > 1 and self._backend == "nccl":
             with self._coalesced() as works:
                 for collective, tensors, options in calls:
@@ -133,6 +137,17 @@ class ProcessGroupCommunicator:
         with dist._coalescing_manager(group=self.group, device=self._device, async_ops=True) as manager:
             yield works
         works.append(cast(Work, manager))
+
+
+_launched: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""While somebody listens to the trace."""
+
+
+def _note(group: dist.ProcessGroup, label: str, calls: Sequence[_Call]) -> None:
+    number = _launched[group] = _launched.get(group, 0) + 1
+    position = trace.Position(group.group_name, tuple(dist.get_process_group_ranks(group)), 0, number)
+    nbytes = sum(tensors[-1].nbytes for _, tensors, _ in calls)
+    trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=position)
 
 
 def gather_objects(own: T, communicator: Communicator) -> list[T]:

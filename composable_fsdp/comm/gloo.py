@@ -20,11 +20,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from composable_fsdp import trace
 from composable_fsdp.comm.agreement import Agreement, OrderCheck
 from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.comm.sums import add_up
 from composable_fsdp.comm.watch import Place, Watch
-from composable_fsdp.errors import FSDPError, PeerError, UnsupportedError
+from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, UnsupportedError
 from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
@@ -63,6 +64,7 @@ class Line:
         options = cast(Any, group._get_backend(torch.device("cpu"))).options
         self._timeout: timedelta = options._timeout
         self._watch, self._level = watch, level
+        self._name, self._connection = group.group_name, 0
         self._open()
 
     def _open(self) -> None:
@@ -79,6 +81,7 @@ class Line:
         then find the old addresses in the store.
         """
         self._close()
+        self._connection += 1
         self._open()
 
     @property
@@ -101,8 +104,18 @@ class Line:
             raise PeerError(f"ranks {list(self.ranks)} cannot go on together, since {self._broken}")
         sizes = tuple(transfer.input.numel() * transfer.input.itemsize for transfer in transfers)
         self._label = label
-        self._agreement.begin(f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})")
-        return Place(self.ranks, self._agreement.number, label)
+        place = Place(self.ranks, self._agreement.number + 1, label)
+        if trace.listeners:
+            trace.emit(trace.Operation.COLLECTIVE, label, sum(sizes), position=self._position_of(place))
+        try:
+            self._agreement.begin(f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})")
+        except DivergenceError as error:
+            trace.tell_fault(error, str(place), self._position_of(place))
+            raise
+        return place
+
+    def _position_of(self, place: Place) -> trace.Position:
+        return trace.Position(self._name, self.ranks, self._connection, place.number)
 
     @contextmanager
     def waiting(self, place: Place) -> Iterator[None]:
@@ -129,6 +142,7 @@ class Line:
             )
         self._broken = self._broken or str(found).split("\n", 1)[0]
         self._close()
+        trace.tell_fault(found, str(place), self._position_of(place))
         return found
 
     def _close(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
 import threading
 import time
@@ -27,9 +28,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from composable_fsdp import trace
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Place", "Report", "Watch", "judge", "watch_of_job"]
+__all__ = ["PATIENCE", "Place", "Report", "Watch", "judge", "known_watch", "watch_of_job"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank asks where the others are."""
@@ -175,6 +177,8 @@ class Watch:
         self._lock = threading.Lock()
         self._answered = 0
         self._meetings: dict[tuple[int, ...], int] = {}
+        self._left_backward: tuple[int, str] | None = None
+        """Of which fault listeners know."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
@@ -314,6 +318,8 @@ class Watch:
             while not self._stop.wait(self._period):
                 self._answer()
                 self._look_out()
+                if trace.fault_listeners:
+                    self._look_back()
 
     def _answer(self) -> None:
         called = self._add("call", 0)
@@ -331,6 +337,13 @@ class Watch:
         if error is not None and here.waiting is place:
             self.give_up(error)
             interrupt()
+
+    def _look_back(self) -> None:
+        """Tells of a backward that was left by an exception."""
+        backward = self.here.backward
+        if backward is not self._left_backward and (left := _left_backward(backward)):
+            self._left_backward = backward
+            trace.tell_fault(None, left)
 
     def leave(self) -> None:
         """The program has come to its end."""
@@ -381,10 +394,18 @@ def watch_of_job() -> Watch | None:
         if client is None:
             _watches[world] = None
             return None
-        store = dist.PrefixStore("composable_fsdp/watch", client)
+        # The store of torchrun outlives a restart, and with it what ranks told before.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", client)
         _watches[world] = watch = Watch(store, dist.get_rank(), dist.get_world_size())
         weakref.finalize(world, watch.stop)
     return _watches[world]
+
+
+def known_watch() -> Watch | None:
+    """The one of this process, if it was asked for before."""
+    world = dist.group.WORLD
+    return _watches.get(world) if world is not None else None
 
 
 def _own_client() -> Any:

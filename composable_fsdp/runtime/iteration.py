@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from composable_fsdp import trace
 from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.comm.watch import watch_of_job
@@ -129,8 +130,11 @@ class Iteration:
 
     def abort_forward(self, unit: Unit, error: BaseException | None) -> None:
         """``unit``'s forward raised: it is sharded again, and once the outermost one's has, everything is."""
-        if self._watch is not None and error is not None:
-            self._watch.fail(error, f"the {self._pass.value} of {unit.name}")
+        if error is not None:
+            where = f"the {self._pass.value} of {unit.name}"
+            if self._watch is not None:
+                self._watch.fail(error, where)
+            trace.tell_fault(error, where)
         if self._pass is Pass.BACKWARD:
             return
         unit.round = None

@@ -25,7 +25,10 @@ def launch(run: Callable[[], int], make_parser: Callable[[], argparse.ArgumentPa
     accelerator = usable_accelerator()
     # Both backends where there is an accelerator: checkpoints and offloaded gradients talk from the CPU.
     backend = f"cpu:gloo,{accelerator}:{dist.get_default_backend_for_device(accelerator)}" if accelerator else "gloo"
-    dist.init_process_group(backend)
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    # The store of torchrun outlives a restart, and gloo would find there the addresses of processes that are gone.
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:
         code = run()
     except UsageError as error:

@@ -103,6 +103,11 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.commands",),
     ("checkpoint",),
     ("checkpoint.__main__",),
+    ("diagnostics.records", "diagnostics.signals"),
+    ("diagnostics.compare", "diagnostics.recording"),
+    ("diagnostics",),
+    ("diagnostics.commands",),
+    ("diagnostics.__main__",),
     ("api",),
     (PACKAGE,),
 )

@@ -73,7 +73,8 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
     peers = Peers(dist.get_process_group_ranks(group), [each.process for each in offers])
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     aliases = not any(each.copies for each in offers)
-    return Engine(dist.get_rank(group), wire, timeout, peers, aliases=aliases, watch=watch_of_job())
+    rank, name = dist.get_rank(group), group.group_name
+    return Engine(rank, wire, timeout, peers, aliases=aliases, watch=watch_of_job(), name=name)
 
 
 def reconnect(group: dist.ProcessGroup, engine: Engine) -> None:

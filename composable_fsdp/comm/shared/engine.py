@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from composable_fsdp import trace
 from composable_fsdp.comm.shared.faults import Peers
 from composable_fsdp.comm.shared.memory import Blocks, Segment
 from composable_fsdp.comm.shared.operation import Operation
@@ -80,6 +81,7 @@ class Engine:
         peers: how to call the ranks.
         aliases: whether shards may lie in memory that ranks have in common.
         watch: tells where ranks are that do not come.
+        name: of the process group.
     """
 
     def __init__(
@@ -91,15 +93,18 @@ class Engine:
         *,
         aliases: bool = True,
         watch: Watch | None = None,
+        name: str = "",
     ) -> None:
         self.aliases = aliases
         self.rank, self.size = rank, len(peers.ranks)
         self._timeout, self._peers, self._watch = timeout, peers, watch
+        self._name, self._connection = name, -1
         self.reopen(wire)
         _engines.add(self)
 
     def reopen(self, wire: Wire) -> None:
         """Begins anew over ``wire``, after the one before was given up. All ranks must do so together."""
+        self._connection += 1
         self.completed = 0
         """Operations that are done, which are the first ones."""
         self.partings = 0
@@ -123,7 +128,7 @@ class Engine:
         try:
             return Segment(nbytes)
         except OSError as error:
-            self._give_up(_reason(error))
+            self._give_up(error)
             raise
 
     def launch(self, operation: Operation) -> Launched:
@@ -131,10 +136,13 @@ class Engine:
         self._check_working()
         running = _Running(self._launched, operation, NO_BLOCK, None)
         self._launched += 1
+        if trace.listeners:
+            position = self._position(running.sequence)
+            trace.emit(trace.Operation.COLLECTIVE, operation.label, operation.nbytes, position=position)
         try:
             self._begin(running)
         except BaseException as error:
-            self._give_up(_reason(error))
+            self._give_up(error)
             raise
         self._running.append(running)
         _mine().add(self)
@@ -166,11 +174,13 @@ class Engine:
 
     def complete(self, sequence: int) -> None:
         """Returns when the operation ``sequence`` and all before it are done."""
-        reached, since, patience = None, 0.0, PATIENCE
+        reached, since, patience, looked = None, 0.0, PATIENCE, False
         while self.completed <= sequence:
             self._check_working()
             self._advance(sequence)
             if self.completed > sequence:
+                if looked and self._watch is not None:
+                    self._watch.end_wait()
                 return
             if reached != (reached := (self.completed, self._running[0].round)):
                 since, patience = time.monotonic(), PATIENCE
@@ -182,7 +192,8 @@ class Engine:
             if left <= 0:
                 self._time_out()
             if self._timeout - left > patience:
-                self._look()
+                self._look(self._timeout - left)
+                looked = True
                 patience += PATIENCE
             _sleep([self, *others], min(left, PATIENCE))
 
@@ -194,7 +205,7 @@ class Engine:
                 self._running.popleft()
                 self.completed += 1
         except BaseException as error:
-            self._give_up(_reason(error))
+            self._give_up(error)
             raise
         if not self._running and not self._wire.has_unsent:
             _mine().discard(self)
@@ -251,19 +262,19 @@ class Engine:
 
     def _time_out(self) -> None:
         error = self._peers.silent(self._silent(), self._timeout, self._running[0])
-        self._give_up(str(error))
+        self._give_up(error)
         raise error
 
-    def _look(self) -> None:
-        """Asks where the others are, and gives up if they will not come."""
+    def _look(self, seconds: float) -> None:
+        """Asks where the others are after ``seconds`` of waiting, and gives up if they will not come."""
         if self._watch is None or not self._running:
             return
         place = Place(tuple(self._peers.ranks), self._running[0].sequence, self._running[0].operation.label)
-        self._watch.begin_wait(place, seconds=PATIENCE)
+        self._watch.begin_wait(place, seconds=seconds)
         error = self._watch.look(place)
         if error is not None:
             self._watch.give_up(error)
-            self._give_up(str(error))
+            self._give_up(error)
             raise error
 
     def _silent(self) -> list[int]:
@@ -273,11 +284,20 @@ class Engine:
         running = self._running[0]
         return [peer for peer in self._wire.peers if not self._wire.has_read(peer, running.sequence, running.round)]
 
-    def _give_up(self, reason: str) -> None:
-        self._broken = self._broken or reason
+    def _give_up(self, error: BaseException) -> None:
+        self._broken = self._broken or _reason(error)
         self._wire.give_up(self._broken)
+        place, position = self._place_of_next(), self._position(self.completed)
         self._running.clear()
         _mine().discard(self)
+        trace.tell_fault(error, place, position)
+
+    def _place_of_next(self) -> str:
+        """What is under way, in words."""
+        return f"{self._running[0]} over {self._peers}" if self._running else f"an operation over {self._peers}"
+
+    def _position(self, sequence: int) -> trace.Position:
+        return trace.Position(self._name, tuple(self._peers.ranks), self._connection, sequence)
 
     def awaited(self) -> dict[int, int]:
         """What to poll for until there is something to do: events by file descriptor."""

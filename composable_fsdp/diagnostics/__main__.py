@@ -1,0 +1,24 @@
+"""``python -m composable_fsdp.diagnostics``: what ranks wrote down, side by side."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command. ``typer`` and ``rich`` are extras, so they are looked for here."""
+    try:
+        from composable_fsdp.diagnostics.commands import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(
+            f'This command needs typer and rich, but {error.name} is not installed: pip install "composable-fsdp[cli]"'
+        )
+    app(prog_name="python -m composable_fsdp.diagnostics")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""What ranks leave behind when one of them fails, is ended, or does something else: files on all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable_fsdp import DivergenceError, PeerError, diagnostics, trace
+from composable_fsdp.comm.c10d import ProcessGroupCommunicator
+from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.comm.watch import PATIENCE, known_watch
+from composable_fsdp.diagnostics.compare import ABSENT, Files, read, sequences, waits
+from composable_fsdp.diagnostics.records import file_name
+from composable_fsdp.testing import run_ranks
+from tests.ranks.test_order import FAULTS, build, sgd, step
+from tests.transports import IN_COMMON, SOCKETS, Environment
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 5.0
+OVER = pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+
+
+def fail(fault: str, folder: str) -> str:
+    """Two steps, then one in which the last rank has a fault. Gives what the step raised."""
+    diagnostics.enable(folder, last=200)
+    try:
+        model = build()
+        optimizer = sgd(model)
+        for _ in range(2):
+            step(model, optimizer)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            FAULTS[fault][0](model)
+        with pytest.raises((PeerError, DivergenceError, ArithmeticError)) as caught:
+            step(model, optimizer)
+        await_file(Path(folder) / file_name(dist.get_rank()))
+        model.reset_iter_state()
+    finally:
+        diagnostics.disable()
+    return str(caught.value)
+
+
+def await_file(path: Path) -> None:
+    """That of a backward that was left is written by a thread, soon."""
+    end = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < end, f"no {path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+@OVER
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_write_when_one_fails(fault: str, transport: Environment, tmp_path: Path) -> None:
+    errors = run_ranks(fail, 2, fault, str(tmp_path), environment=transport)
+    assert f"\n{tmp_path / file_name(0)} has what this rank did until then; " in errors[0]
+    assert errors[0].endswith(f"python -m composable_fsdp.diagnostics merge {tmp_path}")
+    files = read(tmp_path)
+    assert sorted(files.dumps) == [0, 1]
+    assert not files.missing
+    assert all(set(dump.header.groups) == {"root", "first", "second"} for dump in files.dumps.values())
+    assert all(dump.header.versions.keys() == {"composable_fsdp", "torch", "python"} for dump in files.dumps.values())
+    assert all("in step" in str(stack.frames) for stack in files.dumps[0].stacks if stack.thread == "MainThread")
+    told = files.dumps[1].faults[0]
+    expected = {
+        "order": ("DivergenceError", "Forward order differs across ranks"),
+        "forward": ("ArithmeticError", "no luck"),
+        "backward": ("", "raised in the backward of root"),
+    }
+    assert (told.error, told.text[: len(expected[fault][1])]) == expected[fault]
+
+
+@pytest.mark.behaviour("G-01", "H-05")
+@OVER
+def test_files_show_where_ranks_parted(transport: Environment, tmp_path: Path) -> None:
+    run_ranks(fail, 4, "order", str(tmp_path), environment=transport)
+    (found,) = sequences(read(tmp_path).dumps)
+    assert found.first_difference is not None
+    labels = found.rows[found.first_difference].labels
+    assert labels == dict.fromkeys(range(3), "all-gather of first in forward") | {3: "all-gather of second in forward"}
+
+
+@pytest.mark.behaviour("H-03")
+@OVER
+def test_files_show_who_waited_for_whom(transport: Environment, tmp_path: Path) -> None:
+    run_ranks(fail, 2, "forward", str(tmp_path), environment=transport)
+    assert [(wait.rank, wait.awaited) for wait in waits(read(tmp_path).dumps)] == [(0, (1,))]
+
+
+def nothing_listens() -> None:
+    model = build()
+    step(model, sgd(model))
+    assert not trace.listeners
+    assert not trace.fault_listeners
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.behaviour("G-04")
+def test_without_being_asked_nothing_listens() -> None:
+    run_ranks(nothing_listens, 2)
+
+
+def wait_long() -> None:
+    model = build()
+    optimizer = sgd(model)
+    step(model, optimizer)
+    if dist.get_rank() == 1:
+        time.sleep(2 * PATIENCE)
+    step(model, optimizer)
+    watch = known_watch()
+    assert watch is not None
+    assert watch.report().waiting is None
+
+
+@OVER
+def test_a_long_wait_that_is_over_is_not_told_of(transport: Environment) -> None:
+    run_ranks(wait_long, 2, environment=transport)
+
+
+def gather_over_the_backend() -> list[tuple[str, int, tuple[int, ...]]]:
+    world = dist.group.WORLD
+    assert world is not None
+    communicator = ProcessGroupCommunicator(world, "cpu")
+    with trace.Recorder() as recorder:
+        for label in ("a", "b"):
+            communicator.all_gather([Transfer(torch.empty(4), torch.ones(2))], label).wait()
+    positions = [event.position for event in recorder]
+    assert all(event.operation is trace.Operation.COLLECTIVE and event.bytes == 8 for event in recorder)
+    first = positions[0].number if positions[0] is not None else 0
+    return [(e.group, p.number - first, p.ranks) for e, p in zip(recorder, positions, strict=True) if p is not None]
+
+
+def test_collectives_of_any_backend_have_their_place() -> None:
+    """NCCL among them, where this is all that there is to compare ranks by."""
+    assert run_ranks(gather_over_the_backend, 2) == [[("a", 0, (0, 1)), ("b", 1, (0, 1))]] * 2
+
+
+# -- ranks that are told to end
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks that train, of which one comes to a long pause after a few steps."""
+    environment = {**os.environ, **SOCKETS, "COMPOSABLE_FSDP_DIAGNOSTICS": str(tmp_path / "out"), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks._paused", str(tmp_path / "store")],
+            cwd=ROOT,
+            env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+
+
+def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = rank.communicate(timeout=30)
+    return rank.returncode, errors
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_rank_that_is_ended_writes_first_and_so_do_the_others(
+    job: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for rank in job:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "pausing\n"
+    time.sleep(1.5)  # so that the other rank waits, in gloo, where no Python runs
+    job[0].send_signal(signal.SIGUSR1)
+    await_file(out / file_name(0))
+    waiting = read(out)
+    assert waiting.missing == (1,)
+    assert waiting.dumps[0].header.reason == "SIGUSR1"
+    assert [(wait.rank, wait.awaited, wait.label) for wait in waits(waiting.dumps)] == [
+        (0, (1,), "all-gather of first in forward")
+    ]
+
+    told = time.time()
+    job[1].send_signal(signal.SIGTERM)
+    assert ended(job[1])[0] == -signal.SIGTERM
+    code, errors = ended(job[0])
+    assert code == 1
+    assert "rank 1 is gone" in errors
+    assert f"{out / file_name(0)} has what this rank did until then" in errors
+    files = read(out)
+    assert files.dumps[1].header.reason == "SIGTERM"
+    assert files.dumps[0].faults[-1].error == "PeerError"
+    assert files.dumps[0].faults[-1].time < told + SECONDS
+    (found,) = sequences(files.dumps)
+    assert found.first_difference is not None
+    assert found.rows[found.first_difference].labels == {0: "all-gather of first in forward", 1: ABSENT}
+    assert shown(out).count("rank 0 waited for rank 1 in all-gather of first in forward") == 1
+
+
+def test_a_rank_that_waits_ends_when_told_to(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    """Its main thread is in gloo, and would come to a handler of Python's much later."""
+    for rank in job:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+    time.sleep(1.5)
+    job[0].send_signal(signal.SIGTERM)
+    assert ended(job[0])[0] == -signal.SIGTERM
+    files: Files = read(tmp_path / "out")
+    assert files.dumps[0].header.reason == "SIGTERM"
+
+
+def shown(folder: Path) -> str:
+    command = [sys.executable, "-m", "composable_fsdp.diagnostics", "merge", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1, done.stderr
+    return done.stdout

@@ -1,0 +1,77 @@
+"""``examples/elastic_text.py`` under torchrun, with ranks killed on the way, and what it needs for that."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
+STEPS, SAVE_EVERY, KILL_EVERY, KILLS = 14, 3, 4, 2
+
+
+@pytest.mark.behaviour("H-05", "F-12")
+def test_a_training_whose_ranks_are_killed_ends_as_if_they_had_not_been(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    restarts = ("--max-restarts", str(KILLS), "--monitor-interval", "0.1")
+    often = ("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--kill-every", str(KILL_EVERY))
+    flags = (*SMALL, *often, "--validation-batches", "1", "--out", str(tmp_path))
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*torchrun, *restarts, "examples/elastic_text.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    begun = [int(step) for step in re.findall(r"attempt \d begins after step (\d+)", done.stdout)]
+    assert len(begun) == KILLS + 1
+    assert all(step % SAVE_EVERY == 0 for step in begun)
+    assert begun[-1] > 0
+    assert f"restarts: {KILLS}; " in done.stdout
+    assert len(re.findall(r"rank \d is killed in step \d+", done.stderr)) == KILLS
+    assert f"losses of all {STEPS} steps, and parameters: the same bits" in done.stdout
+
+
+@pytest.fixture
+def interruptions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("text.interruptions")
+
+
+def test_a_reader_goes_on_where_another_one_stopped(interruptions: Any) -> None:
+    text = importlib.import_module("text.data").Text(1, torch.arange(200, dtype=torch.uint8))
+
+    def reader() -> Any:
+        return interruptions.Reader(text, seed=1, rank=1, world_size=2, batch=3, seq=10)
+
+    first = reader()
+    for _ in range(5):  # into the second epoch: a rank has 10 windows
+        first.next()
+    position, state = first.position, torch.get_rng_state()
+    expected = first.next()
+    second = reader()
+    second.position = position
+    torch.set_rng_state(state)
+    found = second.next()
+    assert torch.equal(found.inputs, expected.inputs)
+    assert torch.equal(found.targets, expected.targets)
+
+
+def test_kills_are_planned_alike_on_every_rank_and_come_as_often_as_asked(interruptions: Any) -> None:
+    planned = [interruptions.planned_kill(0, attempt, 100, 12, 4) for attempt in range(400)]
+    assert planned == [interruptions.planned_kill(0, attempt, 100, 12, 4) for attempt in range(400)]
+    assert {kill.rank for kill in planned} == {0, 1, 2, 3}
+    assert sum(kill.step - 100 for kill in planned) / len(planned) == pytest.approx(12, abs=1)
+    assert interruptions.planned_kill(0, 0, 100, 0, 4) is None

@@ -1,0 +1,280 @@
+"""Files of diagnostics: their form, when they are written, and what they say together. Ranks that fail are in
+``tests/ranks/test_diagnostics.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from composable_fsdp import ConfigurationError, PeerError, diagnostics, trace
+from composable_fsdp.comm.watch import Place, Report
+from composable_fsdp.diagnostics.compare import ABSENT, FORGOTTEN, read, sequences, waits
+from composable_fsdp.diagnostics.records import (
+    Dump,
+    Fault,
+    Header,
+    NumberedEvent,
+    Stack,
+    decode,
+    encode,
+    file_name,
+)
+from composable_fsdp.trace import Operation, Position, TraceEvent
+
+
+@pytest.fixture(autouse=True)
+def disabled_afterwards() -> Iterator[None]:
+    yield
+    diagnostics.disable()
+    assert not trace.listeners
+    assert not trace.fault_listeners
+
+
+def collective(label: str, number: int, connection: int = 0, ranks: tuple[int, ...] = (0, 1)) -> TraceEvent:
+    position = Position("group", ranks, connection, number)
+    return TraceEvent(Operation.COLLECTIVE, label, 8, "", float(number), float(number), 8, position)
+
+
+def made_up(
+    rank: int,
+    *launched: TraceEvent,
+    faults: Sequence[Fault] = (),
+    waiting: Place | None = None,
+    world_size: int = 2,
+    attempt: int = 0,
+) -> Dump:
+    header = Header(rank, world_size, attempt, "host", 1, "asked for", 1e9, 100.0, 9, ("a", "b"), {"torch": "2"})
+    events = tuple(NumberedEvent(index, event) for index, event in enumerate(launched, start=1))
+    report = Report(rank, waiting=waiting)
+    return Dump(header, report, launched[-1:], tuple(faults), (Stack("MainThread", ("f",)),), events)
+
+
+def by_rank(*dumps: Dump) -> dict[int, Dump]:
+    return {dump.header.rank: dump for dump in dumps}
+
+
+def store(folder: Path, dumps: Mapping[int, Dump]) -> None:
+    for rank, dump in dumps.items():
+        (folder / file_name(rank)).write_text("\n".join(encode(dump)))
+
+
+def labels(launched: str, connection: int = 0) -> list[TraceEvent]:
+    return [collective(label, number, connection) for number, label in enumerate(launched)]
+
+
+# -- the form
+
+
+def test_what_is_written_is_read() -> None:
+    position = Position("group", (0, 1), 0, 3)
+    plain = TraceEvent(Operation.UNSHARD, "a", 8, "gather", 1.0, 2.0)
+    fault = Fault("PeerError", "two\nlines", "here", 5.0, position, ("frame",))
+    dump = made_up(1, plain, collective("b", 3), faults=[fault], waiting=Place((0, 1), 3, "b"))
+    assert decode(encode(dump)) == dump
+    assert [json.loads(line)["kind"] for line in encode(dump)] == [
+        "rank",
+        "report",
+        "latest",
+        "fault",
+        "stack",
+        *["event"] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a file of diagnostics: it does not say whose it is"),
+        ('{"kind": "novel"}', "not a file of diagnostics: KeyError: 'novel'"),
+        ('{"kind": "rank", "format": 2}', "format 2, which this version does not know: it reads 1"),
+        ('{"kind": "ra', "Unterminated string"),
+    ],
+)
+def test_what_is_no_file_of_ours_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(text.splitlines())
+
+
+def test_a_folder_tells_whose_files_are_missing_damaged_or_old(tmp_path: Path) -> None:
+    store(tmp_path, by_rank(made_up(0, world_size=4, attempt=1), made_up(2, world_size=4)))
+    (tmp_path / file_name(3)).write_text("{")
+    found = read(tmp_path)
+    assert (list(found.dumps), found.missing, found.stale, list(found.damaged)) == ([0], (1, 3), (2,), [file_name(3)])
+
+
+# -- ranks compared
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "number", "cells"),
+    [
+        ("abc", "abc", None, None),
+        ("abc", "axc", 1, ("b", "x")),
+        ("abc", "ab", 2, ("c", ABSENT)),
+        ("a", "", 0, ("a", ABSENT)),
+    ],
+)
+def test_the_first_difference_is_found(
+    first: str, second: str, number: int | None, cells: tuple[str, str] | None
+) -> None:
+    (found,) = sequences(by_rank(made_up(0, *labels(first)), made_up(1, *labels(second))))
+    assert found.first_difference == number
+    if number is not None:
+        assert tuple(found.rows[number].labels.values()) == cells
+
+
+def test_what_is_no_longer_kept_is_no_difference() -> None:
+    (found,) = sequences(by_rank(made_up(0, *labels("abc")), made_up(1, *labels("abc")[2:])))
+    assert [row.labels[1] for row in found.rows] == [FORGOTTEN, FORGOTTEN, "c"]
+    assert found.first_difference is None
+
+
+def test_a_new_connection_is_counted_from_its_own_beginning() -> None:
+    both = by_rank(made_up(0, *labels("ab"), *labels("x", 1)), made_up(1, *labels("abcd"), *labels("x", 1)))
+    (found,) = sequences(both)
+    assert [row.labels for row in found.rows] == [{0: "x", 1: "x"}]
+
+
+def test_a_rank_waits_for_those_that_have_not_come() -> None:
+    place = Place((0, 1), 2, "c")
+    told = waits(by_rank(made_up(0, *labels("abc"), waiting=place), made_up(1, *labels("ab"))))
+    assert [(wait.rank, wait.label, wait.number, wait.awaited) for wait in told] == [(0, "c", 2, (1,))]
+
+
+def test_a_rank_that_came_and_failed_was_waited_for() -> None:
+    given_up = Fault("PeerError", "rank 1 failed", "c", 2.0, Position("group", (0, 1), 0, 2))
+    own = Fault("ArithmeticError", "no luck", "the forward of b", 1.0)
+    told = waits(by_rank(made_up(0, *labels("abc"), faults=[given_up]), made_up(1, *labels("abc"), faults=[own])))
+    assert [(wait.rank, wait.awaited) for wait in told] == [(0, (1,))]
+
+
+def test_the_command_shows_ranks_side_by_side(tmp_path: Path) -> None:
+    commands = pytest.importorskip("composable_fsdp.diagnostics.commands")
+    testing = pytest.importorskip("typer.testing")
+    ranks = (0, 1, 2)
+    events = [[collective(label, n, ranks=ranks) for n, label in enumerate(each)] for each in ("abc", "abc", "axc")]
+    store(tmp_path, by_rank(*(made_up(rank, *own, world_size=4) for rank, own in zip(ranks, events, strict=True))))
+    shown = testing.CliRunner().invoke(commands.app, ["merge", str(tmp_path), "--stacks"])
+    assert shown.exit_code == 1
+    assert "No file of rank 3" in shown.stdout
+    (line,) = (line for line in shown.stdout.splitlines() if "first difference" in line)
+    assert [cell.strip() for cell in line.split("│")[1:-1]] == ["first difference", "1", "b", "x"]
+    assert "ranks 0-1" in shown.stdout
+    assert "rank 2, thread MainThread\n  f" in shown.stdout
+    empty = testing.CliRunner().invoke(commands.app, ["merge", str(tmp_path / "nothing")])
+    assert empty.exit_code == 2
+    assert "there is no file of diagnostics in" in empty.output
+
+
+# -- when they are written
+
+
+def test_the_last_events_are_kept(tmp_path: Path) -> None:
+    diagnostics.enable(tmp_path, last=2, signals=())
+    for group in "abc":
+        trace.emit(Operation.UNSHARD, group, 8)
+    path = diagnostics.dump()
+    assert path == tmp_path / file_name(0)
+    found = read(tmp_path).dumps[0]
+    assert [(each.index, each.event.group) for each in found.events] == [(2, "b"), (3, "c")]
+    assert (found.header.events, found.header.groups) == (3, ("a", "b", "c"))
+    assert os.listdir(tmp_path) == [file_name(0)]
+
+
+def test_a_fault_is_written_once_and_says_where(tmp_path: Path) -> None:
+    diagnostics.enable(tmp_path, signals=())
+    error = PeerError("rank 1 is gone")
+    trace.tell_fault(error, "all-gather of a", Position("group", (0, 1), 0, 3))
+    trace.tell_fault(error, "the forward of a")
+    assert str(error) == (
+        f"rank 1 is gone\n{tmp_path / file_name(0)} has what this rank did until then; "
+        f"python -m composable_fsdp.diagnostics merge {tmp_path}"
+    )
+    (fault,) = read(tmp_path).dumps[0].faults
+    assert (fault.error, fault.text, fault.where) == ("PeerError", "rank 1 is gone", "all-gather of a")
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    diagnostics.enable(tmp_path / "file", signals=())
+    error = PeerError("rank 1 is gone")
+    trace.tell_fault(error, "all-gather of a")
+    assert str(error) == "rank 1 is gone"
+    assert diagnostics.dump() is None
+    assert f"diagnostics could not be written to {tmp_path / 'file'}" in caplog.text
+
+
+def test_what_ends_the_program_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, stack: seen.append(error))
+    before = sys.excepthook
+    diagnostics.enable(tmp_path, signals=())
+    error = ArithmeticError("no luck")
+    sys.excepthook(type(error), error, None)
+    assert seen == [error]
+    assert read(tmp_path).dumps[0].header.reason == "ArithmeticError: no luck"
+    diagnostics.disable()
+    assert sys.excepthook is before
+
+
+def test_a_signal_is_written_and_then_handled_as_before(tmp_path: Path) -> None:
+    handled: list[bool] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.append((tmp_path / file_name(0)).exists()))
+    try:
+        diagnostics.enable(tmp_path, signals=[signal.SIGUSR1])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0)  # the handler comes between two instructions
+        assert handled == [True]
+        assert read(tmp_path).dumps[0].header.reason == "SIGUSR1"
+    finally:
+        diagnostics.disable()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # newer Pythons warn of it where there are threads
+def test_a_forked_process_is_no_rank(tmp_path: Path) -> None:
+    """As data loaders make them, and end them by SIGTERM."""
+    diagnostics.enable(tmp_path)
+    child = os.fork()
+    if not child:
+        quiet = trace.listeners == [] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        time.sleep(60 if quiet else 0)
+        os._exit(1)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitpid(child, 0)[1] == signal.SIGTERM
+    assert os.listdir(tmp_path) == []
+    assert len(trace.listeners) == 1
+
+
+@pytest.mark.parametrize("last", [0, -1])
+def test_nothing_to_keep_is_refused(tmp_path: Path, last: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"last must be at least 1, not {last}"):
+        diagnostics.enable(tmp_path, last=last)
+
+
+def test_signals_need_the_main_thread(tmp_path: Path) -> None:
+    errors: list[str] = []
+
+    def enable() -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            diagnostics.enable(tmp_path)
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=enable)
+    thread.start()
+    thread.join()
+    assert errors == [
+        "diagnostics.enable: signals can be noticed only where the main thread asks for it. Call it there, or with "
+        "signals=()."
+    ]
