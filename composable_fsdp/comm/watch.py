@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Place", "Report", "Watch", "judge", "watch_of_job"]
+__all__ = ["PATIENCE", "Place", "Report", "Watch", "is_in_backward", "judge", "watch_of_job"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank asks where the others are."""
@@ -348,12 +348,15 @@ def _left_backward(backward: tuple[int, str] | None) -> str:
     if backward is None:
         return ""
     thread, root = backward
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code is _RUN_BACKWARD:
-            return ""
+    return "" if is_in_backward(thread) else f"raised in the backward of {root}"
+
+
+def is_in_backward(thread: int | None) -> bool:
+    """Whether the Python thread of this number has called autograd, and not come back."""
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
-    return f"raised in the backward of {root}"
+    return frame is not None
 
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

@@ -331,10 +331,14 @@ def test_a_shared_parameter_can_be_assigned_under_either_name(kept: str) -> None
 
 
 @pytest.mark.behaviour("A-12", "H-02")
-def test_assigning_plain_tensors_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    "value", [torch.zeros(7, 5).to("meta"), torch.zeros(7, 6)], ids=["on meta", "of another shape"]
+)
+def test_assigning_what_is_not_the_parameter_is_refused_by_name(value: torch.Tensor) -> None:
     model = fully_shard(TASK.build())
+    values = TASK.build().state_dict() | {"first.weight": value}
     with pytest.raises(ParameterError, match=r"'first\.weight' was replaced after sharding by a Parameter"):
-        model.load_state_dict(TASK.build().state_dict(), assign=True)
+        model.load_state_dict(values, assign=True)
 
 
 @pytest.mark.behaviour("A-12", "H-02")
