@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -177,7 +177,7 @@ class _ModuleHooks:
         self._unit.group.reshard()
         parameters = {id(p.sharded): p for p in self._unit.group.parameters}
         for name, registered in module.named_parameters(remove_duplicate=False):
-            parameter, value = parameters.get(id(registered)), state_dict.get(prefix + name)
+            parameter, value = parameters.get(id(registered)), cast(Any, state_dict.get(prefix + name))
             if parameter is not None and _is_whole(value, parameter.sharding.shape):
                 state_dict[prefix + name] = shard_of(parameter, value)
 

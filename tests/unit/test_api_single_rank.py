@@ -331,12 +331,9 @@ def test_a_shared_parameter_can_be_assigned_under_either_name(kept: str) -> None
 
 
 @pytest.mark.behaviour("A-12", "H-02")
-@pytest.mark.parametrize(
-    "value", [torch.zeros(7, 5).to("meta"), torch.zeros(7, 6)], ids=["on meta", "of another shape"]
-)
-def test_assigning_what_is_not_the_parameter_is_refused_by_name(value: torch.Tensor) -> None:
+def test_assigning_plain_tensors_on_meta_is_refused_by_name() -> None:
     model = fully_shard(TASK.build())
-    values = TASK.build().state_dict() | {"first.weight": value}
+    values = TASK.build().state_dict() | {"first.weight": torch.empty(7, 5, device="meta")}
     with pytest.raises(ParameterError, match=r"'first\.weight' was replaced after sharding by a Parameter"):
         model.load_state_dict(values, assign=True)
 
