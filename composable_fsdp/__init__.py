@@ -34,6 +34,7 @@ from composable_fsdp.errors import (
 from composable_fsdp.full_params import unsharded_params
 from composable_fsdp.initialize import to_empty
 from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
+from composable_fsdp.nonfinite import find_nonfinite
 from composable_fsdp.optim import local_optimizer
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
@@ -67,6 +68,7 @@ __all__ = [
     "UnsupportedError",
     "clip_grad_norm_",
     "communication_report",
+    "find_nonfinite",
     "fully_shard",
     "get_total_norm",
     "local_optimizer",

@@ -263,8 +263,9 @@ def _by_device_and_dtype(
 def _check_finite(total: torch.Tensor, norm_type: float) -> None:
     if not torch.isfinite(total):
         raise GradientError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Skip "
-            "this step (zero_grad, no optimizer step), lower the learning rate or the loss scale, or pass "
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
+            "composable_fsdp.find_nonfinite(model), called on all ranks, names the parameters at fault. Skip this "
+            "step (zero_grad, no optimizer step), lower the learning rate or the loss scale, or pass "
             "error_if_nonfinite=False to scale by it anyway."
         )
 

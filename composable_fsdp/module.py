@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from composable_fsdp.bypass import explaining_methods
 from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
@@ -18,6 +19,7 @@ from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.interop import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.changes import ChangeCheck
 from composable_fsdp.runtime.hooks import call_as_forward, is_being_called
 from composable_fsdp.runtime.recovery import set_order_check
 from composable_fsdp.runtime.unit import Accumulation, Unit, find_unit, unit_of
@@ -229,6 +231,16 @@ class FSDPModule(TorchFSDPModule):
             unit.order_check = chosen
         set_order_check(units, chosen)
 
+    def set_version_check(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether to raise where parameters are changed between a forward and its backward, or given other data.
+
+        For those who look for a mistake: autograd finds such changes only in parameters that stay in memory. All shards
+        are read twice in each step, and the host waits for that. ``p.data = ...``, which a sharded parameter does not
+        follow, is found in the next forward.
+        """
+        for unit in _units(self, recurse):
+            unit.change_check = ChangeCheck(unit.group) if enable else None
+
     # -- communication
 
     def set_custom_all_gather(self, comm: object) -> None:
@@ -377,6 +389,7 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``FSDPModule`` and ``original`` that sharded modules of that class get. One per class."""
     if original not in _classes:
         body: dict[str, Any] = {"__module__": original.__module__, "__doc__": original.__doc__}
+        body.update(explaining_methods(original))
         if original.forward is not nn.Module.forward:
             body["forward"] = _hooked_forward(original.forward)
         _classes[original] = types.new_class(

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Place", "Report", "Watch", "judge", "known_watch", "watch_of_job"]
+__all__ = ["PATIENCE", "Place", "Report", "Watch", "is_in_backward", "judge", "known_watch", "watch_of_job"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank asks where the others are."""
@@ -155,8 +155,8 @@ class _Here:
     failure: str = ""
     left: bool = False
     verdict: FSDPError | None = None
-    backward: str | None = None
-    """The root of which a backward is under way."""
+    backward: tuple[int, str] | None = None
+    """The number and the root of the backward that is under way."""
     interrupt: Callable[[], None] | None = field(default=None)
 
 
@@ -195,7 +195,7 @@ class Watch:
         here.last, here.waiting, here.interrupt = here.waiting, None, None
 
     def begin_backward(self, root: str) -> None:
-        self.here.backward = root
+        self.here.backward = (self.here.steps, root)
 
     def end_backward(self) -> None:
         self.here.backward = None
@@ -357,21 +357,24 @@ class Watch:
         self._stop.set()
 
 
-def _left_backward(root: str | None) -> str:
-    """What is told of a backward of ``root`` that nobody runs any more. Autograd does not tell that one was left by an
-    exception. Any thread counts: hooks run in one of autograd's own on accelerators, while another one waits.
+def _left_backward(backward: tuple[int, str] | None) -> str:
+    """What is told of a backward that nobody runs any more. Autograd does not tell that one was left by an exception.
+    Any thread counts: hooks run in one of autograd's own on accelerators, while another one waits.
     """
-    if root is None or any(map(_runs_backward, sys._current_frames().values())):
+    if backward is None or any(map(_runs_backward, sys._current_frames().values())):
         return ""
-    return f"raised in the backward of {root}"
+    return f"raised in the backward of {backward[1]}"
+
+
+def is_in_backward(thread: int | None) -> bool:
+    """Whether the Python thread of this number has called autograd, and not come back."""
+    return thread is not None and _runs_backward(sys._current_frames().get(thread))
 
 
 def _runs_backward(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code is _RUN_BACKWARD:
-            return True
+    while frame is not None and frame.f_code is not _RUN_BACKWARD:
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
 from composable_fsdp.runtime.parameter import alias_of, local_part
+from composable_fsdp.runtime.tensors import shard_of
 from composable_fsdp.runtime.unit import Unit
 
 __all__ = ["call_as_forward", "install_hooks", "is_being_called", "wrap_forward_method"]
@@ -82,7 +84,7 @@ def call_as_forward(
 def is_being_called(unit: Unit) -> bool:
     """Whether a call of the unit is on the Python stack. Calls left by an interrupt are forgotten here."""
     frames = unit.calls_under_way
-    if not frames:
+    if not frames or frames[-1].thread != threading.get_ident():
         return False
     running: FrameType | None = sys._getframe()
     while running is not None:
@@ -103,6 +105,7 @@ class _Frame:
     """The Python frame that runs the call."""
     is_inner: bool
     """Whether it is part of another call of the same unit, such as ``forward`` called by a registered ``generate``."""
+    thread: int = field(default_factory=threading.get_ident)
     inputs: list[torch.Tensor] = field(default_factory=list)
     """Views of the inputs that need gradients, made for this call."""
 
@@ -124,13 +127,17 @@ class _ModuleHooks:
         return self.take_inputs(args, kwargs)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if sys.exc_info()[1] is not self._unit.calls_under_way[-1].handling:
+        calls = self._unit.calls_under_way
+        if not calls or calls[-1].thread != threading.get_ident():
+            return None  # refused before it began, as another thread runs the model
+        if sys.exc_info()[1] is not calls[-1].handling:
             self.abort()
             return None
         return self.finish(output)
 
     def begin(self, caller: FrameType) -> None:
         """A call that ``caller`` runs is under way."""
+        iteration_of(self._unit).check_thread(self._unit)
         is_inner = is_being_called(self._unit)
         self._unit.calls_under_way.append(_Frame(sys.exc_info()[1], caller, is_inner))
 
@@ -168,8 +175,14 @@ class _ModuleHooks:
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._unit.group.reshard()
 
-    def before_load_state_dict(self, *_: Any) -> None:
+    def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Of full plain tensors, every rank takes its shards."""
         self._unit.group.reshard()
+        parameters = {id(p.sharded): p for p in self._unit.group.parameters}
+        for name, registered in module.named_parameters(remove_duplicate=False):
+            parameter, value = parameters.get(id(registered)), cast(Any, state_dict.get(prefix + name))
+            if parameter is not None and _is_whole(value, parameter.sharding.shape):
+                state_dict[prefix + name] = shard_of(parameter, value)
 
     def after_load_state_dict(self, *_: Any) -> None:
         self._unit.group.refresh()
@@ -184,6 +197,11 @@ def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metada
         value = state[name]
         if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():
             state[name] = alias_of(value, local_part(value))
+
+
+def _is_whole(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether ``value`` is a plain tensor, with values, of a parameter of this shape."""
+    return type(value) in (torch.Tensor, nn.Parameter) and tuple(value.shape) == shape and not value.is_meta
 
 
 class _InputMap:

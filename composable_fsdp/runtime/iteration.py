@@ -10,6 +10,7 @@ or held where its unit does not synchronise, and every unit is sharded unless it
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from torch.autograd import Variable
 from composable_fsdp import trace
 from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.protocol import AliasingCommunicator
-from composable_fsdp.comm.watch import watch_of_job
+from composable_fsdp.comm.watch import is_in_backward, watch_of_job
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
@@ -32,6 +33,7 @@ from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
 from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.instep import InStep
+from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
 from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
@@ -84,6 +86,10 @@ class Iteration:
         """As of the last forward: parameters kept unsharded since before a step are stale."""
         self._watch = watch_of_job()
         self._order = ForwardOrder()
+        self._thread: threading.Thread | None = None
+        """Which began the pass that is under way."""
+        self._are_alike = False
+        """Whether all ranks have built the same, as far as it was asked."""
         self._reductions: deque[PendingReduction] = deque()
         self._reductions_limit = 1
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
@@ -101,6 +107,23 @@ class Iteration:
 
     # -- what hooks call
 
+    def check_thread(self, unit: Unit) -> None:
+        """
+        Raises:
+            LifecycleError: another thread is inside a pass. Both are named in the text.
+        """
+        thread = self._thread
+        if self._pass is Pass.IDLE or thread is None or thread is threading.current_thread():
+            return
+        recomputes = torch._C._current_graph_task_id() != -1  # in a thread of autograd's, one for each device
+        if self._pass is Pass.FORWARD or (is_in_backward(thread.ident) and not recomputes):
+            raise LifecycleError(
+                f"thread {threading.current_thread().name!r} began a forward of {unit.name!r} while thread "
+                f"{thread.name!r} is inside the {self._pass.value} of {self.root.name!r}. A sharded model is not "
+                "re-entrant: let one thread run it at a time, or give each a copy of its own. If that pass was left by "
+                "an exception, call reset_iter_state() on the root module."
+            )
+
     def pre_forward(self, unit: Unit) -> None:
         """A module of ``unit`` is about to compute."""
         self._check_alive(unit)
@@ -109,6 +132,8 @@ class Iteration:
         self._run(Hook.PRE_FORWARD, unit)
         if self._pass is Pass.FORWARD:
             unit.round = Round(unit.modules)
+            if unit.change_check is not None:
+                unit.round.seen = unit.change_check.in_forward()
 
     def post_forward(self, unit: Unit, module: nn.Module) -> Call | None:
         """``module`` of ``unit`` has computed. The call to hand to the autograd hooks, where a backward may come."""
@@ -153,6 +178,8 @@ class Iteration:
         unit = call.unit
         call.entered = self._backwards
         call.open()
+        if unit.change_check is not None and call.round.seen is not None:
+            unit.change_check.in_backward(call.round.seen)
         if self._in_step is not None and unit.group.parameters:
             self._in_step.reach(call.round.record, call.round.position, self._backwards, unit)
         for reached in (unit, *unit.lenders):
@@ -215,9 +242,12 @@ class Iteration:
             action(self, unit)
 
     def _begin_forward(self, unit: Unit) -> None:
-        self._pass, self._outermost = Pass.FORWARD, unit
+        self._pass, self._outermost, self._thread = Pass.FORWARD, unit, threading.current_thread()
         if self._watch is not None:
             self._watch.go_on()
+        if not self._are_alike:
+            check_models(self.root, self.units)
+            self._are_alike = True
         if self.post_optimizer_event is not None:
             self.lanes.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
@@ -359,6 +389,7 @@ class Iteration:
 
     def _begin_backward(self) -> None:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
+        self._thread = threading.current_thread()
         self._backwards += 1
         self._graph_task = torch._C._current_graph_task_id()
         if self._watch is not None:

@@ -92,6 +92,19 @@ class ShardedParameter:
         return copy
 
     @property
+    def description(self) -> str:
+        """What must be the same on every rank besides the name, for comparison and for people."""
+        sharding, kind, mesh = self.sharding, type(self.local).__name__, self.sharding.mesh
+        parts = [
+            f"{str(self.dtype).removeprefix('torch.')} {sharding.shape}",
+            f"placed {sharding.placements} on a mesh of {tuple(mesh.shape)} {mesh.mesh_dim_names or ''}",
+            "" if kind == "Tensor" else f"a {kind}",
+            "" if self.sharded.requires_grad else "frozen",
+            "" if self.communication == CommunicationPolicy() else str(self.communication),
+        ]
+        return ", ".join(filter(None, map(str.rstrip, parts)))
+
+    @property
     def dtype(self) -> torch.dtype:
         """dtype in which the parameter rests."""
         return self.local.dtype

@@ -44,6 +44,7 @@ class Registration:
     def __init__(self, parameters: Sequence[ShardedParameter], *, gathers_make: bool) -> None:
         self._parameters = tuple(parameters)
         self._gathers_make = gathers_make
+        self._shows_unsharded = False
         self._note_forms()
 
     def _note_forms(self) -> None:
@@ -56,6 +57,7 @@ class Registration:
         self._registered = [module._parameters for module, _, _ in owned]
         self._names = [name for _, name, _ in owned]
         self._shown = [p.sharded for _, _, p in owned]
+        self._shown_unsharded = [p.unsharded for _, _, p in owned]
         self._intercepting = [each for each in owned if _intercepts(each[0])]
         owners: dict[int, _Owner] = {}
         for module, name, parameter in owned:
@@ -70,15 +72,28 @@ class Registration:
             for parameter in self._parameters:
                 if parameter.unsharded.requires_grad != parameter.trainable:
                     parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
+        if self._shows_unsharded:
+            self._shows_unsharded = False
+            if not all(map(is_, map(dict.get, self._registered, self._names), self._shown_unsharded)):
+                self._show_sharded_beside_others()
+                return
         for owner in self._owners:
             owner.registered.update(owner.sharded)
         for module, name, parameter in self._intercepting:
             setattr(module, name, parameter.sharded)
 
+    def _show_sharded_beside_others(self) -> None:
+        """What somebody put in a parameter's place stays there, so that the next gather finds it, and raises."""
+        owned = [(module, name, p) for p in self._parameters for module, name in p.owners]
+        for module, name, parameter in owned:
+            if module._parameters.get(name) is parameter.unsharded:
+                setattr(module, name, parameter.sharded)
+
     def show_unsharded(self) -> None:
         """Registers the parameters that modules compute with."""
         if self._gathers_make:
             self._note_forms()
+        self._shows_unsharded = True
         for owner in self._owners:
             owner.registered.update(owner.unsharded)
         for module, name, parameter in self._intercepting:

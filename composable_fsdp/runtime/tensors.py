@@ -12,8 +12,11 @@ from math import prod
 from typing import TypeAlias, cast
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_fsdp.codec.choice import EXACT, PLAIN, GradientCodecs
+from composable_fsdp.comm.agreement import OrderCheck, order_check_from
+from composable_fsdp.comm.alike import check_alike
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.bucket import FlatLayout
@@ -31,7 +34,7 @@ from composable_fsdp.runtime.gradient_extension import GradientExtension, find_g
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, local_part
 from composable_fsdp.runtime.registration import Registration
 
-__all__ = ["GroupTensors", "rest_device", "take_shards"]
+__all__ = ["GroupTensors", "rest_device", "shard_of", "take_shards"]
 
 
 _COMMON_ALIGNMENT = 64
@@ -72,6 +75,17 @@ def take_shards(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> l
         shape = shards.shard_shape(axes.shard.rank)
         parameters.append(ShardedParameter(source, padded[: prod(shape)].view(shape)))
     return parameters
+
+
+@torch.no_grad()
+def shard_of(parameter: ShardedParameter, full: torch.Tensor) -> DTensor:
+    """``full``, a plain tensor of the whole parameter, placed as that is: this rank takes its part, and no other's."""
+    sharding = parameter.sharding
+    if sharding.inner is not None:
+        inner = sharding.inner
+        full = local_part(distribute_tensor(full, inner.mesh, inner.placements, src_data_rank=None))
+    shards = TensorShards(parameter.shape, sharding.dim, sharding.axes.shard.size)
+    return sharding.wrap_shard(_cut(full, shards, sharding.axes.shard.rank).to(parameter.local.device))
 
 
 def _cut(full: torch.Tensor, shards: TensorShards, rank: int) -> torch.Tensor:
@@ -196,6 +210,8 @@ class GroupTensors:
         able = [c for c in self._channels if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
         if not able:
             return
+        if order_check_from() is not OrderCheck.OFF:
+            self._check_alike(able)
         for channel in able:
             channel.common_memory = torch.empty(0, dtype=torch.uint8)  # the plan is then one for common memory
         self._find_hooks()
@@ -208,6 +224,16 @@ class GroupTensors:
         for channel in able:
             communicator = cast(AliasingCommunicator, channel.gather)
             channel.common_memory = communicator.share(ends[channel]) if ends[channel] else None
+
+    def _check_alike(self, channels: Sequence[Channel]) -> None:
+        """All ranks are about to take the same memory, and so must have the same parameters."""
+        for channel in channels:
+            lines = [
+                f"parameter {p.name!r}: {p.description}" for p in self.parameters if p.sharding.axes == channel.axes
+            ]
+            check_alike(
+                [*lines, str(self._precision)], (channel.axes.shard,), self.device, "a group that fully_shard makes"
+            )
 
     def register(self) -> None:
         """Puts the sharded parameters on all their owners, and notes where these are."""

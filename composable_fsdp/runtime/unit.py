@@ -12,6 +12,7 @@ from torch import nn
 from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policy import MixedPrecisionPolicy, Reshard, ReshardKind
+from composable_fsdp.runtime.changes import ChangeCheck, Seen
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.schedule import ForwardRecord
 
@@ -49,11 +50,12 @@ _CHOICES = (
 class Round:
     """One run of a unit in forward, from the first of its modules that begins to the last that ends.
 
-    Kept alive by the graph. ``awaited`` counts the module calls whose inputs' gradients backward has not reached yet.
+    Kept alive by the graph. ``seen``: what the parameters were, where that is compared in backward.
+    ``awaited`` counts the module calls whose inputs' gradients backward has not reached yet.
     ``ends_unseen``: the inputs of some call need no gradient, so that nothing shows when backward is done with it.
     """
 
-    __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining")
+    __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining", "seen")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.remaining = {id(module) for module in modules}
@@ -61,6 +63,7 @@ class Round:
         self.position = -1
         self.awaited = 0
         self.ends_unseen = False
+        self.seen: Seen | None = None
 
 
 class Unit:
@@ -99,6 +102,8 @@ class Unit:
         """Of a root: how much ranks compare before they begin."""
         self.max_merged_bytes = MERGED_BYTES
         """Of a root: of groups that are gathered, and reduced, together."""
+        self.change_check: ChangeCheck | None = None
+        """Compares parameters in backward with what they were in forward."""
         self.forward_prefetch: Sequence[Unit] | None = None
         self.backward_prefetch: Sequence[Unit] | None = None
         self.lenders = tuple(lenders)

@@ -331,10 +331,11 @@ def test_a_shared_parameter_can_be_assigned_under_either_name(kept: str) -> None
 
 
 @pytest.mark.behaviour("A-12", "H-02")
-def test_assigning_plain_tensors_is_refused_by_name() -> None:
+def test_assigning_plain_tensors_on_meta_is_refused_by_name() -> None:
     model = fully_shard(TASK.build())
+    values = TASK.build().state_dict() | {"first.weight": torch.empty(7, 5, device="meta")}
     with pytest.raises(ParameterError, match=r"'first\.weight' was replaced after sharding by a Parameter"):
-        model.load_state_dict(TASK.build().state_dict(), assign=True)
+        model.load_state_dict(values, assign=True)
 
 
 @pytest.mark.behaviour("A-12", "H-02")

@@ -1,0 +1,103 @@
+"""That all ranks have built the same, before anything travels whose size could differ between them.
+
+Each rank says in lines what it has built. Only their digests travel, in a message whose size does not depend on what is
+compared. Where they differ, all ranks exchange the lines, so that all of them raise the same error, which names what
+differs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import unified_diff
+from hashlib import blake2b
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer
+from composable_fsdp.errors import DivergenceError
+
+__all__ = ["check_alike", "difference_text"]
+
+_SHOWN_LINES = 12
+_NOTHING = "nothing more"
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def check_alike(own: Sequence[str], communicators: Iterable[Communicator], device: torch.device, subject: str) -> None:
+    """Compares ``own`` with what all ranks along ``communicators`` give. All of them must call it, together.
+
+    Args:
+        own: what this rank has built, a line for each part of it.
+        communicators: of the axes of one mesh. Those that are of no process group, as in simulations, do not count.
+        device: on which they take tensors.
+        subject: what is compared, the same on every rank: for the label of the operation, and the error.
+
+    Raises:
+        DivergenceError: the lines differ. On all ranks, with the same text.
+    """
+    axes = [c for c in communicators if isinstance(c, GroupCommunicator) and c.size > 1]
+    text = "\n".join(own).encode()
+    digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+    sent = torch.tensor([dist.get_rank() if dist.is_initialized() else 0, digest], device=device)
+    if not axes or isinstance(sent, FakeTensor):  # what is simulated has no values to compare
+        return
+    label = f"comparison of {subject}"
+    rows = _from_all(sent, axes, label).tolist()
+    if all(other == digest for _, other in rows):
+        return
+    packed = zlib.compress(text)
+    length = int(_from_all(torch.tensor([len(packed)], device=device), axes, label).max())
+    message = torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8).to(device)
+    texts = [_unpacked(bytes(row.tolist())) for row in _from_all(message, axes, label).cpu()]
+    lines = {rank: text.split("\n") for (rank, _), text in zip(rows, texts, strict=True)}
+    raise DivergenceError(difference_text(subject, lines))
+
+
+def _from_all(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
+    """``(ranks, n)``: the ``(n,)`` of every rank. After each axis, all ranks along those so far have been heard."""
+    everyones = own
+    for axis in axes:
+        # Begins as copies of this rank's own, which is what a backend that moves nothing leaves there.
+        received = everyones.repeat(axis.size)
+        axis.all_gather([Transfer(received, everyones)], label).wait()
+        everyones = received
+    return everyones.view(-1, own.numel())
+
+
+def _unpacked(packed: bytes) -> str:
+    return zlib.decompressobj().decompress(packed).decode()  # which leaves what follows the end alone
+
+
+def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
+    """What is said where the ``lines`` of ranks differ: the first difference for each, and more for two of them."""
+    ranks_by_lines: dict[tuple[str, ...], list[int]] = {}
+    for rank, own in sorted(lines.items()):
+        ranks_by_lines.setdefault(tuple(own), []).append(rank)
+    variants = sorted(ranks_by_lines, key=lambda variant: (-len(ranks_by_lines[variant]), ranks_by_lines[variant]))
+    place = next(i for i, parts in enumerate(zip_longest(*variants)) if len(set(parts)) > 1)
+    first = "".join(
+        f"\n  {_ranks(ranks_by_lines[variant])}: {variant[place] if place < len(variant) else _NOTHING}"
+        for variant in variants
+    )
+    usual, other = variants[:2]
+    changes = [
+        line for line in unified_diff(usual, other, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
+    ]
+    shown = "".join(f"\n  {line}" for line in changes[:_SHOWN_LINES])
+    more = f"\n  and {len(changes) - _SHOWN_LINES} lines more" if len(changes) > _SHOWN_LINES else ""
+    return (
+        f"Ranks have built different models. The first difference in {subject}:{first}\n"
+        f"From rank {ranks_by_lines[usual][0]} (-) to rank {ranks_by_lines[other][0]} (+):{shown}{more}\n"
+        "All ranks must build the same modules, with the same parameters in the same order, and shard them by the same "
+        "calls with the same options."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
