@@ -8,7 +8,7 @@ from composable_fsdp.checkpoint.optimizer import load_optimizer_state_dict, opti
 from composable_fsdp.checkpoint.options import Full, Local, Sharded
 from composable_fsdp.checkpoint.pending import PendingSave
 from composable_fsdp.checkpoint.rekey import rekey_optimizer, rekey_optimizer_state_dict
-from composable_fsdp.checkpoint.safetensors import load_safetensors
+from composable_fsdp.checkpoint.safetensors_load import load_safetensors
 from composable_fsdp.checkpoint.safetensors_save import save_safetensors
 from composable_fsdp.checkpoint.store import load, save
 

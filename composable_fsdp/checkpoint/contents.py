@@ -13,112 +13,98 @@ Names are those of the model before anything wrapped it.
 
 from __future__ import annotations
 
+import io
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp.checkpoint.names import entries_of, parameter_names
-from composable_fsdp.checkpoint.plan import Contents, Part
+from composable_fsdp.checkpoint.names import tensors_of
+from composable_fsdp.checkpoint.part import Part
+from composable_fsdp.checkpoint.rekey import members_of
 from composable_fsdp.communication_state import CommunicationState
-from composable_fsdp.errors import CheckpointError
-from composable_fsdp.placed import extent_of, shardings_of, units_below
-from composable_fsdp.sharding import ParameterSharding
+from composable_fsdp.placed import units_below
 
-__all__ = [
-    "communication_of",
-    "contents_of",
-    "get_random_state",
-    "is_extra_state",
-    "named_parameters",
-    "names_of",
-    "part_of",
-    "set_random_state",
-]
+__all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
+
+Path = tuple[str, ...]
+"""Where something is in a nested state dict. Joined by dots it is the key in the checkpoint."""
+
+
+@dataclass
+class Contents:
+    """What a rank has to save, by key.
+
+    Attributes:
+        parts: of tensors. Blocks that several ranks have are written by one of them.
+        objects: anything else, serialised by ``torch.save``. Of a key that several ranks have one rank's is written.
+        aliases: further keys of what is in ``parts``.
+        paths: of all of these.
+    """
+
+    parts: dict[str, Part] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    def add_tensor(self, path: Path, part: Part) -> None:
+        self.parts[self._key(path)] = part
+
+    def add_alias(self, path: Path, of: Path) -> None:
+        self.aliases[self._key(path)] = ".".join(of)
+
+    def add_object(self, path: Path, value: object) -> None:
+        data = io.BytesIO()
+        torch.save(value, data)
+        self.objects[self._key(path)] = data.getvalue()
+
+    def _key(self, path: Path) -> str:
+        key = ".".join(path)
+        self.paths[key] = path
+        return key
 
 
 def contents_of(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], rank: int) -> Contents:
-    """All that this rank has to save. Tensors are not copied."""
+    """All that this rank has to save. Tensors are not copied.
+
+    Raises:
+        CheckpointError: the model is on the meta device, or the optimizer has parameters that are not the model's.
+    """
     contents = Contents()
-    _add_model(contents, model)
+    tensors, others = tensors_of(model)
+    for first, *shared in tensors:
+        contents.add_tensor(("model", first.name), Part(first.value, first.sharding))
+        for entry in shared:
+            contents.add_alias(("model", entry.name), ("model", first.name))
+    for entry in others:
+        contents.add_object(("model", entry.name), entry.value)
     if optimizer is not None:
         _add_optimizer(contents, model, optimizer)
     for name, kept in communication_of(model).items():
-        contents.add_tensor(("communication", name, "residual"), part_of(kept["residual"], None, name))
+        contents.add_tensor(("communication", name, "residual"), Part(kept["residual"]))
         contents.add_object(("communication", name, "rounds"), kept["rounds"])
     contents.add_object(("ranks", str(rank), "extra"), dict(extra))
     contents.add_object(("ranks", str(rank), "random"), get_random_state())
     return contents
 
 
-def part_of(tensor: torch.Tensor, sharding: ParameterSharding | None, name: str) -> Part:
-    """What this rank holds of ``tensor``, in its own memory."""
-    if tensor.is_meta:
-        raise CheckpointError(
-            f"{name} is on the meta device, where nothing can be saved or loaded. Call composable_fsdp.to_empty(model, "
-            'device="cpu" or the accelerator) first.'
-        )
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return Part(extent_of(tensor, sharding), local.detach())
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether what has this name in a state dict came from ``get_extra_state``."""
-    return name.rpartition(".")[2] == "_extra_state"
-
-
-def _add_model(contents: Contents, model: nn.Module) -> None:
-    first: dict[int, str] = {}
-    for name, entry in entries_of(model).items():
-        if not entry.is_tensor or is_extra_state(name):
-            contents.add_object(("model", name), entry.value)
-        elif id(entry.value) in first:
-            contents.add_alias(("model", name), ("model", first[id(entry.value)]))
-        else:
-            first[id(entry.value)] = name
-            contents.add_tensor(("model", name), part_of(entry.value, entry.sharding, name))
-
-
-def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters of ``optimizer``, by group.
-
-    Raises:
-        CheckpointError: it has parameters that the model does not have.
-    """
-    names = parameter_names(model)
-    found = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-    unknown = [f"{i}.{j}" for i, group in enumerate(found) for j, name in enumerate(group) if not name]
-    if unknown:
-        raise CheckpointError(
-            f"{type(optimizer).__name__} has parameters that the model does not have (group.index: "
-            f"{', '.join(unknown[:10])}{', …' if len(unknown) > 10 else ''}). Make it of model.parameters(), after "
-            "fully_shard."
-        )
-    return found
-
-
 def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer) -> None:
-    names, shardings = names_of(model, optimizer), shardings_of(units_below(model))
-    for name, parameter in named_parameters(names, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            path = ("optimizer", "state", name, str(key))
-            if isinstance(value, torch.Tensor):
-                contents.add_tensor(path, part_of(value, shardings.get(id(parameter)), f"{name}.{key}"))
-            else:
-                contents.add_object(path, value)
-    groups = [{**group, "params": own} for own, group in zip(names, optimizer.param_groups, strict=True)]
+    groups = []
+    for members, group in zip(members_of(model, optimizer), optimizer.param_groups, strict=True):
+        groups.append({**group, "params": [member.name for member in members]})
+        for member in members:
+            for key, value in optimizer.state.get(member.parameter, {}).items():
+                path = ("optimizer", "state", member.name, str(key))
+                if isinstance(value, torch.Tensor):
+                    contents.add_tensor(path, Part(value, member.sharding))
+                else:
+                    contents.add_object(path, value)
     contents.add_object(("optimizer", "param_groups"), groups)
-
-
-def named_parameters(names: list[list[str]], optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and parameters of ``optimizer``, group after group."""
-    for own, group in zip(names, optimizer.param_groups, strict=True):
-        yield from zip(own, group["params"], strict=True)
 
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:

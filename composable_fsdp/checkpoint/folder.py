@@ -18,7 +18,7 @@ from pathlib import Path
 
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["MANIFEST", "METADATA", "Writing", "complete", "find", "latest"]
+__all__ = ["MANIFEST", "METADATA", "Writing", "complete", "find", "latest", "leftovers"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,12 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     Not collective, and costs no more than listing the folder.
     """
     return next(reversed(complete(path).values()), None)
+
+
+def leftovers(path: str | os.PathLike[str]) -> list[str]:
+    """Names of what killed saves left in the folder ``path``, and the next one puts in order."""
+    suffixes = (_PARTIAL, _OLD, _DELETED)
+    return sorted(name for name in os.listdir(path) if _NAME.match(name) and name.endswith(suffixes))
 
 
 def find(path: str | os.PathLike[str]) -> Path:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from composable_fsdp.checkpoint.holders import Holders, refuse
-from composable_fsdp.checkpoint.names import Entry, entries_of, plain_name
+from composable_fsdp.checkpoint.holders import Holders
+from composable_fsdp.checkpoint.names import Entry, entries_of, on_meta, plain_name
 from composable_fsdp.checkpoint.options import Form, Full, Sharded
-from composable_fsdp.checkpoint.parts import described, fill, misfit, shown
+from composable_fsdp.checkpoint.reports import Misfit, refuse, tensor_text
+from composable_fsdp.checkpoint.tensor_forms import compare, fill, shown
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["SHARDED", "comes_from_rank0", "load_state_dict", "state_dict", "state_dict_form", "streams_from_rank0"]
@@ -42,9 +43,9 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
         CheckpointError: the full form of parameters that are on the meta device.
     """
     entries = entries_of(model)
-    on_meta = _on_meta(entries)
-    if on_meta and isinstance(form, Full):
-        raise CheckpointError(f"{type(model).__name__} has no full state dict: {on_meta[0]}.")
+    if isinstance(form, Full):
+        for problem in _on_meta(entries):
+            raise CheckpointError(f"{type(model).__name__} has no full state dict: {problem}")
     tensors = ((entry.value, entry.sharding) for entry in entries.values())
     holders = Holders.of(tensors, all_ranks=comes_from_rank0(form))
     state: dict[str, Any] = OrderedDict()
@@ -74,10 +75,11 @@ def _versions(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _on_meta(entries: Mapping[str, Entry]) -> list[str]:
-    names = [name for name, entry in entries.items() if entry.is_tensor and entry.value.is_meta]
-    if not names:
-        return []
-    return [f"these are on the meta device: {names}. Call composable_fsdp.to_empty(model, device=...) first"]
+    return on_meta((name, entry.value) for name, entry in entries.items() if entry.is_tensor)
+
+
+def _described(value: object) -> str:
+    return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 # -- in
@@ -134,9 +136,7 @@ def streams_from_rank0(form: Form | None, broadcast_from_rank0: bool) -> bool:
 class _Report:
     """What one rank says about the state dict that it was given."""
 
-    problems: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: dict[str, str] = field(default_factory=dict)
+    misfit: Misfit = field(default_factory=Misfit)
     others: dict[str, Any] = field(default_factory=dict)
     """Values that are no tensors, where they have to be sent."""
     versions: dict[str, Any] | None = None
@@ -160,19 +160,19 @@ class _Load:
 
     def agree(self, strict: bool) -> None:
         """Raises on all ranks alike if anything is wrong on one of them."""
-        problems = {rank: list(report.problems) for rank, report in self._reports.items()}
-        for rank, report in self._reports.items():
-            if strict:
-                problems[rank] += [f"missing: {n!r}, {described(self._entries[n].value)}" for n in report.missing]
-                problems[rank] += [f"unexpected: {n!r}, {what}" for n, what in report.unexpected.items()]
-            elif not self._streams:
-                some = [n for n in report.missing if any(n not in other.missing for other in self._reports.values())]
-                problems[rank] += [f"missing, though other ranks have it: {n!r}" for n in some]
-        refuse(f"the state dict does not fit {type(self._model).__name__}", problems)
+        misfits = {rank: report.misfit for rank, report in self._reports.items()}
+        if not strict:
+            missing = [] if self._streams else [misfit.missing for misfit in misfits.values()]
+            uneven = {name: "other ranks have it" for m in missing for name in m if any(name not in o for o in missing)}
+            misfits = {
+                rank: replace(misfit, missing={n: uneven[n] for n in misfit.missing if n in uneven}, unexpected={})
+                for rank, misfit in misfits.items()
+            }
+        refuse(f"the state dict does not fit {type(self._model).__name__}", misfits)
 
     def carry_out(self) -> _IncompatibleKeys:
         """Fills parameters and buffers, then has the model's own method run with values that are there already."""
-        present = {name: e for name, e in self._entries.items() if name not in self._told(e).missing}
+        present = {name: e for name, e in self._entries.items() if name not in self._told(e).misfit.missing}
         filled: set[int] = set()
         values = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -184,7 +184,7 @@ class _Load:
                     filled.add(id(entry.value))
                     self._fill(entry)
         missing = self._load_with_hooks(values)
-        unexpected = dict.fromkeys(name for report in self._reports.values() for name in report.unexpected)
+        unexpected = dict.fromkeys(name for report in self._reports.values() for name in report.misfit.unexpected)
         return _IncompatibleKeys([plain_name(name) for name in missing], list(unexpected))
 
     def _told(self, entry: Entry | None = None) -> _Report:
@@ -193,30 +193,31 @@ class _Load:
         return self._reports[self._holders.source_of(value) if self._streams else self._holders.rank]
 
     def _inspect(self, state_dict: object) -> _Report:
-        report = _Report(_on_meta(self._entries))
+        report = _Report(Misfit(others=_on_meta(self._entries)))
         is_speaker = not self._streams or self._holders.is_source_of()
         mine = [e for e in self._entries.values() if not self._streams or self._holders.is_source_of(e.value)]
         if not mine and not is_speaker:
             return report
         if not isinstance(state_dict, Mapping):
-            report.problems.append(f"a state dict maps names to values, but a {type(state_dict).__name__} was given")
+            report.misfit.others.append(
+                f"a state dict maps names to values, but a {type(state_dict).__name__} was given"
+            )
             return report
         self._given = {plain_name(str(name)): value for name, value in state_dict.items()}
         for entry in mine:
             self._inspect_entry(entry, report)
         if is_speaker:
             unexpected = {str(n): v for n, v in state_dict.items() if plain_name(str(n)) not in self._entries}
-            report.unexpected = {name: described(value) for name, value in unexpected.items()}
+            report.misfit.unexpected = {name: _described(value) for name, value in unexpected.items()}
             report.versions = getattr(state_dict, "_metadata", None)
         return report
 
     def _inspect_entry(self, entry: Entry, report: _Report) -> None:
         name = entry.name
         if name not in self._given:
-            report.missing.append(name)
+            report.misfit.missing[name] = _described(entry.value)
         elif entry.is_tensor:
-            reason = misfit(entry.value, self._given[name], self._form)
-            report.problems += [f"{name!r} {reason}"] if reason else []
+            compare(name, entry.value, self._given[name], self._form, report.misfit)
         elif self._streams:
             report.others[name] = self._given[name]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp.broadcast import broadcast_
-from composable_fsdp.errors import CheckpointError
 from composable_fsdp.mesh import default_mesh
 from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["Holders", "refuse"]
+__all__ = ["Holders"]
 
 T = TypeVar("T")
 
@@ -89,26 +88,3 @@ class Holders:
     def _mesh_of(self, value: object) -> DeviceMesh | None:
         is_apart = isinstance(value, DTensor) and value.device_mesh in self.apart
         return cast(DTensor, value).device_mesh if is_apart else self.mesh
-
-
-def refuse(what: str, problems: Mapping[int, Sequence[str]]) -> None:
-    """Raises if any rank has ``problems``: the same error everywhere.
-
-    Raises:
-        CheckpointError: with a line for each, which says where, if it is not everywhere.
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, lines in problems.items():
-        for line in lines:
-            ranks.setdefault(line, []).append(rank)
-    if not ranks:
-        return
-    shown = [
-        f"  {line}" if len(where) == len(problems) else f"  {line} (on rank{'s'[: len(where) > 1]} {_listed(where)})"
-        for line, where in ranks.items()
-    ]
-    raise CheckpointError("\n".join([f"{what}. Nothing was loaded.", *shown]))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -11,14 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import set_random_state
-from composable_fsdp.checkpoint.fit import Misfit
 from composable_fsdp.checkpoint.folder import MANIFEST, find
 from composable_fsdp.checkpoint.manifest import Manifest, check_file
 from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.ranks import Ranks
+from composable_fsdp.checkpoint.reports import Misfit, leave_common_unexpected, refuse, told
 from composable_fsdp.checkpoint.restore import Restore, read_objects
 from composable_fsdp.checkpoint.storage import read_metadata
-from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Loading"]
 
@@ -79,7 +78,8 @@ class Loading:
             saved = any(key.startswith("communication.") for key in keys)
             return _Fit(restore.misfit, saved, restore.wants_communication, restore.fits_communication)
 
-        self._communication = self._ranks.exchange(self._what, each, lambda fits: self._judged(fits, strict))
+        name = type(model).__name__
+        self._communication = self._ranks.exchange(self._what, each, lambda fits: self._judged(fits, name, strict))
 
     def read(self) -> None:
         """Reads this rank's parts of all tensors."""
@@ -108,13 +108,17 @@ class Loading:
                 check_file(self.folder / name, record, contents=contents)
                 done(record.bytes)
 
-    def _judged(self, fits: list[_Fit], strict: bool) -> list[bool]:
+    def _judged(self, fits: list[_Fit], model: str, strict: bool) -> list[bool]:
         """Whether the state of codecs is loaded too, for each rank."""
-        misfit = Misfit.of_all(fit.misfit for fit in fits)
-        if misfit.is_fatal(strict=strict):
-            raise CheckpointError(f"{self.folder} does not fit, and nothing has been loaded.\n{misfit}")
-        if str(misfit):
-            logger.warning("%s is loaded in part.\n%s", self.folder, misfit)
+        misfits = {rank: fit.misfit for rank, fit in enumerate(fits)}
+        leave_common_unexpected(list(misfits.values()))
+        refuse(
+            f"{self.folder} does not fit {model}",
+            misfits if strict else {rank: Misfit(shapes=misfit.shapes) for rank, misfit in misfits.items()},
+        )
+        differences = told(misfits)
+        if differences:
+            logger.warning("%s is loaded in part.\n%s", self.folder, differences)
         wanted = any(fit.wants_communication for fit in fits)
         loads = wanted and self._same_ranks and all(fit.fits_communication for fit in fits)
         if not loads and (wanted or fits[0].has_communication):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import zlib
@@ -13,7 +14,7 @@ from typing import Any
 from composable_fsdp.checkpoint.folder import MANIFEST
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["FORMAT", "FileRecord", "Manifest", "TensorRecord", "check_file"]
+__all__ = ["FORMAT", "FileRecord", "Manifest", "TensorRecord", "check_file", "library_version"]
 
 FORMAT = 1
 """Of the manifest and of the keys in the checkpoint. What reads this also reads all earlier ones."""
@@ -113,3 +114,11 @@ def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None
             checksum = zlib.crc32(memoryview(block)[:count], checksum)
     if f"{checksum:08x}" != record.crc32:
         raise CheckpointError(f"{path} is damaged: its CRC-32 is {checksum:08x} instead of {record.crc32}.")
+
+
+def library_version() -> str:
+    """Of composable_fsdp, as it is installed."""
+    try:
+        return importlib.metadata.version("composable-fsdp")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

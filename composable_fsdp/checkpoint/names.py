@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.placed import shardings_of, units_below
 from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["Entry", "at_rest", "entries_of", "parameter_names", "plain_name"]
+__all__ = ["Entry", "at_rest", "entries_of", "on_meta", "parameter_names", "plain_name", "tensors_of"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation-checkpoint wrappers of torch and ``torch.compile`` put into names."""
@@ -60,6 +62,33 @@ def entries_of(model: nn.Module) -> dict[str, Entry]:
     state = model.state_dict(keep_vars=True)
     entries = (Entry(plain_name(k), value, shardings.get(id(value)), k) for k, value in state.items())
     return {entry.name: entry for entry in entries}
+
+
+def tensors_of(model: nn.Module) -> tuple[list[list[Entry]], list[Entry]]:
+    """The entries of each parameter and buffer, several if it is shared, and those of anything else.
+
+    Raises:
+        CheckpointError: some are on the meta device. Named in the text.
+    """
+    shared: dict[int, list[Entry]] = {}
+    others = []
+    for entry in entries_of(model).values():
+        if entry.is_tensor:
+            shared.setdefault(id(entry.value), []).append(entry)
+        else:
+            others.append(entry)
+    for problem in on_meta((entries[0].name, entries[0].value) for entries in shared.values()):
+        raise CheckpointError(problem)
+    return list(shared.values()), others
+
+
+def on_meta(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """A sentence about those of the named ``tensors`` that are on the meta device, if there are any."""
+    names = [name for name, tensor in tensors if tensor.is_meta]
+    if not names:
+        return []
+    where = "on the meta device and have no memory"
+    return [f"these are {where}: {', '.join(names)}. Call composable_fsdp.to_empty(model, device=...) first."]
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

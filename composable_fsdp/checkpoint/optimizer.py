@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.forms import SHARDED, comes_from_rank0, streams_from_rank0
-from composable_fsdp.checkpoint.holders import Holders, refuse
-from composable_fsdp.checkpoint.names import plain_name
+from composable_fsdp.checkpoint.holders import Holders
+from composable_fsdp.checkpoint.names import on_meta, plain_name
 from composable_fsdp.checkpoint.options import Form, Full, Local
-from composable_fsdp.checkpoint.parts import fill, misfit, part_for, shown
 from composable_fsdp.checkpoint.rekey import Member, members_of
+from composable_fsdp.checkpoint.reports import Misfit, refuse
+from composable_fsdp.checkpoint.tensor_forms import compare, fill, part_for, shown
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.optim import ELEMENTWISE
 from composable_fsdp.placed import like
@@ -156,7 +157,7 @@ class _Tensor:
 class _Report:
     """What one rank says about the state dict that it was given."""
 
-    problems: list[str] = field(default_factory=list)
+    misfit: Misfit = field(default_factory=Misfit)
     groups: list[dict[str, Any]] = field(default_factory=list)
     """Saved groups, in the order of the optimizer's."""
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -179,12 +180,12 @@ class _Load:
         report = self._inspect(state)
         if streams:
             report.groups = [{k: _announced(v) for k, v in group.items()} for group in report.groups]
-        mine = report if streams else _Report(report.problems, digest=report.digest)
+        mine = report if streams else _Report(report.misfit, digest=report.digest)
         reports = self._holders.exchange(mine)
-        problems = {rank: each.problems for rank, each in reports.items()}
-        if not streams and len({each.digest for each in reports.values()}) > 1 and not any(problems.values()):
-            problems = {rank: ["ranks were given state of different parameters"] for rank in reports}
-        refuse(f"the state dict does not fit {type(optimizer).__name__}", problems)
+        what = f"the state dict does not fit {type(optimizer).__name__}"
+        refuse(what, {rank: each.misfit for rank, each in reports.items()})
+        if not streams and len({each.digest for each in reports.values()}) > 1:
+            refuse(what, {0: Misfit(others=["ranks were given state of different parameters"])})
         self._reports = reports if streams else {self._holders.rank: report}
 
     def carry_out(self) -> None:
@@ -209,29 +210,27 @@ class _Load:
     # -- checks
 
     def _inspect(self, state: Any) -> _Report:
-        report = _Report()
-        on_meta = [m.name for m in self._members.values() if m.parameter.is_meta]
-        if on_meta:
-            report.problems.append(f"these are on the meta device: {on_meta}. Call to_empty(model, device=...) first")
+        others = on_meta((name, member.parameter) for name, member in self._members.items())
+        report = _Report(Misfit(others=others))
         is_speaker = not self._streams or self._holders.is_source_of()
         mine = {n for n, m in self._members.items() if not self._streams or self._holders.is_source_of(m.parameter)}
         if not mine and not is_speaker:
             return report
         if not _is_state(state) or (is_speaker and "param_groups" not in state):
-            report.problems.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
+            others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
             return report
         if any(isinstance(name, int) for name in state["state"]):
-            report.problems.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
+            others.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
             return report
         entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
         if is_speaker:
             self._match_groups(state["param_groups"], report)
             report.others = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-            report.problems += [f"state of unexpected parameter {n!r}" for n in entries if n not in self._members]
+            report.misfit.unexpected = {name: "state" for name in entries if name not in self._members}
         self._given = {name: entries[name] for name in self._members if name in entries and name in mine}
         for name, entry in self._given.items():
-            reasons = {key: self._misfit(self._members[name], key, value) for key, value in entry.items()}
-            report.problems += [f"{key!r} of {name!r} {reason}" for key, reason in reasons.items() if reason]
+            for key, value in entry.items():
+                self._compare(self._members[name], key, value, report.misfit)
             report.state[name] = {key: _announced(value) for key, value in entry.items()} if self._streams else entry
         report.digest = _digest([(name, list(entry)) for name, entry in self._given.items()])
         return report
@@ -245,22 +244,23 @@ class _Load:
         unmatched = [names for names in wanted if frozenset(names) not in by_members]
         left = [group["params"] for members, group in by_members.items() if members not in map(frozenset, wanted)]
         if len(wanted) != len(named):
-            report.problems.append(f"{len(named)} parameter groups, expected {len(wanted)}")
+            report.misfit.others.append(f"{len(named)} parameter groups, expected {len(wanted)}")
         for names, there in zip_longest(unmatched, left, fillvalue=()):
             missing, unexpected = [n for n in names if n not in there], [n for n in there if n not in names]
-            report.problems.append(f"a parameter group has other members: missing {missing}, unexpected {unexpected}")
+            members = f"missing {missing}, unexpected {unexpected}"
+            report.misfit.others.append(f"a parameter group has other members: {members}")
 
-    def _misfit(self, member: Member, key: str, value: object) -> str | None:
-        """Why a value cannot be loaded, as far as that is known: some optimizers have state of any shape."""
+    def _compare(self, member: Member, key: str, value: object, misfit: Misfit) -> None:
+        """Whether a value can be loaded, as far as that is known: some optimizers have state of any shape."""
         if not isinstance(value, torch.Tensor):
-            return None
+            return
         parameter, existing = member.parameter, self._existing(member, key)
         target = existing if existing is not None else value
         if existing is not None and existing.ndim and existing.shape == local_part(parameter).shape:
             target = parameter
         if existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE:
             target = parameter
-        return misfit(target, value, self._form)
+        compare(f"{member.name}.{key}", target, value, self._form, misfit)
 
     # -- values
 

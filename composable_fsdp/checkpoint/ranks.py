@@ -20,14 +20,18 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.checkpoint.reports import joined, named
+from composable_fsdp.errors import CheckpointError, FSDPError
 
-__all__ = ["Ranks", "meet"]
+__all__ = ["TIMEOUT", "Ranks", "meet"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+TIMEOUT = 1800.0
+"""Seconds that ranks wait for each other if users do not say."""
 
 _TAG = 6
 _LONGEST_PAUSE = 0.02
@@ -38,6 +42,14 @@ class _Failure:
     """What went wrong on a rank, as it is told to the others."""
 
     text: str
+    kind: type[FSDPError] = CheckpointError
+
+    @staticmethod
+    def of(error: Exception) -> _Failure:
+        if isinstance(error, FSDPError):
+            return _Failure(str(error), type(error))
+        text = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else str(error)
+        return _Failure(f"{type(error).__name__}: {text}")
 
 
 class Ranks:
@@ -65,14 +77,15 @@ class Ranks:
             central: called on rank 0 with all results by rank; returns one value per rank.
 
         Raises:
-            CheckpointError: either of them raised anywhere, or a rank was lost. The same on every rank that is left.
+            FSDPError: either of them raised anywhere: of the kind that the first rank raised, or else
+                ``CheckpointError``, with the texts of all; or a rank was lost. The same on every rank that is left.
         """
         error: Exception | None = None
         outcome: T | _Failure
         try:
             outcome = each()
         except Exception as raised:
-            error, outcome = raised, _Failure(_text(raised))
+            error, outcome = raised, _Failure.of(raised)
         if self.rank == 0:
             outcomes = [outcome, *(self._receive_outcome(peer) for peer in range(1, self.size))]
             replies, error = _decide(outcomes, central, error)
@@ -82,7 +95,7 @@ class Ranks:
         else:
             reply = self._ask(what, outcome)
         if isinstance(reply, _Failure):
-            raise CheckpointError(f"{what}: {reply.text}") from error
+            raise reply.kind(f"{what}: {reply.text}") from error
         return cast(R, reply)
 
     def agree(self, what: str, each: Callable[[], object] = lambda: None) -> None:
@@ -141,32 +154,14 @@ def _decide(
     outcomes: list[Any], central: Callable[[list[Any]], Sequence[Any]], error: Exception | None
 ) -> tuple[Sequence[Any], Exception | None]:
     """The replies, and the exception behind them if they are failures and it was raised here."""
-    failures = {rank: outcome.text for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
+    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
     if failures:
-        return [_Failure(_joined(failures, len(outcomes)))] * len(outcomes), error
+        text = joined({rank: failure.text for rank, failure in failures.items()}, len(outcomes))
+        return [_Failure(text, next(iter(failures.values())).kind)] * len(outcomes), error
     try:
         return central(outcomes), None
     except Exception as raised:
-        return [_Failure(_text(raised))] * len(outcomes), raised
-
-
-def _joined(failures: dict[int, str], size: int) -> str:
-    """One sentence per text, with the ranks that have it unless all do."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in failures.items():
-        ranks.setdefault(text, []).append(rank)
-    if size == len(failures) and len(ranks) == 1:
-        return next(iter(ranks))
-    return "; ".join(f"{_names(who)}: {text}" for text, who in ranks.items())
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
-def _text(error: Exception) -> str:
-    text = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else str(error)
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+        return [_Failure.of(raised)] * len(outcomes), raised
 
 
 class _Meetings:
@@ -245,7 +240,7 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
         missing = verdict.get("missing", [])
         if missing and rank not in missing:
             raise CheckpointError(
-                f"{note['call']}: {_names(missing)} did not make this call within {timeout:g} s. All {size} ranks of "
+                f"{note['call']}: {named(missing)} did not make this call within {timeout:g} s. All {size} ranks of "
                 "the default process group must make it, also those that have no part of the model."
             )
         if not missing:
@@ -259,7 +254,7 @@ def _open(store: dist.Store, place: str, size: int) -> dict[str, Any]:
     for rank, note in enumerate(notes):
         ranks.setdefault(note["call"], []).append(rank)
     if len(ranks) > 1:
-        return {"calls": ", ".join(f"{_names(who)} {call}" for call, who in ranks.items())}
+        return {"calls": ", ".join(f"{named(who)} {call}" for call, who in ranks.items())}
     return {"group": all(note["group"] for note in notes)}
 
 

@@ -14,21 +14,17 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp.checkpoint.contents import (
-    communication_of,
-    is_extra_state,
-    named_parameters,
-    names_of,
-    part_of,
-)
-from composable_fsdp.checkpoint.fit import Misfit
-from composable_fsdp.checkpoint.names import Entry, entries_of, plain_name
-from composable_fsdp.checkpoint.plan import LoadPlanner, Part
+from composable_fsdp.checkpoint.contents import communication_of
+from composable_fsdp.checkpoint.names import Entry, plain_name, tensors_of
+from composable_fsdp.checkpoint.part import Part
+from composable_fsdp.checkpoint.planners import LoadPlanner
 from composable_fsdp.checkpoint.progress import progress_bar
+from composable_fsdp.checkpoint.rekey import Member, members_of
+from composable_fsdp.checkpoint.reports import Misfit, differ, dtype_name, tensor_text
 from composable_fsdp.checkpoint.storage import reader_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
-from composable_fsdp.placed import like, shardings_of, units_below
+from composable_fsdp.placed import like
 
 __all__ = ["Restore", "read_objects"]
 
@@ -76,6 +72,7 @@ class Restore:
         self._parts: dict[str, Part] = {}
         self._by_module: dict[str, Any] = {}
         """By plain names: what modules take from a state dict rather than from memory."""
+        self._members: list[Member] = []
         self._groups: list[dict[str, Any]] = []
         self._communication = communication_of(model)
         self.misfit = Misfit()
@@ -96,9 +93,9 @@ class Restore:
         state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
         if communication:
             for name, each in self._communication.items():
-                self._parts[f"communication.{name}.residual"] = part_of(each["residual"], None, name)
+                self._parts[f"communication.{name}.residual"] = Part(each["residual"])
                 each["rounds"] = self._objects[f"communication.{name}.rounds"]
-        total = sum(part.local.nbytes for part in self._parts.values())
+        total = sum(part.nbytes for part in self._parts.values())
         with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as done:
             planner = LoadPlanner(self._metadata, self._parts, done=done)
             reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
@@ -110,43 +107,35 @@ class Restore:
 
     def _match_model(self) -> None:
         registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
-        shared: dict[int, list[Entry]] = {}
-        used = set()
-        for name, entry in entries_of(self._model).items():
-            key = f"model.{name}"
-            used.add(key)
-            if entry.is_tensor and not is_extra_state(name):
-                shared.setdefault(id(entry.value), []).append(entry)
-            elif key in self._objects:
-                self._by_module[name] = self._objects[key]
+        tensors, others = tensors_of(self._model)
+        for entry in others:
+            if f"model.{entry.name}" in self._objects:
+                self._by_module[entry.name] = self._objects[f"model.{entry.name}"]
             else:
-                self.misfit.missing[name] = "an object"
-        for entries in shared.values():
+                self.misfit.missing[entry.name] = "an object"
+        for entries in tensors:
             entry = next((e for e in entries if f"model.{e.name}" in self._saved), entries[0])
-            if self._match_tensor(f"model.{entry.name}", entry):
-                part = part_of(entry.value, entry.sharding, entry.name)
-                if id(entry.value) not in registered:  # a hook made it for the state dict
-                    self._by_module[entry.name] = value = entry.value.detach().clone()
-                    part = part_of(value, entry.sharding, entry.name)
-                self._parts[f"model.{entry.name}"] = part
+            if self._match_tensor(entry):
+                value = entry.value
+                if id(value) not in registered:  # a hook made it for the state dict
+                    self._by_module[entry.name] = value = value.detach().clone()
+                self._parts[f"model.{entry.name}"] = Part(value, entry.sharding)
+        known = {f"model.{entry.name}" for entries in (others, *tensors) for entry in entries}
         for key, saved in self._saved.items():
-            if key.startswith("model.") and key not in used:
+            if key.startswith("model.") and key not in known:
                 self.misfit.unexpected[key.removeprefix("model.")] = _described(saved)
 
-    def _match_tensor(self, key: str, entry: Entry) -> bool:
-        saved, wanted = self._saved.get(key), entry.value
+    def _match_tensor(self, entry: Entry) -> bool:
+        saved, wanted, misfit = self._saved.get(f"model.{entry.name}"), entry.value, self.misfit
         if saved is None:
-            self.misfit.missing[entry.name] = f"{_name(wanted.dtype)} {tuple(wanted.shape)}"
+            misfit.missing[entry.name] = tensor_text(wanted.dtype, wanted.shape)
         elif not isinstance(saved, TensorStorageMetadata):
-            self.misfit.shapes[entry.name] = f"an object in the checkpoint, a tensor {tuple(wanted.shape)} in the model"
+            misfit.shapes[entry.name] = differ("an object", tuple(wanted.shape))
         elif saved.size != wanted.shape:
-            self.misfit.shapes[entry.name] = (
-                f"{tuple(saved.size)} in the checkpoint, {tuple(wanted.shape)} in the model"
-            )
+            misfit.shapes[entry.name] = differ(tuple(saved.size), tuple(wanted.shape))
         else:
             if saved.properties.dtype != wanted.dtype:
-                both = f"{_name(saved.properties.dtype)} in the checkpoint, {_name(wanted.dtype)} in the model"
-                self.misfit.dtypes[entry.name] = both
+                misfit.dtypes[entry.name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
             return True
         return False
 
@@ -155,16 +144,17 @@ class Restore:
         if not saved_groups:
             self.misfit.others.append("the checkpoint has no param_groups of an optimizer.")
         by_names = {frozenset(group["params"]): group for group in saved_groups}
-        names, first = names_of(self._model, optimizer), 0
-        for i, (own, group) in enumerate(zip(names, optimizer.param_groups, strict=True)):
+        groups = members_of(self._model, optimizer)
+        for i, (members, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            own, first = [member.name for member in members], len(self._members)
+            self._members += members
             saved = by_names.get(frozenset(own))
             if saved is None and saved_groups:
                 some = ", ".join(own[:3]) + (", …" if len(own) > 3 else "")
                 self.misfit.others.append(f"no param_group of the checkpoint has the parameters of group {i}: {some}")
             settings = {k: v for k, v in (saved or group).items() if k not in ("params", "param_names")}
             self._groups.append({**settings, "params": list(range(first, first + len(own)))})
-            first += len(own)
-        known = {name for own in names for name in own}
+        known = {member.name for member in self._members}
         for name in states.keys() - known:
             self.misfit.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
 
@@ -179,14 +169,14 @@ class Restore:
     def _allocate_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
         """State for ``optimizer.load_state_dict``, with memory that is to be read into: its own where that fits."""
         state: dict[int, dict[str, Any]] = {}
-        states, shardings = self._states(), shardings_of(units_below(self._model))
-        for i, (name, parameter) in enumerate(named_parameters(names_of(self._model, optimizer), optimizer)):
-            for key, full_key in states.get(name, {}).items():
+        states = self._states()
+        for i, member in enumerate(self._members):
+            existing = optimizer.state.get(member.parameter, {})
+            for key, full_key in states.get(member.name, {}).items():
                 saved = self._saved[full_key]
                 if isinstance(saved, TensorStorageMetadata):
-                    value = _memory_for(key, saved, parameter, optimizer.state.get(parameter, {}).get(key))
-                    part = part_of(value, shardings.get(id(parameter)), f"{name}.{key}")
-                    self._parts[full_key] = part
+                    value = _memory_for(key, saved, member.parameter, existing.get(key))
+                    self._parts[full_key] = Part(value, member.sharding)
                 else:
                     value = self._objects[full_key]
                 state.setdefault(i, {})[key] = value
@@ -233,9 +223,5 @@ def _memory_for(key: str, saved: TensorStorageMetadata, parameter: torch.Tensor,
 
 def _described(saved: object) -> str:
     if isinstance(saved, TensorStorageMetadata):
-        return f"{_name(saved.properties.dtype)} {tuple(saved.size)}"
+        return tensor_text(saved.properties.dtype, saved.size)
     return "an object"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,21 +12,21 @@ import hashlib
 import os
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp.checkpoint.agreement import Ranks
-from composable_fsdp.checkpoint.held import Held, KeyMap, block, held_tensors
+from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
-from composable_fsdp.checkpoint.replacing import Replacement, has_parts
+from composable_fsdp.checkpoint.ranks import TIMEOUT, meet
+from composable_fsdp.checkpoint.reports import named
+from composable_fsdp.checkpoint.safetensors_keys import Keyed, KeyMap, keyed_tensors
+from composable_fsdp.checkpoint.safetensors_replace import Replacement, has_parts
 from composable_fsdp.checkpoint.tensor_files import FileLayout, TensorFiles, TensorSpec
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -43,9 +43,11 @@ def save_safetensors(
     max_file_bytes: int = 5 * 10**9,
     dtype: torch.dtype | None = None,
     key_map: KeyMap | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    timeout: float = TIMEOUT,
 ) -> None:
-    """Writes parameters and persistent buffers of ``model`` as safetensors files. All ranks call it together.
+    """Writes parameters and persistent buffers of ``model`` as safetensors files. All ranks of the default process
+    group must call it, and what one of them has is in the files: what differs between ranks must be a DTensor, or have
+    another name on each, as in the stages of a pipeline.
 
     The directory ``path``, made if need be, then has ``model.safetensors``, or several files with
     ``model.safetensors.index.json``, as ``save_pretrained`` of transformers would have written them. Other files in
@@ -59,161 +61,197 @@ def save_safetensors(
     out, with a warning.
 
     Args:
-        model: sharded or not. Of plain tensors the first rank's values count.
+        model: sharded or not. Of plain tensors the values of the first rank that has them count.
         path: a directory on storage that all ranks share.
         max_file_bytes: that the tensors of one file may have; a larger tensor has a file of its own.
         dtype: for tensors with floating-point elements, ``torch.bfloat16`` for instance; that of the model if
             ``None``.
         key_map: from names in the model to those in the files, as in :func:`load_safetensors`.
-        process_group: the ranks that make the call, if they are not all.
+        timeout: seconds that ranks wait for each other, to come and whenever they exchange what they have.
 
     Raises:
         CheckpointError: the same on all ranks, and what was there before is untouched: tensors are on the meta device;
-            or ranks hold different models, or not all of one; or they do not share the storage; or it is full or
-            fails.
+            or ranks have different ones of the same name, or not all of one; or they do not share the storage; or it is
+            full or fails; or some did not come.
         ConfigurationError: an argument makes no sense, or two tensors would have one name in the files.
     """
-    ranks = Ranks(process_group)
-    with ranks.agreeing():
-        folder = _folder(path, max_file_bytes)
-        tensors, others = held_tensors(model, key_map)
-        specs = _specs(tensors, dtype)
+    what = "save_safetensors"
+    ranks = meet(what, timeout)
+    save = _Save(Path(path), max_file_bytes)
+    try:
+        plan = ranks.exchange(what, lambda: save.offers(model, dtype, key_map), save.begin)
+        if save.left_out and ranks.rank == 0:
+            names = ", ".join(save.left_out)
+            warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
+        ranks.agree(what, lambda: save.check_shared(plan))
+        shows = ranks.rank == 0 and wants_progress(None)
+        ranks.exchange(what, lambda: save.write(plan, show=shows), lambda written: save.commit(plan, written))
+    except BaseException:
+        save.abandon()
+        raise
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank has of one tensor.
+
+    Attributes:
+        spec: of the tensor.
+        aliases: its other names.
+        place: stands for where the part is in the tensor, in few bytes.
+        numel: of the part.
+        is_distributed: whether it is a DTensor.
+    """
+
+    spec: TensorSpec
+    aliases: Sequence[str]
+    place: bytes
+    numel: int
+    is_distributed: bool
+
+    @staticmethod
+    def of(tensor: Keyed, dtype: torch.dtype) -> _Offer:
+        name, part = tensor.keys[0], tensor.part
+        ranges = repr(part.extent.ranges).encode() if part.numel else b""
+        return _Offer(
+            TensorSpec(name, dtype, part.shape),
+            [key for key in tensor.keys[1:] if key != name],
+            hashlib.blake2b(ranges, digest_size=8).digest(),
+            part.numel,
+            isinstance(part.value, DTensor),
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one rank writes: ``own`` tensors, by name, to ``files`` that are reserved under ``token``."""
+
+    files: TensorFiles
+    token: str
+    own: frozenset[str]
+
+
+class _Save:
+    """One call of :func:`save_safetensors`, on one rank."""
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._max_file_bytes = max_file_bytes
+        self._parts: dict[str, Part] = {}
+        self._begun: Replacement | None = None
+        """On rank 0."""
+        self.left_out: list[str] = []
+
+    def offers(self, model: nn.Module, dtype: torch.dtype | None, key_map: KeyMap | None) -> list[_Offer]:
+        """What this rank can write."""
+        if self._max_file_bytes < 1:
+            raise ConfigurationError(f"max_file_bytes must be at least 1, not {self._max_file_bytes}.")
+        if self._folder.suffix == ".safetensors" or self._folder.is_file():
+            raise ConfigurationError(f"{self._folder} must be a directory: save_safetensors may write several files.")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
+        tensors, self.left_out = keyed_tensors(model, key_map)
+        _check_keys(tensors)
+        self._parts = {tensor.keys[0]: tensor.part for tensor in tensors}
+        own = [tensor.part.value.dtype for tensor in tensors]
+        dtypes = [dtype if dtype is not None and each.is_floating_point else each for each in own]
+        return [_Offer.of(tensor, each) for tensor, each in zip(tensors, dtypes, strict=True)]
+
+    def begin(self, offers: Sequence[Sequence[_Offer]]) -> list[_Plan]:
+        """Decides for all ranks who writes what, and reserves the files."""
+        first, own = _shares(offers)
+        specs = [offer.spec for offer in first.values()]
+        aliases = {alias: name for name, offer in first.items() for alias in offer.aliases if alias not in first}
         token = secrets.token_hex(4)
-        generation = token if has_parts(folder) else ""
-        if others and ranks.is_first:
-            warnings.warn(f"save_safetensors leaves out the extra state of modules: {', '.join(others)}", stacklevel=2)
-    token, generation = ranks.gather((token, generation))[0]
-    files = TensorFiles.of(specs.values(), _aliases(tensors), max_file_bytes, generation)
-    own = _shares(files, specs, ranks)
-    with _replacement(Replacement(folder, token), files, ranks) as replacement, ranks.agreeing():
-        _write(files, {specs[held].name: held for held in own}, replacement, shown=ranks.is_first)
+        generation = token if has_parts(self._folder) else ""
+        files = TensorFiles.of(specs, aliases, self._max_file_bytes, generation)
+        self._begun = Replacement(self._folder, token)
+        self._begun.begin(files)
+        return [_Plan(files, token, frozenset(names)) for names in own]
+
+    def check_shared(self, plan: _Plan) -> None:
+        """That what rank 0 has reserved is seen here."""
+        replacement = Replacement(self._folder, plan.token)
+        unseen = [file.name for file in plan.files.files if not replacement.sees(file)]
+        if unseen:
+            raise CheckpointError(
+                f"{self._folder} is not the same directory here as on rank 0, which made {', '.join(unseen)} there. "
+                "Save to storage that all ranks share."
+            )
+
+    def write(self, plan: _Plan, *, show: bool) -> None:
+        """Writes this rank's parts, and has them on disk."""
+        aside = Replacement(self._folder, plan.token).aside
+        total = sum(self._parts[name].nbytes for name in plan.own)
+        with torch.no_grad(), progress_bar(show, "saving", total) as advance:
+            for file in plan.files.files:
+                opened = os.open(aside / file.name, os.O_WRONLY)
+                try:
+                    for spec in file.tensors:
+                        if spec.name in plan.own:
+                            _write_part(opened, file, spec, self._parts[spec.name])
+                            advance(self._parts[spec.name].nbytes)
+                    os.fsync(opened)
+                finally:
+                    os.close(opened)
+
+    def commit(self, plan: _Plan, written: Sequence[None]) -> Sequence[None]:
+        """Makes what all have written the checkpoint."""
+        assert self._begun is not None
+        self._begun.commit(plan.files)
+        return written
+
+    def abandon(self) -> None:
+        """Removes what is not complete."""
+        if self._begun is not None:
+            self._begun.abandon()
 
 
-def _folder(path: str | os.PathLike[str], max_file_bytes: int) -> Path:
-    if max_file_bytes < 1:
-        raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
-    folder = Path(path)
-    if folder.suffix == ".safetensors" or folder.is_file():
-        raise ConfigurationError(f"{folder} must be a directory: save_safetensors may write several files.")
-    return folder
-
-
-def _specs(tensors: Sequence[Held], dtype: torch.dtype | None) -> dict[Held, TensorSpec]:
-    """How each tensor is written."""
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
+def _check_keys(tensors: Iterable[Keyed]) -> None:
     names: dict[str, str] = {}
-    specs = {}
-    for held in tensors:
-        for name, key in zip(held.names, held.keys, strict=True):
-            other = names.setdefault(key, held.names[0])
-            if other != held.names[0]:
+    for tensor in tensors:
+        for name, key in zip(tensor.names, tensor.keys, strict=True):
+            other = names.setdefault(key, tensor.names[0])
+            if other != tensor.names[0]:
                 raise ConfigurationError(f"key_map gives {key!r} to both {other!r} and {name!r}, which are not tied.")
-        own = held.value.dtype
-        specs[held] = TensorSpec(held.keys[0], dtype if dtype and own.is_floating_point else own, held.shape)
-    return specs
 
 
-def _aliases(tensors: Sequence[Held]) -> dict[str, str]:
-    return {key: held.keys[0] for held in tensors for key in held.keys[1:] if key != held.keys[0]}
-
-
-def _shares(files: TensorFiles, specs: Mapping[Held, TensorSpec], ranks: Ranks) -> list[Held]:
-    """What this rank is to write, so that all ranks together write every element once.
+def _shares(offers: Sequence[Sequence[_Offer]]) -> tuple[dict[str, _Offer], list[set[str]]]:
+    """The first offer of every tensor, by name, and what each rank is to write so that every element is written once.
 
     Several ranks may hold the same part, on a mesh that the tensor knows or, as with parameters that tensor parallelism
     leaves alone, on one that it does not. Of a DTensor they take turns, so that all have work.
     """
-    with ranks.agreeing():
-        digest = hashlib.sha256(b"".join(file.header for file in files.files)).hexdigest()
-        parts = [_Part.of(held) for held in specs]
-    of_ranks = ranks.gather((digest, parts))
-    advice = "Pass process_group= with the ranks that hold one model, and another path for every such group."
-    different = [str(rank) for rank, (other, _) in enumerate(of_ranks) if other != of_ranks[0][0]]
-    if different:
-        raise CheckpointError(
-            "save_safetensors: the ranks of this call have tensors of other names, shapes or dtypes than the first, "
-            f"namely rank {', '.join(different)}. {advice}"
-        )
-    own, wrong = [], []
-    for turn, (held, spec) in enumerate(specs.items()):
-        holders: dict[_Part, list[int]] = {}
-        for rank, (_, of_rank) in enumerate(of_ranks):
-            holders.setdefault(of_rank[turn], []).append(rank)
-        count, numel = sum(part.numel for part in holders), prod(spec.shape)
-        if count != numel:
-            wrong.append(f"{spec.name} ({count} of {numel} elements)")
-        same = holders[parts[turn]]
-        if ranks.rank == same[turn % len(same) if isinstance(held.value, DTensor) else 0]:
-            own.append(held)
-    if wrong:
-        raise CheckpointError(
-            f"save_safetensors: the ranks of this call do not hold each element once: {', '.join(wrong)}. {advice}"
-        )
-    return own
+    by_name: dict[str, dict[int, _Offer]] = {}
+    for rank, of_rank in enumerate(offers):
+        for offer in of_rank:
+            by_name.setdefault(offer.spec.name, {})[rank] = offer
+    first = {name: next(iter(of_ranks.values())) for name, of_ranks in by_name.items()}
+    own: list[set[str]] = [set() for _ in offers]
+    problems = []
+    for turn, (name, of_ranks) in enumerate(by_name.items()):
+        holders: dict[tuple[bytes, int], list[int]] = {}
+        for rank, offer in of_ranks.items():
+            holders.setdefault((offer.place, offer.numel), []).append(rank)
+        spec, count = first[name].spec, sum(numel for _, numel in holders)
+        others = [rank for rank, offer in of_ranks.items() if offer.spec != spec]
+        if others:
+            problems.append(f"{name} has another shape or dtype on {named(others)} than on rank {next(iter(of_ranks))}")
+        elif count != prod(spec.shape):
+            problems.append(f"of {name} all ranks together have {count} instead of {prod(spec.shape)} elements")
+        for ranks in holders.values():
+            own[ranks[turn % len(ranks) if first[name].is_distributed else 0]].add(name)
+    if problems:
+        raise CheckpointError(f"ranks do not hold the parts of one model: {'; '.join(problems)}.")
+    return first, own
 
 
-class _Part(NamedTuple):
-    """Stands for the part of a tensor that a rank holds, in a message of few bytes."""
-
-    digest: bytes
-    numel: int
-
-    @staticmethod
-    def of(held: Held) -> _Part:
-        numel = held.local_numel
-        ranges = repr(held.extent.ranges).encode() if numel else b""
-        return _Part(hashlib.blake2b(ranges, digest_size=8).digest(), numel)
-
-
-@contextmanager
-def _replacement(replacement: Replacement, files: TensorFiles, ranks: Ranks) -> Iterator[Replacement]:
-    """Reserved files for the body to write, which become the checkpoint after it. All ranks leave alike."""
-    try:
-        with ranks.agreeing():
-            if ranks.is_first:
-                replacement.begin(files)
-        with ranks.agreeing():
-            unseen = [file.name for file in files.files if not replacement.sees(file)]
-            if unseen:
-                raise CheckpointError(
-                    f"{replacement.folder} is not the same directory here as on the first rank, which made "
-                    f"{', '.join(unseen)} there. Save to storage that all ranks share."
-                )
-        yield replacement
-        with ranks.agreeing():
-            if ranks.is_first:
-                replacement.commit(files)
-    except BaseException:
-        if ranks.is_first:
-            replacement.abandon()
-        raise
-
-
-@torch.no_grad()
-def _write(files: TensorFiles, own: Mapping[str, Held], replacement: Replacement, *, shown: bool) -> None:
-    """Writes this rank's parts, and has them on disk."""
-    with progress_bar(
-        shown and wants_progress(None), "saving", sum(held.local_nbytes for held in own.values())
-    ) as advance:
-        for file in files.files:
-            opened = os.open(replacement.aside / file.name, os.O_WRONLY)
-            try:
-                for spec in file.tensors:
-                    if spec.name in own:
-                        _write_part(opened, file, spec, own[spec.name])
-                        advance(own[spec.name].local_nbytes)
-                os.fsync(opened)
-            finally:
-                os.close(opened)
-
-
-def _write_part(opened: int, file: FileLayout, spec: TensorSpec, held: Held) -> None:
+def _write_part(opened: int, file: FileLayout, spec: TensorSpec, part: Part) -> None:
     itemsize = spec.dtype.itemsize
-    with held.plain(write=False) as part:
-        for box in held.extent.boxes():
+    with part.plain(write=False) as local:
+        for box in part.extent.boxes():
             for piece in box.pieces(spec.shape, BLOCK_BYTES // itemsize):
-                values = block(part, piece).to("cpu", spec.dtype).reshape(-1)
+                values = piece.of_part(local).to("cpu", spec.dtype).reshape(-1)
                 length, starts = piece.runs(spec.shape)
                 data = values.view(torch.uint8).numpy().data
                 for i, start in enumerate(starts):

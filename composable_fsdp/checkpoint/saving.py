@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import contents_of
 from composable_fsdp.checkpoint.folder import Writing, complete
-from composable_fsdp.checkpoint.manifest import FileRecord, Manifest, TensorRecord
-from composable_fsdp.checkpoint.plan import SavePlanner, add_aliases
+from composable_fsdp.checkpoint.manifest import FileRecord, Manifest, TensorRecord, library_version
+from composable_fsdp.checkpoint.planners import SavePlanner, add_aliases
 from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.ranks import Ranks
+from composable_fsdp.checkpoint.reports import dtype_name
 from composable_fsdp.checkpoint.storage import ChecksummingWriter
 
 __all__ = ["Saving"]
@@ -117,17 +117,10 @@ class Saving:
         writer.finish(self._metadata, results)
         files = {name: record for each in written for name, record in each.records.items()} | writer.records
         tensors = {
-            key: TensorRecord(tuple(saved.size), str(saved.properties.dtype).removeprefix("torch."))
+            key: TensorRecord(tuple(saved.size), dtype_name(saved.properties.dtype))
             for key, saved in self._metadata.state_dict_metadata.items()
             if isinstance(saved, TensorStorageMetadata)
         }
-        manifest = Manifest(self.step, self._ranks.size, files, tensors, _version(), torch.__version__)
+        manifest = Manifest(self.step, self._ranks.size, files, tensors, library_version(), torch.__version__)
         manifest.write(self._partial)
         self._writing.commit(self._keep_last)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("composable-fsdp")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

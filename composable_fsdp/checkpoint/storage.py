@@ -14,6 +14,10 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.utils.serialization import config as serialization_config
 
 from composable_fsdp.checkpoint.folder import METADATA
 from composable_fsdp.checkpoint.manifest import FileRecord
@@ -92,6 +96,11 @@ class ChecksummingWriter(FileSystemWriter):
     def records(self) -> dict[str, FileRecord]:
         """Of every file that this process wrote, by name."""
         return self._files.records
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Without the checksum that ``torch.save`` puts beside each tensor: no reader of torch's looks at it."""
+        with cast(Any, serialization_config).patch({"save.compute_crc32": False}):
+            return super().write_data(plan, planner)
 
     def storage_meta(self) -> StorageMeta:
         """Without the path, which is not where the checkpoint will be, nor can every Python read another's."""

@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 from composable_fsdp.checkpoint.loading import Loading
 from composable_fsdp.checkpoint.pending import PendingSave, finish_earlier
 from composable_fsdp.checkpoint.progress import wants_progress
-from composable_fsdp.checkpoint.ranks import meet
+from composable_fsdp.checkpoint.ranks import TIMEOUT, meet
 from composable_fsdp.checkpoint.saving import Saving
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["load", "save"]
-
-_TIMEOUT = 1800.0
 
 
 def save(
@@ -32,7 +30,7 @@ def save(
     keep_last: int | None = None,
     asynchronous: bool = False,
     progress: bool | None = None,
-    timeout: float = _TIMEOUT,
+    timeout: float = TIMEOUT,
 ) -> PendingSave:
     """Writes a new checkpoint ``path/step-00000020``. All ranks of the default process group must call it.
 
@@ -95,7 +93,7 @@ def load(
     restore_rng: bool = True,
     weights_only: bool = True,
     progress: bool | None = None,
-    timeout: float = _TIMEOUT,
+    timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
     """Loads a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
 

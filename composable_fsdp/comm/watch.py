@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from types import FrameType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -152,8 +153,8 @@ class _Here:
     failure: str = ""
     left: bool = False
     verdict: FSDPError | None = None
-    backward: tuple[int, str] | None = None
-    """The thread in which a backward is under way, and of what."""
+    backward: str | None = None
+    """The root of which a backward is under way."""
     interrupt: Callable[[], None] | None = field(default=None)
 
 
@@ -190,7 +191,7 @@ class Watch:
         here.last, here.waiting, here.interrupt = here.waiting, None, None
 
     def begin_backward(self, root: str) -> None:
-        self.here.backward = (threading.get_ident(), root)
+        self.here.backward = root
 
     def end_backward(self) -> None:
         self.here.backward = None
@@ -217,7 +218,7 @@ class Watch:
     def go_on(self) -> None:
         """This rank begins a new pass: what failed before is over."""
         here = self.here
-        if here.failure or here.verdict or here.backward:
+        if here.failure or here.verdict or here.backward is not None:
             here.failure, here.verdict, here.backward = "", None, None
             self._tell()
 
@@ -343,20 +344,26 @@ class Watch:
         self._stop.set()
 
 
-def _left_backward(backward: tuple[int, str] | None) -> str:
-    """What is told of a backward that nobody runs any more. Autograd tells nobody that it was left by an exception."""
-    if backward is None:
+def _left_backward(root: str | None) -> str:
+    """What is told of a backward of ``root`` that nobody runs any more. Autograd does not tell that one was left by an
+    exception. Any thread counts: hooks run in one of autograd's own on accelerators, while another one waits.
+    """
+    if root is None or any(map(_runs_backward, sys._current_frames().values())):
         return ""
-    thread, root = backward
-    return "" if is_in_backward(thread) else f"raised in the backward of {root}"
+    return f"raised in the backward of {root}"
 
 
 def is_in_backward(thread: int | None) -> bool:
     """Whether the Python thread of this number has called autograd, and not come back."""
-    frame = sys._current_frames().get(thread) if thread is not None else None
-    while frame is not None and frame.f_code is not _RUN_BACKWARD:
+    return thread is not None and _runs_backward(sys._current_frames().get(thread))
+
+
+def _runs_backward(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
@@ -366,27 +373,38 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-_watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
+_watches: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()
 
 
 def watch_of_job() -> Watch | None:
-    """The one of this process, or ``None`` where there is no job, or one of a single rank."""
+    """The one of this process, or ``None`` where there is no job, or one of a single rank, or of simulated ones."""
     world = dist.group.WORLD
     if world is None or dist.get_world_size() == 1:
         return None
     if world not in _watches:
-        store = dist.PrefixStore("composable_fsdp/watch", _own_client())
+        client = _own_client()
+        if client is None:
+            _watches[world] = None
+            return None
+        store = dist.PrefixStore("composable_fsdp/watch", client)
         _watches[world] = watch = Watch(store, dist.get_rank(), dist.get_world_size())
         weakref.finalize(world, watch.stop)
     return _watches[world]
 
 
 def _own_client() -> Any:
-    """A connection of its own: one that waits would keep the other thread waiting too."""
-    return cast(Any, dist.distributed_c10d._get_default_store()).clone()
+    """A connection to the store of the job that only the watch uses: another one's wait would keep it waiting too.
+
+    ``None`` where the store has no connections, as that of simulated ranks.
+    """
+    try:
+        return cast(Any, dist.distributed_c10d._get_default_store()).clone()
+    except RuntimeError:  # torch: "Tried to call pure virtual function"
+        return None
 
 
 @atexit.register
 def _leave_all() -> None:
     for watch in list(_watches.values()):
-        watch.leave()
+        if watch is not None:
+            watch.leave()

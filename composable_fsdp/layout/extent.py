@@ -37,6 +37,12 @@ class Box(NamedTuple):
     local_offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    def of_part(self, part: torch.Tensor) -> torch.Tensor:
+        """The view of this block in ``part``, what a rank holds."""
+        for dim, (offset, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        return part
+
     def pieces(self, shape: tuple[int, ...], limit: int) -> Iterator[Box]:
         """The box cut into boxes of which each spans at most ``limit`` elements of the whole of ``shape``, from its
         first to its last in memory, or is one element. In the order of memory.

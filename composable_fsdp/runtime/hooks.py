@@ -18,12 +18,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.tensor import DTensor
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
+from composable_fsdp.runtime.parameter import alias_of, local_part
 from composable_fsdp.runtime.tensors import shard_of
 from composable_fsdp.runtime.unit import Unit
 
@@ -37,6 +39,7 @@ def install_hooks(unit: Unit) -> None:
         module.register_forward_pre_hook(OutsideGraphs(hooks.pre_forward), prepend=True, with_kwargs=True)
         module.register_forward_hook(OutsideGraphs(hooks.post_forward), always_call=True)
         module.register_state_dict_pre_hook(hooks.before_state_dict)
+        module.register_state_dict_post_hook(_make_copyable)
         module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
         module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
 
@@ -188,6 +191,17 @@ class _ModuleHooks:
 def _is_whole(value: Any, shape: tuple[int, ...]) -> bool:
     """Whether ``value`` is a plain tensor, with values, of a parameter of this shape."""
     return type(value) in (torch.Tensor, nn.Parameter) and tuple(value.shape) == shape and not value.is_meta
+
+
+def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Has ``copy.deepcopy`` take the values of a state dict, as averages and best checkpoints do.
+
+    The parameters themselves, which ``keep_vars`` gives, stay.
+    """
+    for name in [name for name in state if name.startswith(prefix)]:
+        value = state[name]
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():
+            state[name] = alias_of(value, local_part(value))
 
 
 class _InputMap:

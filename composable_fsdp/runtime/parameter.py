@@ -25,6 +25,7 @@ __all__ = [
     "ParameterSource",
     "ShardedParameter",
     "Taken",
+    "alias_of",
     "find_taken",
     "find_unsharded",
     "local_part",
@@ -345,3 +346,17 @@ def find_taken(original: torch.Tensor) -> Taken | None:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; a plain tensor itself."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def alias_of(sharded: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor like ``sharded`` in the memory of ``local``, of which ``copy.deepcopy`` makes one with its own.
+
+    Of what ``detach`` gives it does not, where ``local`` is a view that begins later than its storage: the DTensor then
+    says that it begins there too, but has no storage.
+    """
+    spec = cast(Any, sharded)._spec
+    if type(local) is not torch.Tensor:
+        return DTensor(local, spec, requires_grad=False)
+    alias = DTensor(local.new_empty(0), spec, requires_grad=False)
+    cast(Any, alias)._local_tensor = local
+    return alias

@@ -36,17 +36,19 @@ from composable_fsdp.checkpoint import (
     forms,
     holders,
     load_state_dict,
-    parts,
     state_dict,
     state_dict_form,
+    tensor_forms,
 )
 from composable_fsdp.checkpoint.options import Form
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint import Everything, build, same_values, scramble, shard, train, wholes_of
+from tests.ranks._checkpoint_worlds import local
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import seeded, shard_layers
 from tests.ranks._sharding import exactly, expected_shard
+from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
 from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
+from tests.transports import TRANSPORTS, Environment
 
 FORMS: tuple[Form, ...] = (
     Sharded(),
@@ -235,24 +237,28 @@ def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_loaded() -> 
     wrong, lax, some, some_lax, parts, whole_parts, sharded, plain, no_dict, meta, alike, other, contradiction = first
     assert wrong.splitlines() == [
         "the state dict does not fit FSDPEverything. Nothing was loaded.",
+        "  missing (1):",
+        "    table: int64 (4,)",
+        "  unexpected (1):",
+        "    extra: float32 (2,)",
+        "  of another shape (1):",
+        "    layers.3.weight: (5, 8), expected (5, 7)",
+        "  of another dtype (1):",
+        "    frozen: int64, expected float32",
         "  'flag' is no tensor but of type float",
-        "  'frozen' is int64 (3,); expected float32",
-        "  'layers.3.weight' is float32 (5, 8); expected (5, 7)",
-        "  missing: 'table', int64 (4,)",
-        "  unexpected: 'extra', float32 (2,)",
     ]
-    assert lax.splitlines() == wrong.splitlines()[:4]
-    assert "  missing: 'layers.3.bias', float32 (5,) (on rank 0)" in some.splitlines()
-    assert "  missing, though other ranks have it: 'layers.3.bias' (on rank 0)" in some_lax.splitlines()
-    assert "  'layers.0.weight' is float32 (4, 5); expected (7, 5) (on rank 0)" in parts.splitlines()
-    assert "  'layers.0.weight' is float32 (7, 5); expected (4, 5) as this rank's part (on rank 0)" in whole_parts
+    assert lax.splitlines() == [wrong.splitlines()[0], *wrong.splitlines()[5:]]
+    assert "    layers.3.bias: float32 (5,) (on rank 0)" in some.splitlines()
+    assert "    layers.3.bias: other ranks have it (on rank 0)" in some_lax.splitlines()
+    assert "    layers.0.weight: (4, 5), expected (7, 5) (on rank 0)" in parts.splitlines()
+    assert "    layers.0.weight: (7, 5), expected (4, 5) as this rank's part (on rank 0)" in whole_parts.splitlines()
     assert "'layers.0.weight' is a DTensor: pass form=Sharded() instead of Full()" in sharded
     assert "'layers.0.weight' is a plain tensor: pass form=Full() or Local() instead of Sharded()" in plain
     assert "'plain.weight'" not in plain
     assert "a state dict maps names to values, but a list was given" in no_dict
     assert "'frozen' is on the meta device and has no values" in meta
-    assert "  'frozen' has a local part of (3,); expected (2,) (on rank 0)" in alike.splitlines()
-    assert "  'layers.0.weight' has a local part of (7, 5); expected (7, 3) (on rank 0)" in other.splitlines()
+    assert "    frozen: a local part of (3,), expected (2,) (on rank 0)" in alike.splitlines()
+    assert "    layers.0.weight: a local part of (7, 5), expected (7, 3) (on rank 0)" in other.splitlines()
     assert contradiction.startswith("broadcast_from_rank0 sends whole tensors, but form is Local(")
 
 
@@ -295,7 +301,7 @@ def from_rank_0(shape: tuple[int, ...]) -> list[str]:
     model = shard(build(), mesh)
     train(model, sgd(model))
     expected = wholes_of(model)
-    spy = OneAtATime(parts.shown)
+    spy = OneAtATime(tensor_forms.shown)
     with patch.context() as patches:
         if rank != 0:
             patches.setattr(forms, "shown", spy)
@@ -338,8 +344,8 @@ def test_rank_0_alone_has_the_model_and_the_others_one_tensor_at_a_time(shape: t
     assert all(text == texts[0] for text in texts)
     wrong, no_dict = texts[0]
     where = " (on rank 0)" if prod(shape) > 1 else ""
-    assert f"  'frozen' is float32 (4,); expected (3,){where}" in wrong.splitlines()
-    assert f"  unexpected: 'new', int{where}" in wrong.splitlines()
+    assert f"    frozen: (4,), expected (3,){where}" in wrong.splitlines()
+    assert f"    new: int{where}" in wrong.splitlines()
     assert f"  a state dict maps names to values, but a NoneType was given{where}" in no_dict.splitlines()
 
 
@@ -360,8 +366,8 @@ def on_meta() -> str:
 def test_parameters_on_meta_are_refused_and_to_empty_is_named() -> None:
     first, second = run_ranks(on_meta, 2)
     assert first == second
-    assert "these are on the meta device: ['flag', 'frozen', 'table', 'layers.0.weight'," in first
-    assert first.endswith("Call composable_fsdp.to_empty(model, device=...) first")
+    assert "these are on the meta device and have no memory: flag, frozen, table, layers.0.weight," in first
+    assert first.endswith("Call composable_fsdp.to_empty(model, device=...) first.")
 
 
 def other_placements() -> None:
@@ -482,6 +488,39 @@ def saved_to_disk() -> None:
 @pytest.mark.behaviour("F-08")
 def test_every_form_is_saved_and_loaded_by_torch() -> None:
     run_ranks(saved_to_disk, 2)
+
+
+def copied_state() -> None:
+    """As averages of weights and best checkpoints do it, also of what was made on meta."""
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    with torch.device("meta"):
+        model = shard(Everything(), mesh)
+    with pytest.warns(UserWarning, match="scratch"):
+        to_empty(model, device="cpu")
+    model.load_state_dict(shard(build(), mesh).state_dict())
+    for trained in (model, shard(build(), mesh, wrap="before", reshard_after_forward=False)):
+        holder = nn.Sequential(trained)
+        before = wholes_of(holder)
+        best = copy.deepcopy(holder.state_dict())
+        train(trained, sgd(trained))
+        assert not any(torch.equal(v, before[n]) for n, v in wholes_of(holder).items() if n.endswith("flag"))
+        parameters = holder.state_dict(keep_vars=True)
+        assert {id(p) for p in holder.parameters()} <= {id(value) for value in parameters.values()}
+        for name, value in holder.state_dict().items():
+            if isinstance(value, DTensor):
+                parameter = parameters[name]
+                assert not value.requires_grad
+                assert value.placements == parameter.placements
+                assert local(value).data_ptr() == local(parameter).data_ptr(), name
+                assert local(value).shape == local(parameter).shape, f"{name} on rank {rank}"
+        holder.load_state_dict(best)
+        same_values(wholes_of(holder), before)
+
+
+@pytest.mark.behaviour("F-02")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_the_models_own_state_dict_can_be_copied_and_aliases_the_parameters(transport: Environment) -> None:
+    run_ranks(copied_state, 2, environment=transport)
 
 
 def chosen_forms() -> str:

@@ -31,9 +31,9 @@ from composable_fsdp.checkpoint import (
 from composable_fsdp.checkpoint.names import parameter_names
 from composable_fsdp.checkpoint.options import Form
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint import build, same_values, shard, train, wholes_of
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._sharding import exactly, expected_shard
+from tests.ranks._state_dicts import build, same_values, shard, train, wholes_of
 from tests.ranks.test_checkpoint_forms import FORMS, SAFE, message
 
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -307,14 +307,16 @@ def test_what_does_not_fit_is_named_and_numbers_and_files_are_read() -> None:
     wrong, fresh, fewer, local, full, one_less, numbers, empty, strange, rank0, groups, some, unknown, _, seen = first
     assert wrong.splitlines() == [
         "the state dict does not fit AdamW. Nothing was loaded.",
+        "  unexpected (1):",
+        "    unknown: state",
+        "  of another shape (1):",
+        "    flag.exp_avg: (2,), expected (1,)",
         "  a parameter group has other members: missing ['flag'], unexpected ['unknown']",
-        "  state of unexpected parameter 'unknown'",
-        "  'exp_avg' of 'flag' is float32 (2,); expected (1,)",
     ]
     assert fresh == wrong
     assert "  1 parameter groups, expected 2" in fewer
-    assert "'exp_avg' of 'layers.0.weight' is float32 (4, 5); expected (7, 5) (on rank 0)" in local
-    assert "'exp_avg' of 'layers.0.weight' is float32 (7, 5); expected (4, 5) as this rank's part (on rank 0)" in full
+    assert "    layers.0.weight.exp_avg: (4, 5), expected (7, 5) (on rank 0)" in local
+    assert "    layers.0.weight.exp_avg: (7, 5), expected (4, 5) as this rank's part (on rank 0)" in full
     assert one_less.endswith("ranks were given state of different parameters")
     assert "parameters have numbers for names: use rekey_optimizer_state_dict(state, model)" in numbers
     assert "a state dict of an optimizer has 'state' and 'param_groups'; this one has not" in empty

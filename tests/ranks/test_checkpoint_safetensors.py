@@ -21,6 +21,7 @@ from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlaceme
 from composable_fsdp.checkpoint import load_safetensors, safetensors_save, save_safetensors, stored
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.testing import run_ranks
+from tests.ranks._checkpoint_worlds import local, raising_alike
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import TASKS, seeded, shard_layers
 from tests.ranks._sharding import exactly
@@ -110,15 +111,15 @@ def parallelized(model: nn.Module) -> nn.Module:
 def clear(model: nn.Module) -> None:
     with torch.no_grad():
         for value in [*model.parameters(), *model.buffers()]:
-            (value.to_local() if isinstance(value, DTensor) else value).zero_()
+            local(value).zero_()
 
 
 def spread(model: nn.Module) -> None:
     """Other values than the initial ones, among which are zeros and ones only, different on every rank."""
     with torch.no_grad():
         for value in model.parameters():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            local.add_(torch.arange(local.numel()).view(local.shape) / 7)
+            part = local(value)
+            part.add_(torch.arange(part.numel()).view(part.shape) / 7)
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -164,7 +165,7 @@ def small_blocks() -> Iterator[list[int]]:
 
 def own_bytes(model: nn.Module) -> int:
     tensors = [*model.parameters(), *model.buffers()]
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors)
 
 
 def round_trips(folder: Path) -> None:
@@ -180,8 +181,7 @@ def round_trips(folder: Path) -> None:
             load_safetensors(other, path)
             assert sum(taken) == own_bytes(other), what
         for (name, value), loaded in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
-            one, two = (t.to_local() if isinstance(t, DTensor) else t for t in (value, loaded))
-            exactly(two, one, f"{what}: {name}")
+            exactly(local(loaded), local(value), f"{what}: {name}")
 
 
 def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> None:
@@ -237,17 +237,33 @@ def test_an_index_of_several_files_in_bf16_fills_fp32_shards(tmp_path: Path) -> 
     run_ranks(loads_what_others_wrote, 4, tmp_path)
 
 
+def stages(folder: Path) -> None:
+    """Each rank has another stage of a pipeline; both have the same norm."""
+    rank = dist.get_rank()
+    layers = [nn.Linear(3, 5), nn.Linear(5, 2)]
+    model = nn.ModuleDict({f"stage{rank}": layers[rank], "norm": nn.LayerNorm(3)})
+    spread(model)
+    expected = whole_state(model)
+    save_safetensors(model, folder)
+    assert library.load_file(folder / "model.safetensors").keys() == {
+        f"{name}.{kind}" for name in ("stage0", "stage1", "norm") for kind in ("weight", "bias")
+    }
+    clear(model)
+    assert load_safetensors(model, folder) == ([], [])
+    for name, value in model.state_dict().items():
+        exactly(value, expected[name], name)
+    del model["norm"]
+    with raising_alike(
+        r"fit ModuleDict. Nothing was loaded.\n  unexpected \(2\):\n    norm\.bias: float32 \(3,\)\n.*\Z"
+    ):
+        load_safetensors(model, folder)
+
+
+def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
+    run_ranks(stages, 2, tmp_path)
+
+
 # -- what goes wrong on one rank, or between them
-
-
-@contextmanager
-def raising_alike(text: str) -> Iterator[None]:
-    """All ranks raise the same ``CheckpointError``, with ``text``."""
-    with pytest.raises(CheckpointError, match=text) as caught:
-        yield
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, str(caught.value))
-    assert len(set(texts)) == 1, texts
 
 
 def refuses_alike_on_load(folder: Path) -> None:
@@ -262,11 +278,13 @@ def refuses_alike_on_load(folder: Path) -> None:
     file = bad / "model.safetensors"
 
     file.write_bytes(content if rank == 0 else content[:-1])
-    with raising_alike(r"^rank 1: .*bad1/model\.safetensors is damaged, or no safetensors file"):
+    with raising_alike(r"^load_safetensors: rank 1: .*bad1/model\.safetensors is damaged, or no safetensors file"):
         load_safetensors(model, bad)
 
     file.write_bytes(content if rank == 0 else content.replace(b"[23,12]", b"[12,23]"))
-    with raising_alike(r"^rank 1: .*\n  shapes: embedding\.weight: \(23, 12\) in the model, \(12, 23\) in the files$"):
+    with raising_alike(
+        r"of another shape \(1\):\n    embedding\.weight: \(12, 23\), expected \(23, 12\) \(on rank 1\)$"
+    ):
         load_safetensors(model, bad)
 
     values = {"scratch": torch.ones(1 + rank), **library.load_file(good / "model.safetensors")}
@@ -278,13 +296,13 @@ def refuses_alike_on_load(folder: Path) -> None:
     values["head.weight"] = values["embedding.weight"].clone()
     values["head.weight"][-1] += 1  # in the part of rank 1
     library.save_file(values, file)
-    with raising_alike(r"(?s)^rank 1: .*different values in the files: embedding\.weight and head\.weight"):
+    with raising_alike(r"different values in the files: embedding\.weight and head\.weight \(on rank 1\)$"):
         load_safetensors(model, file)
 
     def mapped(name: str) -> str:
         return {"norm.bias": "b"}[name] if rank else name
 
-    with raising_alike("^rank 1: KeyError: 'embedding.weight'$"):
+    with raising_alike("^load_safetensors: rank 1: KeyError: 'embedding.weight'$"):
         load_safetensors(model, good, key_map=mapped)
     for name, value in whole_state(model).items():
         exactly(value, before[name], name)
@@ -314,32 +332,35 @@ def refuses_alike_on_save(folder: Path) -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, unlimited[1]))
     try:
-        with raising_alike(r"^rank 0: OSError: .*File too large"):
+        with raising_alike(r"^save_safetensors: OSError: .*File too large"):
             save_safetensors(model, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
-    with pytest.MonkeyPatch.context() as patch, raising_alike("^rank 1: OSError: Input/output error$"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        raising_alike("^save_safetensors: rank 1: OSError: Input/output error$"),
+    ):
         if rank:
             patch.setattr(os, "pwrite", fails)
         save_safetensors(model, path)
 
-    with raising_alike(r"^rank 1: .*elsewhere is not the same directory here .* made model\.safetensors there"):
+    with raising_alike(
+        r"^save_safetensors: rank 1: .*elsewhere is not the same directory here .* model\.safetensors there"
+    ):
         save_safetensors(model, folder / "elsewhere" if rank else path)
 
-    with raising_alike("other names, shapes or dtypes than the first, namely rank 1"):
-        save_safetensors(TASKS[("mlp", "chain")[rank]].build(), path)
+    one = nn.ModuleDict({"own": nn.Linear(2 + rank, 1, bias=False), "sharded": model if rank else nn.Module()})
+    with raising_alike(
+        r"parts of one model: own\.weight has another shape or dtype on rank 1 than on rank 0; of sharded\.scale all "
+        r"ranks together have 1 instead of 3 elements"
+    ):
+        save_safetensors(one, path)
+    if rank == 0:
+        with pytest.raises(CheckpointError, match=r"^save_safetensors: rank 1 did not make this call within 0\.2 s"):
+            save_safetensors(model, path, timeout=0.2)
     dist.barrier()
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-
-    alone = dist.new_subgroups(1)[0]
-    assert alone is not None
-    whole, group = TASKS["mlp"].build(), alone
-    save_safetensors(whole, folder / str(rank), process_group=group)
-    load_safetensors(model, folder / str(rank), process_group=group)
-    part = on_mesh("mlp", 2)()
-    with pytest.raises(CheckpointError, match=r"do not hold each element once: scale \([12] of 3 elements\), layers"):
-        save_safetensors(part, folder / str(rank), process_group=group)
 
 
 @pytest.mark.behaviour("F-12")

@@ -254,10 +254,10 @@ def count_gathers(unshard_in_backward: bool) -> None:
     sent: Counter[str] = Counter()
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def count(self: Communicator, transfers: Any) -> Any:
+        def count(self: Communicator, transfers: Any, label: str) -> Any:
             name = "all-gather" if self.size == dist.get_world_size() else "all-gather (smaller mesh)"
             sent[name] += sum(t.output.nbytes * (self.size - 1) // self.size for t in transfers)
-            return original(self, transfers)
+            return original(self, transfers, label)
 
         return count
 

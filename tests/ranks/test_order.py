@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -215,7 +216,9 @@ def drift() -> None:
     model.swapped = False
     step(model, optimizer)
     model.swapped = True
-    step(model, optimizer)  # a second warning would be an error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer)
 
 
 @pytest.mark.behaviour("G-02")

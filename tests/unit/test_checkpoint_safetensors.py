@@ -212,9 +212,8 @@ def test_names_go_from_the_model_to_the_files(tmp_path: Path) -> None:
         load_safetensors(other, tmp_path, key_map=key_map)
         assert_alike(other, model)
     del mapping["norm.weight"]
-    with pytest.raises(
-        CheckpointError, match=r"missing in the files: norm\.weight\n.*over them\): model\.norm\.weight"
-    ):
+    message = r"missing \(1\):\n    norm\.weight: float32 \(3,\)\n  unexpected \(1\):\n    model\.norm\.weight: float"
+    with pytest.raises(CheckpointError, match=message):
         load_safetensors(filled(2), tmp_path, key_map=mapping)
     with pytest.raises(ConfigurationError, match=r"gives 'n' to both 'norm\.weight' and 'norm\.bias', which are not"):
         save_safetensors(model, tmp_path, key_map={"norm.weight": "n", "norm.bias": "n"})
@@ -234,14 +233,16 @@ def test_a_file_of_another_model_is_told_from_it_in_one_error(tmp_path: Path) ->
     with pytest.raises(CheckpointError) as caught:
         load_safetensors(model, tmp_path)
     assert str(caught.value).splitlines() == [
-        f"{tmp_path}/model.safetensors does not fit the model; nothing was loaded:",
-        "  shapes: norm.weight: (3,) in the model, (4,) in the files",
-        "  dtypes (convert_dtype=True converts them): norm.running_mean: torch.float32 in the model, torch.bfloat16 "
-        "in the files",
-        "  dtypes that cannot be converted: norm.num_batches_tracked: torch.int64 in the model, torch.float32 in the "
-        "files",
-        "  missing in the files: norm.bias",
-        "  not in the model (strict=False passes over them): other",
+        f"load_safetensors: {tmp_path}/model.safetensors does not fit Small. Nothing was loaded.",
+        "  missing (1):",
+        "    norm.bias: float32 (3,)",
+        "  unexpected (1):",
+        "    other: float32 (1,)",
+        "  of another shape (1):",
+        "    norm.weight: (4,), expected (3,)",
+        "  of another dtype (2):",
+        "    norm.running_mean: bfloat16, expected float32 (convert_dtype=True converts it)",
+        "    norm.num_batches_tracked: float32, expected int64",
     ]
     assert_alike(model, filled(2))
 

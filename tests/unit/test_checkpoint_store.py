@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from composable_fsdp import CheckpointError, ConfigurationError
 from composable_fsdp.checkpoint import latest, load, manifest, save
 from composable_fsdp.checkpoint.folder import Writing
-from composable_fsdp.checkpoint.plan import SavePlanner
+from composable_fsdp.checkpoint.planners import SavePlanner
 
 
 class Tied(nn.Module):
@@ -152,18 +152,18 @@ def test_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         load(tmp_path, other)
     assert str(raised.value) == (
-        f"loading {tmp_path}: {tmp_path}/step-00000000 does not fit, and nothing has been loaded.\n"
-        "  missing in the checkpoint (2):\n"
+        f"loading {tmp_path}: {tmp_path}/step-00000000 does not fit ModuleDict. Nothing was loaded.\n"
+        "  missing (2):\n"
         "    third.weight: float32 (2, 2)\n"
         "    third.bias: float32 (2,)\n"
         "  of another shape (1):\n"
-        "    first.weight: (3, 3) in the checkpoint, (3, 4) in the model\n"
+        "    first.weight: (3, 3), expected (3, 4)\n"
         "  of another dtype (2):\n"
-        "    second.weight: float32 in the checkpoint, bfloat16 in the model\n"
-        "    second.bias: float32 in the checkpoint, bfloat16 in the model"
+        "    second.weight: float32, expected bfloat16\n"
+        "    second.bias: float32, expected bfloat16"
     )
     assert_same(state_of(other), before)
-    with pytest.raises(CheckpointError, match=r"(?s)unexpected in the checkpoint.*second.bias: float32"):
+    with pytest.raises(CheckpointError, match=r"(?s)unexpected \(.*second.bias: float32"):
         load(tmp_path, nn.ModuleDict({"first": nn.Linear(3, 3, bias=False)}))
 
 
@@ -189,7 +189,7 @@ def test_what_is_in_both_is_loaded_if_not_strict(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         load(tmp_path, other, strict=False)
     assert torch.equal(other.get_parameter("second.weight"), model.second.weight.double())
-    assert "is loaded in part.\n  missing in the checkpoint (2):" in caplog.text
+    assert "is loaded in part.\n  missing (2):" in caplog.text
     with pytest.raises(CheckpointError, match="of another shape"):
         load(tmp_path, nn.ModuleDict({"second": nn.Linear(4, 3)}), strict=False)
 
@@ -203,9 +203,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     save(tmp_path / "two", model, torch.optim.AdamW(groups))
     message = "no param_group of the checkpoint has the parameters of group 0: first.weight, second.bias"
     assert message in refused(tmp_path / "two")
-    with pytest.raises(
-        CheckpointError, match=r"AdamW has parameters that the model does not have \(group.index: 0.0\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"this AdamW holds parameters that are not the model's, of shapes"):
         save(tmp_path, model, torch.optim.AdamW(nn.Linear(1, 1, bias=False).parameters()))
     assert latest(tmp_path) is None
 
@@ -213,9 +211,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
 def test_parameters_on_the_meta_device(tmp_path: Path) -> None:
     model, _ = trained()
     save(tmp_path, model)
-    with pytest.raises(
-        CheckpointError, match=r"first.weight is on the meta device, where nothing can be saved or load"
-    ):
+    with pytest.raises(CheckpointError, match=r"meta device and have no memory: first\.weight, .*\. Call "):
         load(tmp_path, model.to("meta"))
 
 

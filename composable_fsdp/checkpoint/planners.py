@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
@@ -32,68 +32,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from composable_fsdp.layout.extent import Box, Extent
+from composable_fsdp.checkpoint.contents import Contents
+from composable_fsdp.checkpoint.part import Part
 
-__all__ = ["Contents", "LoadPlanner", "Part", "Path", "SavePlanner", "add_aliases"]
-
-Path = tuple[str, ...]
-"""Where something is in a nested state dict. Joined by dots it is the key in the checkpoint."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a rank holds of a tensor: ``local``, of the shape and at the place that ``extent`` says."""
-
-    extent: Extent
-    local: torch.Tensor
-
-    def blocks(self) -> dict[tuple[int, ...], torch.Tensor]:
-        """Contiguous blocks of the whole, as views of ``local`` by their offsets. A tensor without elements has one,
-        on every rank, so that it is in the checkpoint too.
-        """
-        shape = self.extent.shape
-        if 0 in shape:
-            return {(0,) * len(shape): self.local.new_empty(shape)}
-        return {box.offsets: _narrowed(self.local, box) for box in self.extent.boxes()}
-
-
-def _narrowed(local: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
-        local = local.narrow(dim, offset, size)
-    return local
-
-
-@dataclass
-class Contents:
-    """What a rank has to save, by key.
-
-    Attributes:
-        parts: of tensors. Blocks that several ranks have are written by one of them.
-        objects: anything else, serialised by ``torch.save``. Of a key that several ranks have one rank's is written.
-        aliases: further keys of what is in ``parts``.
-        paths: of all of these.
-    """
-
-    parts: dict[str, Part] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
-
-    def add_tensor(self, path: Path, part: Part) -> None:
-        self.parts[self._key(path)] = part
-
-    def add_alias(self, path: Path, of: Path) -> None:
-        self.aliases[self._key(path)] = ".".join(of)
-
-    def add_object(self, path: Path, value: object) -> None:
-        data = io.BytesIO()
-        torch.save(value, data)
-        self.objects[self._key(path)] = data.getvalue()
-
-    def _key(self, path: Path) -> str:
-        key = ".".join(path)
-        self.paths[key] = path
-        return key
+__all__ = ["LoadPlanner", "SavePlanner", "add_aliases"]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -149,7 +91,7 @@ def _write_item(index: MetadataIndex, part: Part, block: torch.Tensor) -> WriteI
     data = TensorWriteData(
         ChunkStorageMetadata(index.offset, block.shape),
         TensorProperties(dtype=block.dtype),
-        torch.Size(part.extent.shape),
+        torch.Size(part.shape),
     )
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 

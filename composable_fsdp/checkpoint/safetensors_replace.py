@@ -17,7 +17,7 @@ from pathlib import Path
 
 from composable_fsdp.checkpoint.tensor_files import INDEX, SINGLE, FileLayout, TensorFiles
 
-__all__ = ["Replacement", "has_parts"]
+__all__ = ["Replacement", "has_parts", "reserve"]
 
 _INCOMPLETE = ".incomplete-"
 _PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
@@ -54,7 +54,7 @@ class Replacement:
             with open(self.aside / file.name, "wb") as opened:
                 opened.write(file.header)
                 opened.flush()
-                _reserve(opened.fileno(), file.nbytes)
+                reserve(opened.fileno(), file.nbytes)
 
     def sees(self, file: FileLayout) -> bool:
         """Whether what :meth:`begin` made is visible from here."""
@@ -90,7 +90,7 @@ class Replacement:
         shutil.rmtree(self.aside, ignore_errors=True)
 
 
-def _reserve(file: int, nbytes: int) -> None:
+def reserve(file: int, nbytes: int) -> None:
     """A disk that is full must be an error here, and not while ranks write."""
     if sys.platform == "linux":
         os.posix_fallocate(file, 0, nbytes)

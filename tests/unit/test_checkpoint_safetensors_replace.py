@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
-from composable_fsdp.checkpoint.replacing import Replacement
+from composable_fsdp.checkpoint.safetensors_replace import Replacement
 from composable_fsdp.checkpoint.stored import StoredTensors
 from composable_fsdp.errors import CheckpointError
 from tests.unit._small import assert_alike, filled

@@ -6,20 +6,33 @@ Values depend on names alone, so every world can make those of any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
-from composable_fsdp import CPUOffloadPolicy, fully_shard
+from composable_fsdp import CheckpointError, CPUOffloadPolicy, fully_shard
 from composable_fsdp.placed import extent_of, gather, like, shardings_of, units_below
 from tests.ranks._model_parallel import Pair, named_mesh, parallelize_pairs
 
-__all__ = ["WORLDS", "Everything", "adamw", "assert_holds", "fill", "local", "zeroed"]
+__all__ = ["WORLDS", "Everything", "adamw", "assert_holds", "fill", "local", "raising_alike", "zeroed"]
+
+
+@contextmanager
+def raising_alike(text: str | None = None) -> Iterator[Any]:
+    """All ranks raise the same ``CheckpointError``, with ``text`` in it."""
+    with pytest.raises(CheckpointError, match=text) as caught:
+        yield caught
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, str(caught.value))
+    assert len(set(texts)) == 1, texts
 
 
 def local(tensor: Any) -> torch.Tensor:

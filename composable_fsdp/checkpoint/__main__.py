@@ -1,0 +1,23 @@
+"""``python -m composable_fsdp.checkpoint``: look into checkpoints, verify and convert them."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command. ``typer`` and ``rich`` are of an extra, so they are looked for here."""
+    try:
+        from composable_fsdp.checkpoint.commands import app
+    except ModuleNotFoundError as error:
+        absent = (error.name or "").partition(".")[0]
+        if absent not in ("typer", "rich"):
+            raise
+        sys.exit(f'this command needs {absent}, which is not installed: pip install "composable-fsdp[cli]"')
+    app(prog_name="python -m composable_fsdp.checkpoint")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""``python -m composable_fsdp.checkpoint``: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from composable_fsdp.checkpoint import load, save, save_safetensors
+from tests.unit.test_checkpoint_store import Tied, assert_same, flip, state_of, trained, truncate
+
+pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
+pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")
+
+from typer.testing import CliRunner, Result
+
+from composable_fsdp.checkpoint.commands import app
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+# -- inspect
+
+
+def test_a_checkpoint_is_shown_as_a_table(tmp_path: Path) -> None:
+    saved = save(tmp_path, *trained(), {"step": 20, "position": 4})
+    shown = run("inspect", tmp_path / "step-00000020")
+    assert shown.exit_code == 0
+    lines = [" ".join(line.strip("│ ").replace("│", " ").split()) for line in shown.stdout.splitlines()]
+    assert "first.weight 3 × 3 float32 36 bytes" in lines
+    assert "second.weight 3 × 3 float32 as first.weight" in lines
+    assert "model: 2 tensors, 1 more tied to these, 48 bytes" in lines
+    assert "optimizer: state of 2 parameters in 1 group, 104 bytes: step (2), exp_avg (2), exp_avg_sq (2)" in lines
+    assert "extra of rank 0: step, position" in lines
+    assert any(line.startswith("step 20, saved by 1 rank with composable_fsdp ") for line in lines)
+    assert str(saved.path) in shown.stdout
+
+
+def test_a_folder_lists_its_checkpoints_and_what_kills_left(tmp_path: Path) -> None:
+    for step in (3, 12):
+        save(tmp_path, *trained(), step=step)
+    (tmp_path / "step-00000013.partial").mkdir()
+    flip(tmp_path / "step-00000003" / "manifest.json")
+    shown = run("inspect", tmp_path)
+    assert shown.exit_code == 0
+    assert [line for line in shown.stdout.splitlines() if "step-00000012" in line and "newest" in line]
+    assert [line for line in shown.stdout.splitlines() if "step-00000003" in line and "is damaged" in line]
+    assert shown.stdout.endswith("left by killed saves, the next one removes it: step-00000013.partial\n")
+    found = json.loads(run("inspect", tmp_path, "--json").stdout)
+    assert (found["kind"], found["newest"], found["leftovers"]) == (
+        "folder",
+        "step-00000012",
+        ["step-00000013.partial"],
+    )
+    assert [each["step"] for each in found["checkpoints"]] == [3, 12]
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "ours": lambda path: save(path, *trained()).path,
+    "dcp": lambda path: _plain(path),
+    "torch": lambda path: _file(path),
+    "safetensors": lambda path: _tensors(path),
+}
+
+
+def _plain(path: Path) -> Path:
+    dcp.save({"model": trained()[0].state_dict()}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def _file(path: Path) -> Path:
+    path.mkdir()
+    torch.save(trained()[0].state_dict(), path / "model.pt")
+    return path / "model.pt"
+
+
+def _tensors(path: Path) -> Path:
+    save_safetensors(trained()[0], path, max_file_bytes=40)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_described_for_machines(tmp_path: Path, kind: str) -> None:
+    path = KINDS[kind](tmp_path / "made")
+    found = json.loads(run("inspect", path, "--json").stdout)
+    tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
+    assert found["kind"] == ("dcp" if kind == "ours" else kind)
+    assert sorted(tensors) == ["first.weight", "second.bias", "second.weight"]
+    assert tensors["second.bias"] == {
+        "name": "second.bias",
+        "shape": [3],
+        "dtype": "float32",
+        "nbytes": 12,
+        "same_as": None,
+    }
+    assert tensors["second.weight"]["same_as"] == (None if kind == "dcp" else "first.weight")
+
+
+# -- verify
+
+DAMAGED: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
+    "a flipped byte in ours": ("ours", "__0_0.distcp", flip, "is damaged: its CRC-32 is "),
+    "a flipped byte in DCP's": ("dcp", "__0_0.distcp", flip, "is damaged"),
+    "half a file of DCP": ("dcp", "__0_0.distcp", truncate, "it is truncated or overwritten"),
+    "no file of DCP": ("dcp", "__0_0.distcp", Path.unlink, "__0_0.distcp is missing."),
+    "half a torch file": ("torch", "", truncate, "model.pt is damaged"),
+    "half a file of safetensors": (
+        "safetensors",
+        "model-00001-of-00002.safetensors",
+        truncate,
+        "is damaged, or no safetensors file",
+    ),
+}
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damage_is_found_and_the_file_named(tmp_path: Path, case: str) -> None:
+    kind, name, damage, message = DAMAGED[case]
+    path = KINDS[kind](tmp_path / "made")
+    intact = run("verify", path)
+    assert intact.exit_code == 0
+    assert f"{path} is intact: " in intact.stdout
+    file = path / name if name else path
+    damage(file)
+    damaged = run("verify", path)
+    assert damaged.exit_code == 1
+    assert message in damaged.stderr
+    assert str(file) in damaged.stderr
+    assert message in "".join(json.loads(run("verify", path, "--json").stdout)["problems"])
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_folder_is_verified_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, *trained(), step=step)
+    assert "is intact: 6 files" in run("verify", tmp_path).stdout
+    flip(tmp_path / "step-00000001" / "__0_0.distcp")
+    (tmp_path / "step-00000002" / ".metadata").unlink()
+    found = run("verify", tmp_path)
+    assert found.exit_code == 1
+    assert [line.split(" is ")[0].removeprefix(f"{tmp_path}/") for line in found.stderr.splitlines()] == [
+        "step-00000001/__0_0.distcp",
+        "step-00000002/.metadata",
+    ]
+
+
+def test_of_safetensors_it_says_what_cannot_be_known(tmp_path: Path) -> None:
+    found = run("verify", _tensors(tmp_path / "st"))
+    assert found.stderr == "note: safetensors have no checksums: bytes that changed within a tensor go unseen\n"
+
+
+# -- convert
+
+
+def test_converts_there_and_back(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save(tmp_path / "run", model, optimizer)
+    done = run("convert", tmp_path / "run", tmp_path / "all.pt")
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'all.pt'} is complete\n")
+    done = run("convert", tmp_path / "all.pt", tmp_path / "st", "--to", "safetensors", "--dtype", "bf16")
+    assert (done.exit_code, done.stderr) == (0, "left out: extra and random number generators, optimizer\n")
+    assert run("convert", tmp_path / "st", tmp_path / "new", "--to", "dcp", "--dtype", "float32").exit_code == 0
+    fresh = Tied()
+    load(tmp_path / "new", fresh)
+    assert_same(state_of(fresh), {name: value.bfloat16().float() for name, value in state_of(model).items()})
+
+
+def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
+    save(tmp_path / "run", *trained())
+    cases: list[tuple[list[str | Path], int, str]] = [
+        (["inspect", tmp_path / "none"], 1, "none is not a checkpoint, and it does not exist."),
+        (["verify", tmp_path], 1, "is not a checkpoint, and no complete checkpoint is in it."),
+        (["convert", tmp_path / "none", tmp_path / "x.pt"], 1, "none is not a checkpoint"),
+        (["convert", tmp_path / "run", tmp_path / "x"], 2, "x does not say what it is to be. Pass --to with one of"),
+        (
+            ["convert", tmp_path / "run", tmp_path / "x", "--to", "zip"],
+            2,
+            "--to must be one of dcp, torch, safetensors, not zip.",
+        ),
+        (
+            ["convert", tmp_path / "run", tmp_path / "x.pt", "--dtype", "int8"],
+            2,
+            "--dtype must be a floating-point one such as bfloat16 or float32, not int8.",
+        ),
+        (["convert", tmp_path / "run"], 2, "Missing argument"),
+    ]
+    for arguments, code, message in cases:
+        done = run(*arguments)
+        assert (done.exit_code, message in done.stderr) == (code, True), done.stderr
+
+
+def test_runs_as_a_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "composable_fsdp.checkpoint", "inspect", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path} is not a checkpoint, and no complete checkpoint is in it.\n"
+
+
+@pytest.mark.parametrize("absent", ["typer", "rich"])
+def test_says_what_is_not_installed(absent: str) -> None:
+    script = f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.checkpoint.__main__ import main\nmain()"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f'this command needs {absent}, which is not installed: pip install "composable-fsdp[cli]"' in done.stderr

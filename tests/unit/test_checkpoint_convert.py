@@ -1,0 +1,292 @@
+"""Converting in one process: formats of others, what is refused, memory, and that targets are whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from composable_fsdp import CheckpointError, ConfigurationError
+from composable_fsdp.checkpoint import load, optimizer_state_dict, save
+from composable_fsdp.checkpoint.convert import convert
+from composable_fsdp.checkpoint.sources import DcpSource, Kind, open_source
+from tests.unit.test_checkpoint_store import Tied, assert_same, flip, state_of, trained
+
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    model = Tied()
+    load(path, model)
+    return state_of(model)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# -- formats of others
+
+
+def with_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's own state dict, where it was made of ``model.named_parameters()``."""
+    named = torch.optim.AdamW(model.named_parameters())
+    named.load_state_dict({**optimizer.state_dict(), "param_groups": named.state_dict()["param_groups"]})
+    return named.state_dict()
+
+
+TORCH_FILES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], dict[str, Any]]] = {
+    "ours": lambda m, o: {"model": m.state_dict(), "optimizer": optimizer_state_dict(m, o), "epoch": 5, "step": 3},
+    "by number, with names": lambda m, o: {
+        "model_state_dict": m.state_dict(),
+        "optimizer_state_dict": with_names(m, o),
+        "epoch": 5,
+        "step": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("case", TORCH_FILES)
+def test_a_torch_file_becomes_a_checkpoint(tmp_path: Path, case: str) -> None:
+    model, optimizer = trained()
+    torch.save(TORCH_FILES[case](model, optimizer), tmp_path / "all.pt")
+    assert convert(tmp_path / "all.pt", tmp_path / "new", Kind.DCP) == []
+    fresh = Tied()
+    again = torch.optim.AdamW(fresh.parameters())
+    assert load(tmp_path / "new", fresh, again) == {"epoch": 5, "step": 3}
+    assert_same(state_of(fresh), state_of(model))
+    for old, new in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert_same(again.state[new], optimizer.state[old])
+    manifest = open_source(tmp_path / "new").manifest
+    assert manifest is not None
+    assert (manifest.step, manifest.ranks) == (3, 1)
+
+
+def test_a_plain_state_dict_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
+    model, _ = trained()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    convert(tmp_path / "model.pt", tmp_path / "new", Kind.DCP)
+    assert_same(loaded(tmp_path / "new"), state_of(model))
+    convert(tmp_path / "new", tmp_path / "again.pt", Kind.TORCH, model_only=True)
+    again = torch.load(tmp_path / "again.pt")
+    assert_same(again, state_of(model))
+    assert again["second.weight"] is not again["second.bias"]
+    assert again["second.weight"].data_ptr() == again["first.weight"].data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_checkpoint_of_dcp_itself(tmp_path: Path, nested: bool) -> None:
+    model, optimizer = trained()
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(parts if nested else model.state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
+    convert(tmp_path / "plain", tmp_path / "new", Kind.DCP)
+    assert_same(loaded(tmp_path / "new"), state_of(model))
+    convert(tmp_path / "plain", tmp_path / "st", Kind.SAFETENSORS)
+    assert_same(safetensors.load_file(tmp_path / "st" / "model.safetensors"), state_of(model))
+
+
+def test_dtypes_change_for_the_model_only(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save(tmp_path / "run", model, optimizer)
+    convert(tmp_path / "run", tmp_path / "half.pt", Kind.TORCH, dtype=torch.bfloat16)
+    state = torch.load(tmp_path / "half.pt")
+    assert_same(state["model"], {name: value.bfloat16() for name, value in state_of(model).items()})
+    assert state["optimizer"]["state"]["second.bias"]["exp_avg"].dtype == torch.float32
+    for to in (Kind.DCP, Kind.SAFETENSORS):
+        convert(tmp_path / "half.pt", tmp_path / to.value, to, dtype=torch.float32)
+        specs = open_source(tmp_path / to.value).tensors
+        assert {spec.dtype for path, spec in specs.items() if path[0] == "model"} == {torch.float32}
+
+
+def test_says_what_safetensors_cannot_hold(tmp_path: Path) -> None:
+    save(tmp_path / "run", *trained(), {"step": 1})
+    assert convert(tmp_path / "run", tmp_path / "st", Kind.SAFETENSORS) == [
+        "extra and random number generators",
+        "optimizer",
+    ]
+
+
+# -- what is refused
+
+
+def test_a_target_that_is_there_is_replaced_only_with_force(tmp_path: Path) -> None:
+    old, new = Tied(), trained()
+    for name, kind in (("dcp", Kind.DCP), ("file.pt", Kind.TORCH), ("st", Kind.SAFETENSORS)):
+        save(tmp_path / "old", old, step=0)
+        save(tmp_path / "new", *new, step=0)
+        convert(tmp_path / "old", tmp_path / name, kind, model_only=True)
+        with pytest.raises(CheckpointError) as raised:
+            convert(tmp_path / "new", tmp_path / name, kind)
+        assert str(raised.value) == f"{tmp_path / name} exists already. Pass --force to replace it."
+        convert(tmp_path / "new", tmp_path / name, kind, force=True)
+        convert(tmp_path / name, tmp_path / f"check-{name}", Kind.DCP)
+        assert_same(loaded(tmp_path / f"check-{name}"), state_of(new[0]))
+    left = [name for name in names_in(tmp_path) if "incomplete" in name or name.endswith(".old")]
+    assert left == []
+
+
+def test_what_is_no_target(tmp_path: Path) -> None:
+    saved = save(tmp_path / "run", *trained())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "work.txt").write_text("dear")
+    (tmp_path / "file").write_text("dear")
+    cases: list[tuple[Path, Kind, type[Exception], str]] = [
+        (tmp_path / "mine", Kind.DCP, CheckpointError, "is not a checkpoint"),
+        (tmp_path / "run", Kind.DCP, ConfigurationError, "is there, and no checkpoint of this kind"),
+        (tmp_path / "mine", Kind.TORCH, ConfigurationError, "is a directory. Name a file."),
+        (tmp_path / "a.safetensors", Kind.SAFETENSORS, ConfigurationError, "must be a directory"),
+        (tmp_path / "file", Kind.SAFETENSORS, ConfigurationError, "must be a directory"),
+        (saved.path, Kind.DCP, ConfigurationError, "is what is to be converted. Name another target."),
+        (tmp_path / "x", Kind.FOLDER, ConfigurationError, "can be converted to dcp, torch, safetensors, not to folder"),
+    ]
+    for target, to, kind, message in cases:
+        with pytest.raises(kind) as raised:
+            convert(tmp_path / "run", target, to, force=True)
+        assert message in str(raised.value)
+    assert names_in(tmp_path / "mine") == ["work.txt"]
+    assert names_in(tmp_path) == ["file", "mine", "run"]
+    with pytest.raises(ConfigurationError, match=r"dtype must be a floating-point one, not torch\.int8"):
+        convert(tmp_path / "run", tmp_path / "x", Kind.DCP, dtype=torch.int8)
+    with pytest.raises(ConfigurationError, match="max_file_bytes must be at least 1, not 0"):
+        convert(tmp_path / "run", tmp_path / "x", Kind.DCP, max_file_bytes=0)
+
+
+def test_what_is_no_source(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "by_number.pt")
+    torch.save(model, tmp_path / "module.pt")
+    torch.save([1], tmp_path / "list.pt")
+    torch.save({"epoch": {"a": 1}}, tmp_path / "no_model.pt")
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    cases = {
+        "by_number.pt": "the optimizer's state is by number, and only the model says which parameters these are.",
+        "module.pt": "has objects of classes that torch.load(weights_only=True) does not admit: ",
+        "list.pt": "list.pt has a list, and no state dict.",
+        "no_model.pt": "no_model.pt has no model.",
+        "text.pt": "text.pt is damaged, ",
+        "nothing": "nothing is not a checkpoint, and it does not exist.",
+    }
+    for name, message in cases.items():
+        with pytest.raises(CheckpointError) as raised:
+            convert(tmp_path / name, tmp_path / "new", Kind.DCP)
+        assert message in str(raised.value)
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("to", [Kind.DCP, Kind.TORCH, Kind.SAFETENSORS])
+def test_a_conversion_that_fails_leaves_what_was_there(
+    tmp_path: Path, to: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    saved = save(tmp_path / "run", model, optimizer)
+    target = tmp_path / "target"
+    convert(saved, target, to)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DcpSource, "read", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        convert(saved, target, to, force=True)
+    monkeypatch.undo()
+    assert names_in(tmp_path) == ["run", "target"]
+    convert(target, tmp_path / "check", Kind.DCP)
+    assert_same(loaded(tmp_path / "check"), state_of(model))
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
+    saved = save(tmp_path / "run", *trained())
+    data = saved.path / "__0_0.distcp"
+    flip(data)
+    with pytest.raises(CheckpointError) as raised:
+        convert(tmp_path / "run", tmp_path / "new", Kind.DCP)
+    assert str(raised.value).startswith(f"{data} is damaged: its CRC-32 is ")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("to", [Kind.DCP, Kind.TORCH, Kind.SAFETENSORS])
+def test_a_killed_conversion_leaves_what_was_there_and_the_next_one_tidies(tmp_path: Path, to: Kind) -> None:
+    model, optimizer = trained()
+    saved = save(tmp_path / "run", model, optimizer)
+    target = tmp_path / "target"
+    convert(saved, target, to)
+    script = (
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from composable_fsdp.checkpoint.convert import convert\n"
+        "from composable_fsdp.checkpoint.sources import DcpSource, Kind\n"
+        "DcpSource.read = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"convert({str(saved.path)!r}, {str(target)!r}, Kind({to.value!r}), force=True)"
+    )
+    killed = subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    left = {name for folder in (tmp_path, target) if folder.is_dir() for name in names_in(folder)}
+    assert any(".incomplete" in name for name in left)
+    convert(target, tmp_path / "check", Kind.DCP)
+    assert_same(loaded(tmp_path / "check"), state_of(model))
+    convert(saved, target, to, force=True)
+    left = {name for folder in (tmp_path, target) if folder.is_dir() for name in names_in(folder)}
+    assert not any(".incomplete" in name for name in left)
+
+
+# -- memory
+
+_MEASURE = """
+import re, sys, threading, time
+from pathlib import Path
+import torch, safetensors
+import torch.distributed.checkpoint
+from composable_fsdp.checkpoint.convert import convert
+from composable_fsdp.checkpoint.sources import Kind
+
+def anonymous():
+    status = Path("/proc/self/status").read_text()
+    return sum(int(kilobytes) << 10 for kilobytes in re.findall(r"Rss(?:Anon|Shmem):\\s+(\\d+)", status))
+
+def watch():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+here = Path(sys.argv[1])
+peak = before = anonymous()
+threading.Thread(target=watch, daemon=True).start()
+for i, kind in enumerate(["torch", "dcp", "safetensors", "torch", "safetensors", "dcp", "dcp"]):
+    there = here.parent / f"{i}-{kind}"
+    peak = anonymous()
+    convert(here, there, Kind(kind))
+    print(kind, peak - before)
+    here = there
+"""
+
+
+@pytest.mark.behaviour("F-11")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_whole_is_never_in_memory(tmp_path: Path) -> None:
+    """19 tensors of 16 MB: each way takes a few of them, of 304 MB."""
+    model = nn.ParameterList([torch.full((4 << 20,), float(i)) for i in range(19)])
+    save(tmp_path / "run", model)
+    measured = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _MEASURE, tmp_path / "run"], capture_output=True, text=True, check=True
+    )
+    peaks = [(kind, int(nbytes) / 1e6) for kind, nbytes in map(str.split, measured.stdout.splitlines())]
+    assert len(peaks) == 7
+    assert max(nbytes for _, nbytes in peaks) < 150, peaks
+    fresh = nn.ParameterList([torch.zeros(4 << 20) for _ in range(19)])
+    load(tmp_path / "6-dcp", fresh)
+    assert all(torch.equal(new, old) for new, old in zip(fresh, model, strict=True))

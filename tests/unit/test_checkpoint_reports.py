@@ -1,0 +1,40 @@
+"""What is said of a checkpoint or state dict that does not fit, and of what went wrong on several ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from composable_fsdp.checkpoint.reports import Misfit, joined, leave_common_unexpected, refuse, told
+from composable_fsdp.errors import CheckpointError
+
+
+def test_one_text_of_all_ranks_is_said_once_and_others_say_whose_they_are() -> None:
+    assert joined({0: "bad", 1: "bad"}, 2) == "bad"
+    assert joined({0: "bad", 1: "bad"}, 3) == "ranks 0, 1: bad"
+    assert joined({1: "worse", 2: "bad", 3: "worse"}, 4) == "ranks 1, 3: worse; rank 2: bad"
+
+
+def test_differences_are_told_by_kind_with_the_ranks_that_have_them() -> None:
+    first = Misfit(missing={"a": "x"}, unexpected={"b": "y", "c": "z"}, others=["same", "own"])
+    second = Misfit(missing={"a": "x"}, unexpected={"c": "z", "e": "v"}, others=["same"], dtypes={"f": "u"})
+    leave_common_unexpected([first, second])
+    assert told({0: first, 2: second}).splitlines() == [
+        "  missing (1):",
+        "    a: x",
+        "  unexpected (1):",
+        "    c: z",
+        "  of another dtype (1):",
+        "    f: u (on rank 2)",
+        "  same",
+        "  own (on rank 0)",
+    ]
+    with pytest.raises(CheckpointError, match=r"^it does not fit\. Nothing was loaded\.\n  missing \(1\):\n    a: x$"):
+        refuse("it does not fit", {0: Misfit(missing={"a": "x"})})
+    refuse("it does not fit", {0: Misfit(), 1: Misfit()})
+
+
+def test_long_lists_are_cut() -> None:
+    lines = told({0: Misfit(missing={f"layers.{i}.weight": "float32 (2,)" for i in range(33)})}).splitlines()
+    assert lines[0] == "  missing (33):"
+    assert lines[1:3] == ["    layers.0.weight: float32 (2,)", "    layers.1.weight: float32 (2,)"]
+    assert lines[21:] == ["    and 13 more"]
