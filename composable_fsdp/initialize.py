@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp.broadcast import broadcast_
+from composable_fsdp.comm.agreement import OrderCheck, order_check_from
+from composable_fsdp.comm.alike import check_alike
 from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.mesh import data_parallel_axes
 from composable_fsdp.registered import Registered, registered_parameters
 from composable_fsdp.runtime.unit import find_unit
 
@@ -196,6 +199,7 @@ def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left, elsewhere: Mapp
 
     Raises:
         ParameterError: some are on meta, so that there is nothing to send. Named in the text.
+        DivergenceError: ranks have other names, shapes or dtypes. On all ranks, with the same text.
     """
     grouped = left.parameters | {
         id(p) for m in module.modules() if (unit := find_unit(m)) is not None for p in unit.registered_parameters()
@@ -212,5 +216,13 @@ def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left, elsewhere: Mapp
         )
     with torch.inference_mode(False), torch.no_grad():
         for each in dict.fromkeys((mesh, *elsewhere.values())):
-            here = [t for t in tensors.values() if elsewhere.get(id(t), mesh) == each]
-            broadcast_([t.to_local() if isinstance(t, DTensor) else t for t in here], each)
+            here = {
+                n: t.to_local() if isinstance(t, DTensor) else t
+                for n, t in tensors.items()
+                if elsewhere.get(id(t), mesh) == each
+            }
+            if order_check_from() is not OrderCheck.OFF:
+                axes = data_parallel_axes(each)
+                lines = [f"{n}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for n, t in here.items()]
+                check_alike(lines, (axes.shard, axes.replicate), axes.device, "what sync_module_states sends")
+            broadcast_(here.values(), each)

@@ -135,6 +135,20 @@ def test_all_ranks_are_told_what_differs(difference: str, transport: Environment
     run_ranks(build_another_on_the_last_rank, 2, difference, environment=transport)
 
 
+def synchronise_other_shapes() -> None:
+    model = two(width=12 if dist.get_rank() == 1 else 8)
+    with pytest.raises(
+        DivergenceError, match=r"rank 0: up\.weight: float32 \(8, 8\)\n  rank 1: up\.weight: float32 \(12"
+    ):
+        fully_shard(model[1], sync_module_states=True)
+
+
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_values_of_other_shapes_are_not_sent(transport: Environment) -> None:
+    run_ranks(synchronise_other_shapes, 2, environment=transport)
+
+
 def one_replica_differs() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     width = 12 if dist.get_rank() >= 2 else 8
