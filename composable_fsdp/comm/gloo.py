@@ -11,8 +11,8 @@ closing its connections, which gloo offers no other way to do, without touching 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -104,14 +104,19 @@ class Line:
         self._agreement.begin(f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})")
         return Place(self.ranks, self._agreement.number, label)
 
-    @contextmanager
-    def waiting(self, place: Place) -> Iterator[None]:
-        """Around what waits in gloo: turns its errors into ours, and ends it when it has become hopeless."""
+    def wait(self, place: Place, works: Sequence[Work]) -> None:
+        """Waits in gloo: turns its errors into ours, and is ended when it has become hopeless.
+
+        Raises:
+            PeerError: a rank failed, is gone, or did not come within the timeout of the process group.
+            DivergenceError: a rank is about to do something else.
+        """
         begin = time.monotonic()
         if self._watch is not None:
-            self._watch.begin_wait(place, self._close)
+            self._watch.begin_wait(place, self._give_up)
         try:
-            yield
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise self._explained(place, error, time.monotonic() - begin) from error
         finally:
@@ -127,12 +132,15 @@ class Line:
                 f"{place} failed after {seconds:.1f} s of waiting: a rank is gone, or did not answer within the "
                 f"timeout of the process group. Look at the output of each for the first error. Gloo says: {error}"
             )
-        self._broken = self._broken or str(found).split("\n", 1)[0]
-        self._close()
+        self._give_up(str(found).split("\n", 1)[0])
         return found
 
-    def _close(self) -> None:
+    def _give_up(self, reason: str) -> None:
         """Ends all waits on this line, for ever: gloo closes a connection on which a wait has timed out."""
+        self._broken = self._broken or reason
+        self._close()
+
+    def _close(self) -> None:
         for peer in range(self.size):
             if peer != self.rank:
                 with suppress(RuntimeError):
@@ -155,9 +163,8 @@ class Line:
         return dict(zip(self.ranks, texts, strict=True))
 
     def _swap(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
-        with self.waiting(Place(self.ranks, self._agreement.number, self._label)):
-            for work in exchange(self.group, self.rank, [sent] * self.size, received, tag):
-                work.wait()
+        works = exchange(self.group, self.rank, [sent] * self.size, received, tag)
+        self.wait(Place(self.ranks, self._agreement.number, self._label), works)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +182,7 @@ class Arrival:
             PeerError: a rank failed, is gone, or did not come within the timeout of the process group.
             DivergenceError: a rank is about to do something else.
         """
-        with self.line.waiting(self.place):
-            for work in self.works:
-                work.wait()
+        self.line.wait(self.place, self.works)
         self.finish()
 
 

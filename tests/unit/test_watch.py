@@ -61,7 +61,7 @@ def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
     told = reports(a=WAITING, b=Report(1, 3, OWN, 1.0))
     assert "cannot be done: rank 2 is gone." in str(judge(OWN, told, lost="closed"))
     late = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2))
-    assert "cannot be done: ranks [2] did not come to it in time." in str(judge(OWN, late, lost="timed out"))
+    assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, late, lost="timed out"))
     assert judge(OWN, late) is None
 
 
