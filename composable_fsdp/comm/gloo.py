@@ -126,7 +126,8 @@ class Line:
     def _explained(self, place: Place, error: RuntimeError, seconds: float) -> FSDPError:
         watch, found = self._watch, None
         if watch is not None:
-            found = watch.find(place, f"After {seconds:.1f} s gloo says: {error}")
+            timed_out = seconds >= self._timeout.total_seconds()
+            found = watch.find(place, f"After {seconds:.1f} s gloo says: {error}", timed_out=timed_out)
         if found is None:
             found = PeerError(
                 f"{place} failed after {seconds:.1f} s of waiting: a rank is gone, or did not answer within the "

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from composable_fsdp.comm import interrupt
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Place", "Report", "Watch", "judge", "watch_of_job"]
+__all__ = ["PATIENCE", "Place", "Report", "Watch", "judge", "order_text", "roll_text", "watch_of_job"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank asks where the others are."""
@@ -100,17 +100,18 @@ class Report:
             return f"rank {self.rank} {self.failure} ({steps})"
         if self.waiting is not None:
             return f"rank {self.rank} waits in {self.waiting}, for {self.seconds:.1f} s ({steps})"
-        last = f"since {self.last}" if self.last is not None else "with no operation done"
-        return f"rank {self.rank} is at work {last} ({steps})"
+        since = f" since {self.last}" if self.last is not None else ""
+        return f"rank {self.rank} is at work{since} ({steps})"
 
 
-def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "") -> FSDPError | None:
+def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_out: bool = False) -> FSDPError | None:
     """What keeps ``own`` from being done, as far as ``reports`` of the other ranks tell; ``None`` if they do not.
 
     Args:
         own: what this rank waits for.
         reports: by rank, of those that answered.
         lost: what the transport said, if it lost somebody. Then ranks that did not answer are taken for gone.
+        timed_out: whether it lost them only because nothing came in time.
     """
     for report in reports.values():
         if report.verdict:  # whoever found out first says it for all
@@ -118,23 +119,43 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "") -> FSDPE
     missing = [rank for rank in own.ranks if rank not in reports]
     failed = [report for report in reports.values() if report.failure]
     failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
-    told = "".join(f"\n  {report}" for _, report in sorted(reports.items()))
     if failed and not (failed[0].left and lost and missing):
-        return PeerError(f"{own} cannot be done: {failed[0]}.{told}")
+        others = {rank: report for rank, report in reports.items() if report is not failed[0]}
+        return PeerError(f"{own} cannot be done: {failed[0]}.{roll_text(others)}")
     for report in reports.values():
         other = report.waiting
         same = other is not None and other.ranks == own.ranks and other.number == own.number
         if other is not None and same and other.label != own.label:
             places = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
             return DivergenceError(order_text(places))
-    if missing and lost:
-        who = f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} gone"
-    elif lost:
-        late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
-        who = f"{_ranks(late)} did not come to it in time" if late else "a connection was lost"
-    else:
+    if not lost:
         return None
-    return PeerError(f"{own} cannot be done: {who}. Look for the first error in the output of each.{told}\n  {lost}")
+    late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
+    return PeerError(
+        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{roll_text(reports)}\n  {lost}"
+    )
+
+
+def roll_text(reports: Mapping[int, Report]) -> str:
+    """A line for each rank."""
+    return "".join(f"\n  {report}" for _, report in sorted(reports.items()))
+
+
+def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:
+    """Who is not there, and what to do. ``missing`` do not answer, ``late`` do and are elsewhere."""
+    if missing and timed_out:
+        return (
+            f"{_ranks(missing)} did not answer in time. The process is stopped or gone, or its host cannot be reached: "
+            "look there."
+        )
+    if missing:
+        are, whose = ("is", "its") if len(missing) == 1 else ("are", "their")
+        return f"{_ranks(missing)} {are} gone. Look for the first error in {whose} output."
+    if late:
+        return (
+            f"{_ranks(late)} did not come to it in time. If slow, not stuck, give the process group a longer timeout."
+        )
+    return "a connection was lost. Look for the first error in the output of each rank."
 
 
 def order_text(about: Mapping[int, str]) -> str:
@@ -210,10 +231,10 @@ class Watch:
         self.here.backward = None
         self.here.steps += 1
 
-    def find(self, place: Place, lost: str) -> FSDPError | None:
+    def find(self, place: Place, lost: str, *, timed_out: bool) -> FSDPError | None:
         """Why the wait for ``place`` has just failed, the transport having said ``lost``. The others are told."""
         if self.here.verdict is None:
-            self.give_up(self.look(place, lost=lost))
+            self.give_up(judge(place, self.call_roll(place.ranks), lost=lost, timed_out=timed_out))
         return self.here.verdict
 
     def give_up(self, verdict: FSDPError | None) -> None:
@@ -290,9 +311,9 @@ class Watch:
                     found[rank] = report
             time.sleep(0.02)
 
-    def look(self, place: Place, *, lost: str = "") -> FSDPError | None:
+    def look(self, place: Place) -> FSDPError | None:
         """Calls the roll and judges it, for a rank that waits for ``place``."""
-        return judge(place, self.call_roll(place.ranks), lost=lost)
+        return judge(place, self.call_roll(place.ranks))
 
     def failure_of(self, rank: int) -> str:
         """What ``rank`` said when it failed, if it did; it need not be there any more."""
