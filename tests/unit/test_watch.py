@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp.comm.agreement import Agreement, OrderCheck, order_check_from
-from composable_fsdp.comm.watch import Place, Report, judge
+from composable_fsdp.comm.watch import Place, Report, Watch, judge
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
+from composable_fsdp.testing import PartitionableStore
 
 OWN = Place((0, 1, 2), 7, "all-gather of layers.2 in forward")
 OTHER = Place((0, 1, 2), 7, "all-gather of layers.3 in forward")
@@ -71,6 +74,24 @@ def test_all_ranks_say_what_the_first_one_found_out() -> None:
     assert type(error) is DivergenceError
     assert str(error) == "Forward order differs"
     assert type(judge(OWN, reports(b=Report(1, verdict="rank 2 is gone")))) is PeerError
+
+
+@pytest.mark.behaviour("H-03")
+def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
+    store = PartitionableStore(dist.HashStore())
+    watches = [Watch(dist.PrefixStore("watch", store), rank, 2) for rank in range(2)]
+    try:
+        assert set(watches[0].call_roll([0, 1])) == {0, 1}
+        begin = time.monotonic()
+        with store.cut_off():
+            assert set(watches[0].call_roll([0, 1])) == {0}
+            with pytest.raises(PeerError, match=r"all must come, but they cannot meet: the store of the job does not"):
+                watches[0].meet([0, 1], "here", 1.0, "all must come")
+        assert time.monotonic() - begin < 10
+        assert set(watches[0].call_roll([0, 1], 10.0)) == {0, 1}
+    finally:
+        for watch in watches:
+            watch.stop()
 
 
 # -- agreement
