@@ -165,7 +165,8 @@ def order_text(about: Mapping[int, str]) -> str:
     return (
         f"{kind} differs across ranks. About to be done:{lines}\nAll ranks must run the same modules in the same "
         "order. Usual reasons: a branch that depends on data, batches that one rank has and another has not, or "
-        "modules that are wrapped differently."
+        "modules that are wrapped differently. Where ranks are meant to skip modules, call "
+        "set_reduce_scatter_unused_params(True) on the root."
     )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.comm.agreement import Agreement, OrderCheck, order_check_from
+from composable_fsdp.comm.agreement import CONTEXT, Agreement, OrderCheck, order_check_from
 from composable_fsdp.comm.watch import Place, Report, Watch, judge
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.testing import PartitionableStore
@@ -127,19 +127,20 @@ def test_either_all_ranks_ask_or_none(operations: list[str]) -> None:
     assert {ranks.begin(operation) for operation in operations} <= {0, 3}
 
 
-@given(st.permutations("abcdef"))
+@given(st.permutations("abcdefghijk"), st.integers(1, CONTEXT - 1))
 @pytest.mark.behaviour("G-04")
-def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str]) -> None:
+def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str], times: int) -> None:
     ranks = Ranks(2, OrderCheck.FIRST)
-    for operation in [*operations, operations[0]]:
+    operations = [operations[0]] * times + operations[1:]  # as a group whose gradients need several messages
+    for operation in [*operations, *operations[:CONTEXT]]:
         assert ranks.begin(operation) == 2
-    assert sum(map(ranks.begin, [*operations[1:], *operations])) == 0
+    assert sum(map(ranks.begin, [*operations[CONTEXT:], *operations])) == 0
 
 
 @pytest.mark.behaviour("G-01")
 def test_a_rank_that_does_something_new_asks_and_is_told() -> None:
     ranks = Ranks(1, OrderCheck.FIRST)
-    for operation in "abab":
+    for operation in "ab" * CONTEXT:
         ranks.begin(operation)
     ranks.exchanged = [1, 2]
     ranks.begin("a")  # as before: nobody is asked
