@@ -253,8 +253,6 @@ class Engine:
     def _time_out(self) -> None:
         told = roll_text(self._watch.call_roll(self._peers.ranks)) if self._watch is not None else ""
         error = self._peers.silent(self._silent(), self._timeout, self._running[0], told)
-        if self._watch is not None:
-            self._watch.give_up(error)
         self._give_up(str(error))
         raise error
 
