@@ -77,6 +77,8 @@ BENCHMARKS = [
             Benchmark(f"step-time-{ranks}-local", "step_time.py --local-optimizer", ranks, 30),
             Benchmark(f"step-time-{ranks}-bf16", "step_time.py --bf16", ranks, 30),
             Benchmark(f"step-time-{ranks}-sockets", "step_time.py", ranks, 30, SOCKETS),
+            Benchmark(f"order-check-{ranks}", "order_check.py", ranks),
+            Benchmark(f"order-check-{ranks}-sockets", "order_check.py", ranks, environment=SOCKETS),
             Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),
             Benchmark(f"gloo-transfers-{ranks}", "gloo_transfers.py", ranks),
             Benchmark(f"collectives-{ranks}", "collectives.py", ranks),

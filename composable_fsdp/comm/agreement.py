@@ -2,7 +2,7 @@
 
 A collective that ranks enter with other sizes kills the process in gloo, and one with other tensors of the same size
 mixes them. To compare before each would cost as much as the collective. So ranks remember which operation they agreed
-to do after which: what follows as it did before is done without asking, anything else is compared first.
+to do after which few: what follows as it did before is done without asking, anything else is compared first.
 
 Invariant: all ranks have agreed on the same operations in the same order, so they remember the same successors. If one
 goes on without asking, every other one that goes on without asking does the same; a rank that does something else asks,
@@ -12,6 +12,7 @@ is not answered, and neither gets further. Who waits finds out by calling the ro
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from zlib import crc32
@@ -19,9 +20,16 @@ from zlib import crc32
 from composable_fsdp.comm.watch import order_text
 from composable_fsdp.errors import ConfigurationError, DivergenceError
 
-__all__ = ["LEVEL_VARIABLE", "Agreement", "OrderCheck", "order_check_from"]
+__all__ = ["CONTEXT", "LEVEL_VARIABLE", "Agreement", "OrderCheck", "order_check_from"]
 
 LEVEL_VARIABLE = "COMPOSABLE_FSDP_ORDER_CHECK"
+
+CONTEXT = 8
+"""Operations that tell what is next. The last one alone does not: gradients of a group are reduced in several messages
+that are called the same, and what comes after the last of them is something else.
+"""
+_MOST_REMEMBERED = 1 << 14
+"""Contexts; a program whose order is always new would otherwise remember more and more."""
 
 
 class OrderCheck(Enum):
@@ -65,8 +73,8 @@ class Agreement:
         level: OrderCheck,
     ) -> None:
         self._exchange, self._tell, self.level = exchange, tell, level
-        self._successors: dict[str, str] = {}
-        self._before = ""
+        self._successors: dict[tuple[str, ...], str] = {}
+        self._before: deque[str] = deque(maxlen=CONTEXT)
         self.number = 0
         """Operations begun so far."""
 
@@ -77,10 +85,13 @@ class Agreement:
             DivergenceError: another rank is about to do something else.
         """
         self.number += 1
-        known = self.level is OrderCheck.OFF or self._successors.get(self._before) == operation
+        before = tuple(self._before)
+        known = self.level is OrderCheck.OFF or self._successors.get(before) == operation
         if not known or self.level is OrderCheck.ALWAYS:
             own = crc32(operation.encode())
             if any(other != own for other in self._exchange(own)):
                 raise DivergenceError(order_text(self._tell(operation)))
-            self._successors[self._before] = operation
-        self._before = operation
+            if len(self._successors) >= _MOST_REMEMBERED:
+                self._successors.clear()
+            self._successors[before] = operation
+        self._before.append(operation)

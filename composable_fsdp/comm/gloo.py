@@ -4,18 +4,20 @@ Gloo's own all-gather copies what it moves in and out, and its reduce-scatter ad
 order that depends on the rank. Here large parts go point to point, from where they lie to their place. Sums are made
 where the parts arrive: in fp32, in the order of ranks, so that they are the same on every rank and from run to run.
 
-Everything goes over a process group of our own, a *line*, so that a wait that has become hopeless can be ended by
-closing its connections, which gloo offers no other way to do, without touching those of the user.
+Everything goes over connections of our own, a *line*, so that a wait that has become hopeless can be ended by
+closing them, which gloo offers no other way to do, without touching those of the user.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,7 +43,14 @@ _DATA, _NUMBER, _TEXT, _CLOSE = 0x46534450, 0x46534451, 0x46534452, 0x46534453
 
 _TEXT_BYTES = 4096
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Backend = Any
+"""``dist.ProcessGroupGloo``, of whose methods the type checker knows little.
+
+It is not registered with torch, which would keep it, or give its name, with the old addresses, to the next one.
+"""
+
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+"""Of the lines over a process group, since what one has in the store stays there."""
 
 
 def _nothing() -> None:
@@ -59,6 +68,7 @@ class Line:
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch | None, level: OrderCheck) -> None:
         ranks = dist.get_process_group_ranks(group)
+        self._name, self._numbers = group.group_name, _numbers.setdefault(group, count())
         self.ranks = tuple(ranks)
         self.rank, self.size = dist.get_rank(group), len(ranks)
         options = cast(Any, group._get_backend(torch.device("cpu"))).options
@@ -68,18 +78,14 @@ class Line:
         self._open()
 
     def _open(self) -> None:
-        self.group: dist.ProcessGroup = dist.new_group(
-            self.ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=True
-        )
+        prefix = f"composable_fsdp/line/{self._name}/{next(self._numbers)}"
+        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self.backend: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         self._agreement = Agreement(self._compare, self._tell, self._level)
         self._broken = ""
 
     def reopen(self) -> None:
-        """Begins anew with other connections. All ranks must do so together.
-
-        The process group before stays, without connections: torch would give its name to the next one, which would
-        then find the old addresses in the store.
-        """
+        """Begins anew with other connections. All ranks must do so together."""
         self._close()
         self._connection += 1
         self._open()
@@ -117,14 +123,19 @@ class Line:
     def _position_of(self, place: Place) -> trace.Position:
         return trace.Position(self._name, self.ranks, self._connection, place.number)
 
-    @contextmanager
-    def waiting(self, place: Place) -> Iterator[None]:
-        """Around what waits in gloo: turns its errors into ours, and ends it when it has become hopeless."""
+    def wait(self, place: Place, works: Sequence[Work]) -> None:
+        """Waits in gloo: turns its errors into ours, and is ended when it has become hopeless.
+
+        Raises:
+            PeerError: a rank failed, is gone, or did not come within the timeout of the process group.
+            DivergenceError: a rank is about to do something else.
+        """
         begin = time.monotonic()
         if self._watch is not None:
-            self._watch.begin_wait(place, self._close)
+            self._watch.begin_wait(place, self._give_up)
         try:
-            yield
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise self._explained(place, error, time.monotonic() - begin) from error
         finally:
@@ -134,23 +145,27 @@ class Line:
     def _explained(self, place: Place, error: RuntimeError, seconds: float) -> FSDPError:
         watch, found = self._watch, None
         if watch is not None:
-            found = watch.find(place, f"After {seconds:.1f} s gloo says: {error}")
+            timed_out = seconds >= self._timeout.total_seconds()
+            found = watch.find(place, f"After {seconds:.1f} s gloo says: {error}", timed_out=timed_out)
         if found is None:
             found = PeerError(
                 f"{place} failed after {seconds:.1f} s of waiting: a rank is gone, or did not answer within the "
                 f"timeout of the process group. Look at the output of each for the first error. Gloo says: {error}"
             )
-        self._broken = self._broken or str(found).split("\n", 1)[0]
-        self._close()
+        self._give_up(str(found).split("\n", 1)[0])
         trace.tell_fault(found, str(place), self._position_of(place))
         return found
 
-    def _close(self) -> None:
+    def _give_up(self, reason: str) -> None:
         """Ends all waits on this line, for ever: gloo closes a connection on which a wait has timed out."""
+        self._broken = self._broken or reason
+        self._close()
+
+    def _close(self) -> None:
         for peer in range(self.size):
             if peer != self.rank:
                 with suppress(RuntimeError):
-                    self.group.recv([torch.empty(1)], peer, _CLOSE).wait(timedelta(milliseconds=1))
+                    self.backend.recv([torch.empty(1)], peer, _CLOSE).wait(timedelta(milliseconds=1))
 
     def _compare(self, own: int) -> list[int]:
         sent = torch.tensor([own])
@@ -169,9 +184,8 @@ class Line:
         return dict(zip(self.ranks, texts, strict=True))
 
     def _swap(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
-        with self.waiting(Place(self.ranks, self._agreement.number, self._label)):
-            for work in exchange(self.group, self.rank, [sent] * self.size, received, tag):
-                work.wait()
+        works = exchange(self.backend, self.rank, [sent] * self.size, received, tag)
+        self.wait(Place(self.ranks, self._agreement.number, self._label), works)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +203,7 @@ class Arrival:
             PeerError: a rank failed, is gone, or did not come within the timeout of the process group.
             DivergenceError: a rank is about to do something else.
         """
-        with self.line.waiting(self.place):
-            for work in self.works:
-                work.wait()
+        self.line.wait(self.place, self.works)
         self.finish()
 
 
@@ -234,15 +246,15 @@ class GlooCommunicator:
 
     def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
         place = self._line.begin(label, transfers)
-        group, rank = self._line.group, self.rank
+        backend, rank = self._line.backend, self.rank
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for output, shard in transfers:
             if shard.nbytes < _DIRECT_PART_BYTES:
-                works.append(_all_gather(output, shard, group=group, async_op=True))
+                works.append(backend._allgather_base(output, shard))
                 continue
             places = output.view(-1, shard.numel()).unbind(0)
-            works += exchange(group, rank, [shard] * len(places), places, _DATA)
+            works += exchange(backend, rank, [shard] * len(places), places, _DATA)
             own.append((places[rank], shard))
 
         def finish() -> None:
@@ -255,7 +267,7 @@ class GlooCommunicator:
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
         _check_sum(op)
         place = self._line.begin(label, transfers)
-        group, rank, size = self._line.group, self.rank, self.size
+        backend, rank, size = self._line.backend, self.rank, self.size
         works: list[Work] = []
         sums: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
         small = [transfer for transfer in transfers if transfer.input.nbytes < self.direct_bytes]
@@ -264,7 +276,7 @@ class GlooCommunicator:
             rows = [full.view(size, -1) for _, full in alike]
             sent = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
             received = torch.empty_like(sent)
-            works.append(_all_to_all(group, received.view(-1), sent.view(-1)))
+            works.append(_all_to_all(backend, received.view(-1), sent.view(-1)))
             columns = torch.split_with_sizes(received, [row.size(1) for row in rows], dim=1)
             sums += [(output, column.unbind(0)) for (output, _), column in zip(alike, columns, strict=True)]
         for output, full in transfers:
@@ -273,7 +285,7 @@ class GlooCommunicator:
             parts = list(full.view(size, -1).unbind(0))
             summands = list(full.new_empty(size - 1, output.numel()).unbind(0))
             summands.insert(rank, parts[rank])
-            works += exchange(group, rank, parts, summands, _DATA)
+            works += exchange(backend, rank, parts, summands, _DATA)
             sums.append((output, summands))
 
         def finish() -> None:
@@ -284,13 +296,13 @@ class GlooCommunicator:
 
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
         place = self._line.begin(label, transfers)
-        works = [_all_to_all(self._line.group, output, full) for output, full in transfers]
+        works = [_all_to_all(self._line.backend, output, full) for output, full in transfers]
         return Arrival(self._line, place, works)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
         _check_sum(op)
         place = self._line.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
-        works = [dist.all_reduce(tensor, group=self._line.group, async_op=True) for tensor in tensors]
+        works = [self._line.backend.allreduce([tensor]) for tensor in tensors]
         return Arrival(self._line, place, cast(list[Work], works))
 
 
@@ -299,19 +311,19 @@ def _check_sum(op: ReduceOp) -> None:
         raise UnsupportedError("a communicator over gloo does not average: ask its `averages`, or sum and divide.")
 
 
-def _all_to_all(group: dist.ProcessGroup, received: torch.Tensor, sent: torch.Tensor) -> Work:
-    work: Work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+def _all_to_all(backend: Backend, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    work: Work = backend.alltoall_base(received, sent, [], [])
     return work
 
 
 def exchange(
-    group: dist.ProcessGroup, rank: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
+    backend: Backend, rank: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int
 ) -> list[Work]:
     """Each rank's part, straight from where it lies to its place; peers in turn, so that none is everyone's first."""
     size = len(sent)
     works: list[Work] = []
     for distance in range(1, size):
         source, target = (rank - distance) % size, (rank + distance) % size
-        works.append(group.recv([received[source]], source, tag))
-        works.append(group.send([sent[target]], target, tag))
+        works.append(backend.recv([received[source]], source, tag))
+        works.append(backend.send([sent[target]], target, tag))
     return works

@@ -19,19 +19,33 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from composable_fsdp import trace
+from composable_fsdp.comm import interrupt
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Place", "Report", "Watch", "is_in_backward", "judge", "known_watch", "watch_of_job"]
+__all__ = [
+    "PATIENCE",
+    "Place",
+    "Report",
+    "Watch",
+    "is_in_backward",
+    "judge",
+    "known_watch",
+    "order_text",
+    "roll_text",
+    "watch_of_job",
+]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank asks where the others are."""
@@ -40,6 +54,10 @@ _RANKS_PER_PERIOD = 1000
 """Of a large job, the store hears each rank less often."""
 _ANSWER_SECONDS = 1.5
 """In which every rank whose threads run has answered."""
+_STORE_SECONDS = _ANSWER_SECONDS + 1.0
+"""For which the thread that trains waits for the one that asks the store, which may not answer any more."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +114,18 @@ class Report:
             return f"rank {self.rank} {self.failure} ({steps})"
         if self.waiting is not None:
             return f"rank {self.rank} waits in {self.waiting}, for {self.seconds:.1f} s ({steps})"
-        last = f"since {self.last}" if self.last is not None else "with no operation done"
-        return f"rank {self.rank} is at work {last} ({steps})"
+        since = f" since {self.last}" if self.last is not None else ""
+        return f"rank {self.rank} is at work{since} ({steps})"
 
 
-def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "") -> FSDPError | None:
+def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_out: bool = False) -> FSDPError | None:
     """What keeps ``own`` from being done, as far as ``reports`` of the other ranks tell; ``None`` if they do not.
 
     Args:
         own: what this rank waits for.
         reports: by rank, of those that answered.
         lost: what the transport said, if it lost somebody. Then ranks that did not answer are taken for gone.
+        timed_out: whether it lost them only because nothing came in time.
     """
     for report in reports.values():
         if report.verdict:  # whoever found out first says it for all
@@ -114,23 +133,43 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "") -> FSDPE
     missing = [rank for rank in own.ranks if rank not in reports]
     failed = [report for report in reports.values() if report.failure]
     failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
-    told = "".join(f"\n  {report}" for _, report in sorted(reports.items()))
     if failed and not (failed[0].left and lost and missing):
-        return PeerError(f"{own} cannot be done: {failed[0]}.{told}")
+        others = {rank: report for rank, report in reports.items() if report is not failed[0]}
+        return PeerError(f"{own} cannot be done: {failed[0]}.{roll_text(others)}")
     for report in reports.values():
         other = report.waiting
         same = other is not None and other.ranks == own.ranks and other.number == own.number
         if other is not None and same and other.label != own.label:
             places = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
             return DivergenceError(order_text(places))
-    if missing and lost:
-        who = f"rank {missing[0]} is gone" if len(missing) == 1 else f"ranks {missing} are gone"
-    elif lost:
-        late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
-        who = f"ranks {late} did not come to it in time" if late else "a connection was lost"
-    else:
+    if not lost:
         return None
-    return PeerError(f"{own} cannot be done: {who}. Look for the first error in the output of each.{told}\n  {lost}")
+    late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
+    return PeerError(
+        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{roll_text(reports)}\n  {lost}"
+    )
+
+
+def roll_text(reports: Mapping[int, Report]) -> str:
+    """A line for each rank."""
+    return "".join(f"\n  {report}" for _, report in sorted(reports.items()))
+
+
+def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:
+    """Who is not there, and what to do. ``missing`` do not answer, ``late`` do and are elsewhere."""
+    if missing and timed_out:
+        return (
+            f"{_ranks(missing)} did not answer in time. The process is stopped or gone, or its host cannot be reached: "
+            "look there."
+        )
+    if missing:
+        are, whose = ("is", "its") if len(missing) == 1 else ("are", "their")
+        return f"{_ranks(missing)} {are} gone. Look for the first error in {whose} output."
+    if late:
+        return (
+            f"{_ranks(late)} did not come to it in time. If slow, not stuck, give the process group a longer timeout."
+        )
+    return "a connection was lost. Look for the first error in the output of each rank."
 
 
 def order_text(about: Mapping[int, str]) -> str:
@@ -140,7 +179,8 @@ def order_text(about: Mapping[int, str]) -> str:
     return (
         f"{kind} differs across ranks. About to be done:{lines}\nAll ranks must run the same modules in the same "
         "order. Usual reasons: a branch that depends on data, batches that one rank has and another has not, or "
-        "modules that are wrapped differently."
+        "modules that are wrapped differently. Where ranks are meant to skip modules, call "
+        "set_reduce_scatter_unused_params(True) on the root."
     )
 
 
@@ -156,15 +196,17 @@ class _Here:
     left: bool = False
     verdict: FSDPError | None = None
     backward: tuple[int, str] | None = None
-    """The number and the root of the backward that is under way."""
-    interrupt: Callable[[], None] | None = field(default=None)
+    """The number of the backward that is under way, and how far it is."""
+    interrupt: Callable[[str], None] | None = None
 
 
 class Watch:
     """This rank's part in the roll call. Final.
 
+    Only a thread of its own uses the store: a call of it may take for ever, once the host that has it is gone.
+
     Args:
-        store: of the whole job. Used by one thread at a time.
+        store: of the whole job.
         rank: in the whole job.
         size: ranks in the job.
     """
@@ -172,9 +214,9 @@ class Watch:
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
         self.here = _Here()
-        self._store, self._size = store, size
+        self._store = store
         self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
-        self._lock = threading.Lock()
+        self._requests: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._answered = 0
         self._meetings: dict[tuple[int, ...], int] = {}
         self._left_backward: tuple[int, str] | None = None
@@ -185,26 +227,31 @@ class Watch:
 
     # -- what the training thread notes
 
-    def begin_wait(self, place: Place, interrupt: Callable[[], None] | None = None, seconds: float = 0.0) -> None:
-        """This rank waits for ``place``, ``seconds`` already. ``interrupt``, from the other thread, ends that."""
+    def begin_wait(self, place: Place, end: Callable[[str], None] | None = None, seconds: float = 0.0) -> None:
+        """This rank waits for ``place``, ``seconds`` already. ``end``, on the other thread, ends that for a reason."""
         here = self.here
-        here.since, here.interrupt, here.waiting = time.monotonic() - seconds, interrupt, place
+        here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, place
+        if end is not None:
+            interrupt.listen()
 
     def end_wait(self) -> None:
         here = self.here
+        if here.interrupt is not None:
+            interrupt.stop_listening()
         here.last, here.waiting, here.interrupt = here.waiting, None, None
 
-    def begin_backward(self, root: str) -> None:
-        self.here.backward = (self.here.steps, root)
+    def reach_in_backward(self, unit: str) -> None:
+        """A backward has come to ``unit``."""
+        self.here.backward = (self.here.steps, unit)
 
     def end_backward(self) -> None:
         self.here.backward = None
         self.here.steps += 1
 
-    def find(self, place: Place, lost: str) -> FSDPError | None:
+    def find(self, place: Place, lost: str, *, timed_out: bool) -> FSDPError | None:
         """Why the wait for ``place`` has just failed, the transport having said ``lost``. The others are told."""
         if self.here.verdict is None:
-            self.give_up(self.look(place, lost=lost))
+            self.give_up(judge(place, self.call_roll(place.ranks), lost=lost, timed_out=timed_out))
         return self.here.verdict
 
     def give_up(self, verdict: FSDPError | None) -> None:
@@ -240,25 +287,19 @@ class Watch:
         """
         number = self._meetings[tuple(ranks)] = self._meetings.get(tuple(ranks), 0) + 1
         keys = {rank: f"meeting/{min(ranks)}-{max(ranks)}-{len(ranks)}/{number}/{rank}" for rank in ranks}
-        self._put(keys[self.rank], own)
-        end = time.monotonic() + seconds
-        while missing := [rank for rank, key in keys.items() if not self._has(key)]:
-            if time.monotonic() > end:
-                raise PeerError(f"{occasion}, and in {seconds:g} s ranks {missing} have not.")
-            time.sleep(0.02)
-        return [self._get(key) for key in keys.values()]
-
-    def _get(self, key: str) -> str:
-        with self._lock:
-            return str(self._store.get(key).decode())
-
-    def _put(self, key: str, value: str) -> None:
-        with self._lock:
-            self._store.set(key, value)
-
-    def _has(self, key: str) -> bool:
-        with self._lock:
-            return bool(self._store.check([key]))
+        store = self._store
+        try:
+            self._ask(lambda: store.set(keys[self.rank], own))
+            end = time.monotonic() + seconds
+            while missing := self._ask(lambda: [rank for rank, key in keys.items() if not store.check([key])]):
+                if time.monotonic() > end:
+                    raise PeerError(f"{occasion}, and in {seconds:g} s {_ranks(missing)} did not.")
+                time.sleep(0.02)
+            return self._ask(lambda: [store.get(key).decode() for key in keys.values()])
+        except RuntimeError as error:
+            if isinstance(error, FSDPError):
+                raise
+            raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
 
     # -- the roll
 
@@ -271,72 +312,114 @@ class Watch:
 
     def call_roll(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Report]:
         """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come."""
-        wanted = [rank for rank in ranks if rank != self.rank]
         found = {self.rank: self.report()}
+        wanted = [rank for rank in ranks if rank != self.rank]
         with suppress(RuntimeError):  # the store is gone with the rank that has it
-            number = self._add("call", 1)
-            end = time.monotonic() + seconds
-            while len(found) <= len(wanted) and time.monotonic() < end:
-                self._answer()  # others may be calling too, and the thread that answers may be this one
-                for rank in wanted:
-                    if rank not in found and (report := self._fresh(rank, number)) is not None:
-                        found[rank] = report
-                time.sleep(0.02)
-        return found
+            self._ask(lambda: self._hear(wanted, found, seconds))
+        return dict(found)
 
-    def look(self, place: Place, *, lost: str = "") -> FSDPError | None:
+    def _hear(self, wanted: Sequence[int], found: dict[int, Report], seconds: float) -> None:
+        number = int(self._store.add("call", 1))
+        end = time.monotonic() + seconds
+        while len(found) <= len(wanted) and time.monotonic() < end:
+            self._answer()  # others may be calling too
+            for rank in wanted:
+                if rank not in found and (report := self._fresh(rank, number)) is not None:
+                    found[rank] = report
+            time.sleep(0.02)
+
+    def look(self, place: Place) -> FSDPError | None:
         """Calls the roll and judges it, for a rank that waits for ``place``."""
-        return judge(place, self.call_roll(place.ranks), lost=lost)
+        return judge(place, self.call_roll(place.ranks))
 
     def failure_of(self, rank: int) -> str:
         """What ``rank`` said when it failed, if it did; it need not be there any more."""
         with suppress(RuntimeError):
-            report = self._fresh(rank, 0)
+            report = self._ask(lambda: self._fresh(rank, 0))
             return str(report) if report is not None and report.failure else ""
         return ""
 
     def _fresh(self, rank: int, number: int) -> Report | None:
         key = f"report/{rank}"
-        with self._lock:
-            if not self._store.check([key]):
-                return None
-            answered, text = self._store.get(key).decode().split("\n", 1)
+        if not self._store.check([key]):
+            return None
+        answered, text = self._store.get(key).decode().split("\n", 1)
         report = Report.decoded(text)
         return report if int(answered) >= number or report.failure or report.verdict else None
 
-    def _tell(self) -> None:
-        text = f"{self._answered}\n{self.report().encoded()}"
-        with suppress(RuntimeError), self._lock:  # nobody can be told any more
-            self._store.set(f"report/{self.rank}", text)
+    def _tell(self) -> Future[None]:
+        report = self.report()
+        return self._request(lambda: self._write(report))
 
-    def _add(self, key: str, amount: int) -> int:
-        with self._lock:
-            return int(self._store.add(key, amount))
+    def _write(self, report: Report) -> None:
+        self._store.set(f"report/{self.rank}", f"{self._answered}\n{report.encoded()}")
+
+    def _request(self, call: Callable[[], T]) -> Future[T]:
+        """``call``, which uses the store, in the thread that may."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except RuntimeError as error:
+                    future.set_exception(error)
+                    raise
+
+        if threading.current_thread() is self._thread:
+            run()
+        else:
+            self._requests.put(run)
+        return future
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """What ``call`` gives.
+
+        Raises:
+            RuntimeError: the store is gone, or does not answer.
+        """
+        future = self._request(call)
+        end = time.monotonic() + _STORE_SECONDS
+        while not future.done() and self._thread.is_alive() and time.monotonic() < end:
+            with suppress(TimeoutError):
+                return future.result(0.1)
+        if not future.done():
+            future.cancel()
+            raise dist.DistNetworkError("the store of the job does not answer.")
+        return future.result()
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone, so there is nobody to tell
-            while not self._stop.wait(self._period):
-                self._answer()
-                self._look_out()
-                if trace.fault_listeners:
-                    self._look_back()
+            due = 0.0
+            while not self._stop.is_set():
+                with suppress(Empty):
+                    self._requests.get(timeout=max(0.0, due - time.monotonic()))()
+                if time.monotonic() >= due:
+                    self._look_out()
+                    self._answer()
+                    if trace.fault_listeners:
+                        self._look_back()
+                    due = time.monotonic() + self._period
 
     def _answer(self) -> None:
-        called = self._add("call", 0)
+        called = int(self._store.add("call", 0))
         if called > self._answered:
             self._answered = called
-            self._tell()
+            self._write(self.report())
 
     def _look_out(self) -> None:
         """Interrupts a wait that will not end."""
         here = self.here
-        place, interrupt = here.waiting, here.interrupt
-        if place is None or interrupt is None or time.monotonic() - here.since < PATIENCE:
+        place, end = here.waiting, here.interrupt
+        if place is None or end is None:
             return
-        error = self.look(place)
-        if error is not None and here.waiting is place:
-            self.give_up(error)
-            interrupt()
+        if interrupt.has_come():
+            end(f"rank {self.rank} was interrupted")
+        elif time.monotonic() - here.since >= PATIENCE:
+            error = self.look(place)
+            if error is not None and here.waiting is place:
+                self.give_up(error)
+                end(_first_line(error))
 
     def _look_back(self) -> None:
         """Tells of a backward that was left by an exception."""
@@ -348,13 +431,28 @@ class Watch:
     def leave(self) -> None:
         """The program has come to its end."""
         if not self.here.failure:
-            self.here.failure, self.here.left = "has come to the end of its program", True
+            self.here.failure, self.here.left = _ending(self.here.backward), True
+        told = self._tell()
+        with suppress(RuntimeError, TimeoutError):
+            told.result(_STORE_SECONDS if self._thread.is_alive() else 0.0)
         self.stop()
-        self._tell()
 
     def stop(self) -> None:
         """Answers no more."""
         self._stop.set()
+
+
+def _ending(backward: tuple[int, str] | None) -> str:
+    """How the program ends: the interpreter keeps the exception that ended it."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return "has come to the end of its program"
+    where = f" in the backward of {backward[1]}" if backward is not None else ""
+    return f"raised {type(error).__name__}: {_first_line(error)}{where}, which ended its program"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _left_backward(backward: tuple[int, str] | None) -> str:

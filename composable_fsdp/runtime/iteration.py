@@ -176,6 +176,8 @@ class Iteration:
         if call.entered == self._backwards:
             return
         unit = call.unit
+        if self._watch is not None and unit is not self.root:
+            self._watch.reach_in_backward(unit.name)
         call.entered = self._backwards
         call.open()
         if unit.change_check is not None and call.round.seen is not None:
@@ -393,7 +395,7 @@ class Iteration:
         self._backwards += 1
         self._graph_task = torch._C._current_graph_task_id()
         if self._watch is not None:
-            self._watch.begin_backward(self.root.name)
+            self._watch.reach_in_backward(self.root.name)
         chosen = (unit.reductions_in_flight for unit in self.units.values())
         usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
         self._reductions_limit = max(filter(None, chosen), default=usual)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -89,12 +89,15 @@ class RankPool:
             self._ready = self._collect(_START_TIMEOUT)
         return self._ready
 
-    def run(self, job: bytes, timeout: float) -> list[Outcome]:
-        """What became of a pickled ``Job`` on every rank, after ``timeout`` seconds and some for stacks at most."""
+    def run(self, job: bytes, timeout: float, lost: Collection[int] = ()) -> list[Outcome]:
+        """What became of a pickled ``Job`` on every rank, after ``timeout`` seconds and some for stacks at most.
+
+        Ranks that are to be ``lost`` are not waited for, and how they end does not hurry the others.
+        """
         call = Call(tuple(sys.path), os.getcwd(), job)
         for worker in self._workers:
             worker.send(call)
-        return self._collect(timeout)
+        return self._collect(timeout, lost)
 
     def kill(self) -> None:
         """Ends all processes and those that they started, and waits until they are gone."""
@@ -103,15 +106,16 @@ class RankPool:
         for worker in self._workers:
             worker.close()
 
-    def _collect(self, timeout: float) -> list[Outcome]:
+    def _collect(self, timeout: float, lost: Collection[int] = ()) -> list[Outcome]:
         begin = time.monotonic()
         deadline = begin + timeout
         outcomes: dict[_Worker, Outcome] = {}
-        while len(outcomes) < self.size and time.monotonic() < deadline:
+        kept = [worker for rank, worker in enumerate(self._workers) if rank not in lost]
+        while not outcomes.keys() >= set(kept) and time.monotonic() < deadline:
             waiting = [worker for worker in self._workers if worker not in outcomes]
             for worker in _answered(waiting, deadline - time.monotonic()):
                 outcomes[worker] = outcome = worker.receive()
-                if isinstance(outcome, (Raised, Died)):
+                if worker in kept and isinstance(outcome, (Raised, Died)):
                     deadline = min(deadline, time.monotonic() + _GRACE)
         stuck = [worker for worker in self._workers if worker not in outcomes]
         seconds = time.monotonic() - begin

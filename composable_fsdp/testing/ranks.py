@@ -6,7 +6,7 @@ import atexit
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ def run_ranks(
     *args: object,
     timeout: float = 60.0,
     environment: Mapping[str, str] = MappingProxyType({}),
+    lost: Collection[int] = (),
     **kwargs: object,
 ) -> list[T]:
     """Runs ``function(*args, **kwargs)`` on ``world_size`` processes at once and returns the results in rank order.
@@ -58,10 +59,13 @@ def run_ranks(
         world_size: number of processes, at least 1.
         environment: variables that the processes have besides those of the caller when they start.
         timeout: seconds after which the function must have returned everywhere. Starting the processes does not count.
+        lost: ranks that the function kills, stops or lets raise, to see what becomes of the others: they have no
+            result. Once the others have theirs, all processes are killed.
 
     Raises:
-        RanksError: the function raised on some rank, or died there, or did not return in time. All processes of this
-            world size are then killed, since a failed collective leaves ranks out of step. The next call makes others.
+        RanksError: the function raised on some other rank, or died there, or did not return in time. All processes of
+            this world size are then killed, since a failed collective leaves ranks out of step. The next call makes
+            others.
         ConfigurationError: the function or its arguments cannot be sent to other processes.
     """
     __tracebackhide__ = True
@@ -69,9 +73,9 @@ def run_ranks(
         raise ConfigurationError(f"run_ranks needs at least one rank, not {world_size}.")
     job = _pickled(Job(function, args, kwargs, warning_filters()))
     with _lock:
-        outcomes = _on_pool((world_size, frozenset(environment.items())), job, timeout)
-    _raise_failures(function, outcomes)
-    return [pickle.loads(outcome.result) for outcome in outcomes if isinstance(outcome, Returned)]
+        outcomes = _on_pool((world_size, frozenset(environment.items())), job, timeout, lost)
+    _raise_failures(function, outcomes, lost)
+    return [pickle.loads(o.result) for rank, o in enumerate(outcomes) if isinstance(o, Returned) and rank not in lost]
 
 
 def shutdown() -> None:
@@ -89,15 +93,15 @@ _lock = threading.RLock()
 atexit.register(shutdown)
 
 
-def _on_pool(key: _Key, job: bytes, timeout: float) -> list[Outcome]:
+def _on_pool(key: _Key, job: bytes, timeout: float, lost: Collection[int]) -> list[Outcome]:
     """Runs the job, and keeps the pool only if every rank is fit for another."""
     pool = _take(key)
     reusable = False
     try:
         outcomes = pool.wait_until_ready()
         if all(isinstance(outcome, Ready) for outcome in outcomes):
-            outcomes = pool.run(job, timeout)
-            reusable = all(isinstance(outcome, Returned) and outcome.group_alive for outcome in outcomes)
+            outcomes = pool.run(job, timeout, lost)
+            reusable = not lost and all(isinstance(outcome, Returned) and outcome.group_alive for outcome in outcomes)
     finally:
         if reusable:
             _pools[key] = pool
@@ -136,10 +140,11 @@ def _name(function: Callable[..., object]) -> str:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
-def _raise_failures(function: Callable[..., object], outcomes: Sequence[Outcome]) -> None:
+def _raise_failures(function: Callable[..., object], outcomes: Sequence[Outcome], lost: Collection[int] = ()) -> None:
     __tracebackhide__ = True
     failures = {r: _describe(o) for r, o in enumerate(outcomes) if not isinstance(o, (Ready, Returned))}
-    if not failures:
+    was_run = not any(isinstance(outcome, Ready) for outcome in outcomes)
+    if was_run and failures.keys() <= set(lost):
         return
     culprits = [r for r, o in enumerate(outcomes) if isinstance(o, (Raised, Died))]
     what = "failed" if culprits else "did not return in time"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.comm.agreement import Agreement, OrderCheck, order_check_from
-from composable_fsdp.comm.watch import Place, Report, judge
+from composable_fsdp.comm.agreement import CONTEXT, Agreement, OrderCheck, order_check_from
+from composable_fsdp.comm.watch import Place, Report, Watch, judge
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
+from composable_fsdp.testing import PartitionableStore
 
 OWN = Place((0, 1, 2), 7, "all-gather of layers.2 in forward")
 OTHER = Place((0, 1, 2), 7, "all-gather of layers.3 in forward")
@@ -61,7 +64,7 @@ def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
     told = reports(a=WAITING, b=Report(1, 3, OWN, 1.0))
     assert "cannot be done: rank 2 is gone." in str(judge(OWN, told, lost="closed"))
     late = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2))
-    assert "cannot be done: ranks [2] did not come to it in time." in str(judge(OWN, late, lost="timed out"))
+    assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, late, lost="timed out"))
     assert judge(OWN, late) is None
 
 
@@ -71,6 +74,24 @@ def test_all_ranks_say_what_the_first_one_found_out() -> None:
     assert type(error) is DivergenceError
     assert str(error) == "Forward order differs"
     assert type(judge(OWN, reports(b=Report(1, verdict="rank 2 is gone")))) is PeerError
+
+
+@pytest.mark.behaviour("H-03")
+def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
+    store = PartitionableStore(dist.HashStore())
+    watches = [Watch(dist.PrefixStore("watch", store), rank, 2) for rank in range(2)]
+    try:
+        assert set(watches[0].call_roll([0, 1])) == {0, 1}
+        begin = time.monotonic()
+        with store.cut_off():
+            assert set(watches[0].call_roll([0, 1])) == {0}
+            with pytest.raises(PeerError, match=r"all must come, but they cannot meet: the store of the job does not"):
+                watches[0].meet([0, 1], "here", 1.0, "all must come")
+        assert time.monotonic() - begin < 10
+        assert set(watches[0].call_roll([0, 1], 10.0)) == {0, 1}
+    finally:
+        for watch in watches:
+            watch.stop()
 
 
 # -- agreement
@@ -106,19 +127,20 @@ def test_either_all_ranks_ask_or_none(operations: list[str]) -> None:
     assert {ranks.begin(operation) for operation in operations} <= {0, 3}
 
 
-@given(st.permutations("abcdef"))
+@given(st.permutations("abcdefghijk"), st.integers(1, CONTEXT - 1))
 @pytest.mark.behaviour("G-04")
-def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str]) -> None:
+def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str], times: int) -> None:
     ranks = Ranks(2, OrderCheck.FIRST)
-    for operation in [*operations, operations[0]]:
+    operations = [operations[0]] * times + operations[1:]  # as a group whose gradients need several messages
+    for operation in [*operations, *operations[:CONTEXT]]:
         assert ranks.begin(operation) == 2
-    assert sum(map(ranks.begin, [*operations[1:], *operations])) == 0
+    assert sum(map(ranks.begin, [*operations[CONTEXT:], *operations])) == 0
 
 
 @pytest.mark.behaviour("G-01")
 def test_a_rank_that_does_something_new_asks_and_is_told() -> None:
     ranks = Ranks(1, OrderCheck.FIRST)
-    for operation in "abab":
+    for operation in "ab" * CONTEXT:
         ranks.begin(operation)
     ranks.exchanged = [1, 2]
     ranks.begin("a")  # as before: nobody is asked

@@ -25,7 +25,7 @@ from composable_fsdp.comm.shared.faults import Peers
 from composable_fsdp.comm.shared.memory import Blocks, Segment
 from composable_fsdp.comm.shared.operation import Operation
 from composable_fsdp.comm.shared.wire import NO_BLOCK, Message, Wire
-from composable_fsdp.comm.watch import PATIENCE, Place, Watch
+from composable_fsdp.comm.watch import PATIENCE, Place, Watch, roll_text
 from composable_fsdp.errors import FSDPError
 
 __all__ = ["Engine", "Launched"]
@@ -49,7 +49,7 @@ class _Running:
     def __str__(self) -> str:
         operation = self.operation
         where = f", round {self.round + 1} of {operation.num_rounds}" if operation.num_rounds > 1 else ""
-        return f"{operation.label} {self.sequence} ({operation.nbytes} bytes{where})"
+        return f"{operation.label} (operation {self.sequence}, {operation.nbytes} bytes{where})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,8 @@ class Engine:
         operation = running.operation
         here, there = (operation.label, operation.nbytes), (message.label, message.nbytes)
         if (here, operation.shape) != (there, message.shape):
-            own, other = (f"{label} ({nbytes} bytes)" for label, nbytes in (here, there))
+            alike = here[0] == there[0]
+            own, other = (f"{label} ({nbytes} bytes)" if alike else label for label, nbytes in (here, there))
             divided = ", divided into other tensors" if here == there else ""
             raise self._peers.diverged(running.sequence, (self.rank, own), (rank, other + divided))
         if message.block == NO_BLOCK:
@@ -261,7 +262,8 @@ class Engine:
             raise self._peers.gone(first, ended[first] or told, running)
 
     def _time_out(self) -> None:
-        error = self._peers.silent(self._silent(), self._timeout, self._running[0])
+        told = roll_text(self._watch.call_roll(self._peers.ranks)) if self._watch is not None else ""
+        error = self._peers.silent(self._silent(), self._timeout, self._running[0], told)
         self._give_up(error)
         raise error
 

@@ -38,13 +38,12 @@ class Peers(NamedTuple):
             "the first error in its output."
         )
 
-    def silent(self, silent: Iterable[int], seconds: float, operation: object) -> PeerError:
-        """``silent`` did not answer in ``seconds``."""
+    def silent(self, silent: Iterable[int], seconds: float, operation: object, told: str) -> PeerError:
+        """``silent`` did not answer in ``seconds``. ``told`` is what ranks say of themselves."""
         return PeerError(
             f"{', '.join(map(self.name, silent))} did not answer in {seconds:g} s, the timeout of the process group, "
-            f"for which this rank waited in {operation} over {self}. See where the other is (`py-spy dump --pid ...`): "
-            "it is stuck, or did not launch the operation; or it is slow, and needs a process group with a longer "
-            "timeout."
+            f"for which this rank waited in {operation} over {self}. If stuck, see where (`py-spy dump --pid ...`); if "
+            f"slow, give the process group a longer timeout.{told}"
         )
 
     def stopped(self, reason: str) -> PeerError:

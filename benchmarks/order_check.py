@@ -1,0 +1,72 @@
+"""Time of a training step with what ranks do is compared never, where it is new (the default), and always.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/order_check.py
+
+All levels live in the same processes and take turns, step by step. Ratios are of neighbouring steps, to the one without
+checks. In shared memory ranks compare always, within the messages that they send anyway, so there the levels differ in
+nothing but whether this rank's order is compared with that of its first iteration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import CASES, Case
+from report import interleaved, parser, publish, ratios, spread
+from step_time import measured, over_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from trainers import Job, Step
+
+from composable_fsdp import fully_shard
+from composable_fsdp.comm.agreement import OrderCheck
+
+LEVELS = [level.value for level in OrderCheck]
+WARM_UP = 3
+MEASURES = ("cpu", "wall")
+
+
+def trainer(case: Case, level: str) -> Step:
+    """Over a process group of its own, since the level is that of all models over one."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model: Any = case.build()
+    for block in case.blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_order_check(level)
+    return Job(case, mesh, bf16=False, optimizer="sgd", local=False).step(model)
+
+
+def measure(case: Case, rounds: int) -> dict[str, Any]:
+    """A row: what the levels take, and what they are of the time without checks."""
+    batch = case.batch(torch.Generator().manual_seed(dist.get_rank()))
+    variants = {level: measured(trainer(case, level), batch) for level in LEVELS}
+    taken = over_ranks(interleaved(variants, rounds, warm_up=WARM_UP))
+    row: dict[str, Any] = {}
+    for measure in MEASURES:
+        off, *checked = (taken[measure][level] for level in LEVELS)
+        row[f"off {measure}"] = spread(off)
+        row |= {f"{level}/off {measure}": ratios(of, off) for level, of in zip(LEVELS[1:], checked, strict=True)}
+    return row
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--cases", default="gpt-256,gpt-32,experts", help=f"of {', '.join(CASES)}")
+    options.add_argument("--rounds", type=int, default=40)
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cases = ["experts"] if arguments.quick else arguments.cases.split(",")
+    rounds = 6 if arguments.quick else arguments.rounds
+    rows = [{"case": case, **measure(CASES[case], rounds)} for case in cases]
+    if dist.get_rank() == 0:
+        columns = ["case", "off wall", *(f"{level}/off {measure}" for level in LEVELS[1:] for measure in MEASURES)]
+        publish("order check", {"ranks": dist.get_world_size()}, columns, rows, arguments.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Faults on purpose: what a job does when an operation of one rank comes late, is left out, damaged, or is its last.
+
+A :class:`Fault` says what happens and when: at the n-th operation of a rank whose label contains a text. Labels are
+what errors call operations, such as ``"all-gather of layers.2 in forward"`` or ``"reduce-scatter of layers.2"``;
+:func:`inject_faults` gives those of a model.
+
+    with inject_faults(model, Fault(Kill(), label="all-gather of layers.2 in backward", rank=1)):
+        model(batch).sum().backward()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import nan
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.unit import find_unit
+
+__all__ = ["Corrupt", "Delay", "Drop", "Effect", "Fault", "FaultyCommunicator", "Kill", "Raise", "inject_faults"]
+
+
+class Effect(Protocol):
+    """What becomes of an operation."""
+
+    def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+        """In place of ``launch``, which begins the operation; ``outputs`` is where its result will be."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """The rank comes ``seconds`` late."""
+
+    seconds: float
+
+    def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+        time.sleep(self.seconds)
+        return launch()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The rank leaves the operation out and goes on; where its result would be, nothing changes."""
+
+    def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+        return _Done()
+
+
+@dataclass(frozen=True, slots=True)
+class Corrupt:
+    """The rank finds ``value`` in the first element of every result."""
+
+    value: float = nan
+
+    def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+        return _Corrupted(launch(), outputs, self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """The rank raises ``error``, and does not begin the operation."""
+
+    error: BaseException
+
+    def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The process gets ``signal``: ``SIGKILL`` ends it without a word, ``SIGSTOP`` stops it until ``SIGCONT``."""
+
+    signal: signal.Signals = signal.SIGKILL
+
+    def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+        os.kill(os.getpid(), self.signal)
+        return launch()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One effect on one operation.
+
+    Args:
+        effect: what happens: :class:`Delay`, :class:`Drop`, :class:`Corrupt`, :class:`Raise`, :class:`Kill`, or a
+            callable of yours.
+        label: of the operations that count, or a part of it.
+        number: of the operation among those, from 0.
+        rank: in the whole job, on which it happens; on every one by default.
+    """
+
+    effect: Effect
+    label: str = ""
+    number: int = 0
+    rank: int | None = None
+
+
+class FaultyCommunicator:
+    """``base``, with faults at some of its operations. Final.
+
+    It counts operations as long as it lives, so each fault happens once. Communicators that are made with the same
+    ``labels`` count together.
+
+    Args:
+        base: any communicator.
+        faults: those of other ranks are passed over.
+        labels: gets the label of every operation.
+    """
+
+    def __init__(self, base: Communicator, faults: Sequence[Fault], labels: list[str] | None = None) -> None:
+        self.base = base
+        own = dist.get_rank() if dist.is_initialized() else base.rank
+        self.faults = [fault for fault in faults if fault.rank in (None, own)]
+        self.labels: list[str] = [] if labels is None else labels
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether what goes over both may go in one launch."""
+        return isinstance(other, FaultyCommunicator) and self.base == other.base and self.labels is other.labels
+
+    def __hash__(self) -> int:
+        return hash(self.base)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return cast(GroupCommunicator, self.base).group
+
+    @property
+    def rank(self) -> int:
+        return self.base.rank
+
+    @property
+    def size(self) -> int:
+        return self.base.size
+
+    @property
+    def averages(self) -> bool:
+        return self.base.averages
+
+    @property
+    def widens(self) -> bool:
+        return self.base.widens
+
+    @property
+    def aliases(self) -> bool:
+        return self.base.aliases
+
+    @property
+    def direct_bytes(self) -> int:
+        return self.base.direct_bytes
+
+    @property
+    def whole_bytes(self) -> int:
+        return self.base.whole_bytes
+
+    @property
+    def partings(self) -> int:
+        return cast(AliasingCommunicator, self.base).partings
+
+    def with_pool(self, pooled: bool) -> FaultyCommunicator:
+        return FaultyCommunicator(cast(GroupCommunicator, self.base).with_pool(pooled), self.faults, self.labels)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.base.allocate(numel, dtype, device)
+
+    def share(self, nbytes: int) -> torch.Tensor:
+        return cast(AliasingCommunicator, self.base).share(nbytes)
+
+    def barrier(self, name: str) -> Work:
+        return self._launch(name, lambda: cast(AliasingCommunicator, self.base).barrier(name), [])
+
+    def part(self, name: str) -> Work:
+        return self._launch(name, lambda: cast(AliasingCommunicator, self.base).part(name), [])
+
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
+        return self._launch(label, lambda: self.base.all_gather(transfers, label), _outputs(transfers))
+
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
+        return self._launch(label, lambda: self.base.reduce_scatter(transfers, op, label), _outputs(transfers))
+
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
+        return self._launch(label, lambda: self.base.all_to_all(transfers, label), _outputs(transfers))
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
+        return self._launch(label, lambda: self.base.all_reduce(tensors, op, label), tensors)
+
+    def _launch(self, label: str, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+        for fault in self.faults:
+            if fault.label in label and fault.number == sum(fault.label in earlier for earlier in self.labels):
+                launch = _with_effect(fault.effect, launch, outputs)
+        self.labels.append(label)
+        return launch()
+
+
+@contextmanager
+def inject_faults(model: nn.Module, *faults: Fault) -> Iterator[list[str]]:
+    """Inside the block, operations of a model that ``fully_shard`` has sharded have ``faults``.
+
+    Gives the labels of the operations that have begun on this rank, those of all its communicators in one list.
+
+    Args:
+        model: the root. All ranks must agree on its operations as always, so call this on every rank, between steps.
+
+    Raises:
+        ConfigurationError: ``model`` is not sharded.
+    """
+    unit = find_unit(model)
+    if unit is None:
+        raise ConfigurationError(f"inject_faults: {type(model).__name__} is not sharded. Call fully_shard on it first.")
+    channels = [channel for each in iteration_of(unit).units.values() for channel in each.group.channels]
+    before = [(channel.axes, channel.gather, channel.scatter, channel.exchange) for channel in channels]
+    labels: list[str] = []
+
+    def faulty(communicator: Communicator) -> Communicator:
+        return FaultyCommunicator(communicator, faults, labels) if communicator.size > 1 else communicator
+
+    for channel in channels:
+        channel.axes = dataclasses.replace(channel.axes, replicate=faulty(channel.axes.replicate))
+        channel.gather, channel.scatter, channel.exchange = map(
+            faulty, (channel.gather, channel.scatter, channel.exchange)
+        )
+    try:
+        yield labels
+    finally:
+        for channel, original in zip(channels, before, strict=True):
+            channel.axes, channel.gather, channel.scatter, channel.exchange = original
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Corrupted:
+    work: Work
+    outputs: Sequence[torch.Tensor]
+    value: float
+
+    def wait(self) -> None:
+        self.work.wait()
+        for output in self.outputs:
+            output.data[:1] = self.value
+
+
+def _outputs(transfers: Sequence[Transfer]) -> list[torch.Tensor]:
+    return [transfer.output for transfer in transfers]
+
+
+def _with_effect(effect: Effect, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Callable[[], Work]:
+    return lambda: effect(launch, outputs)

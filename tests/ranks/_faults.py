@@ -1,0 +1,191 @@
+"""Faults of one rank, by name, and what the others are told.
+
+Run as a program, it is one rank of a job without a launcher: what ends it, ends a process.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import Delay, Drop, Effect, Fault, Kill, Raise, inject_faults
+
+__all__ = ["Layers", "Told", "build", "inflict", "is_last", "run_as_program", "step", "suffer", "told_by"]
+
+PATIENT, SHORT = 60.0, 3.0
+"""Timeouts of the process group in seconds: one that no test reaches, and one that stragglers do."""
+
+
+class Layers(nn.Module):
+    """Equal layers that run in the order of ``route``; ``unused`` says which of them the loss does not see."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(depth)])
+        self.route = list(range(depth))
+        self.unused: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.route:
+            out = torch.tanh(self.layers[index](x))
+            x = x + out.detach() * 0 if index in self.unused else out
+        return x
+
+
+def build(timeout: float = PATIENT) -> Any:
+    """A sharded model over a process group with ``timeout`` seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model: Any = Layers()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_max_merged_bytes(0)
+    return model
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    model(torch.ones(2, 16) + dist.get_rank()).square().mean().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- what the last rank does, as contexts around a step
+
+
+@contextmanager
+def _injected(model: nn.Module, effect: Effect, label: str) -> Iterator[None]:
+    with inject_faults(model, Fault(effect, label, rank=dist.get_world_size() - 1)):
+        yield
+
+
+@contextmanager
+def _on_last(change: Callable[[], Callable[[], None]]) -> Iterator[None]:
+    undo = change() if is_last() else None
+    yield
+    if undo is not None:
+        undo()
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError("no luck")
+
+
+def _raises_in_forward(model: Any) -> Callable[[], None]:
+    return cast(Callable[[], None], model.layers[1].register_forward_pre_hook(_fail).remove)
+
+
+def _raises_in_backward(model: Any) -> Callable[[], None]:
+    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(_fail)
+
+    return cast(Callable[[], None], model.layers[0].register_forward_hook(watch).remove)
+
+
+def _routed(model: Any, *route: int) -> Callable[[], None]:
+    before, model.route = model.route, list(route)
+    return lambda: setattr(model, "route", before)
+
+
+def _leaves_out_gradients(model: Any) -> Callable[[], None]:
+    model.unused = (1,)
+    return lambda: setattr(model, "unused", ())
+
+
+FORWARD, REDUCTION = "all-gather of layers.1 in forward", "reduce-scatter of layers.1"
+
+INFLICTED: dict[str, Callable[[Any], Any]] = {
+    "killed in forward": lambda model: _injected(model, Kill(), FORWARD),
+    "killed in backward": lambda model: _injected(model, Kill(), REDUCTION),
+    "stopped": lambda model: _injected(model, Kill(signal.SIGSTOP), REDUCTION),
+    "late": lambda model: _injected(model, Delay(SHORT + 4), REDUCTION),
+    "leaves out a collective": lambda model: _injected(model, Drop(), FORWARD),
+    "fails to launch": lambda model: _injected(model, Raise(MemoryError("no memory for a message")), REDUCTION),
+    "raises in forward": lambda model: _on_last(lambda: _raises_in_forward(model)),
+    "raises in backward": lambda model: _on_last(lambda: _raises_in_backward(model)),
+    "swaps modules": lambda model: _on_last(lambda: _routed(model, 1, 0, 2)),
+    "skips a module": lambda model: _on_last(lambda: _routed(model, 0, 2)),
+    "has other gradients": lambda model: _on_last(lambda: _leaves_out_gradients(model)),
+}
+
+
+def inflict(fault: str, model: Any) -> Any:
+    """A context in which the last rank has ``fault``."""
+    return INFLICTED[fault](model)
+
+
+# -- what the others are told
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank raised in the step of the fault, and after how many seconds."""
+
+    kind: str
+    text: str
+    seconds: float
+
+
+def suffer(fault: str, timeout: float = PATIENT) -> Told:
+    """Two good steps, then one with ``fault``."""
+    model = build(timeout)
+    for _ in range(2):
+        step(model)
+    with inflict(fault, model):
+        return told_by(lambda: step(model))
+
+
+def told_by(play: Callable[[], None]) -> Told:
+    begin = time.monotonic()
+    try:
+        play()
+    except BaseException as error:
+        return Told(type(error).__name__, str(error), time.monotonic() - begin)
+    return Told("", "", time.monotonic() - begin)
+
+
+# -- as a program
+
+
+def run_as_program(fault: str, rank: int, folder: Path) -> None:
+    """One of two ranks. What a rank is told goes to a file of ``folder``."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    model = build()
+    for _ in range(2):
+        step(model)
+    if is_last() and fault == "has fewer batches":
+        return
+    if is_last() and fault == "keeps another waiting":
+        (folder / "waiting").touch()
+        time.sleep(PATIENT)
+    if is_last():
+        with inflict(fault, model):
+            step(model)
+    told = told_by(lambda: step(model))
+    (folder / f"told {rank}").write_text(json.dumps(asdict(told)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_as_program(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,182 @@
+"""Every fault of one rank: what the others are told, within which time, and that no process is left behind.
+
+The texts are in ``tests/golden/fault_texts.txt``. ``test_order.py`` has how ranks go on after a fault,
+``test_recovery.py`` what is left of a step that failed on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from composable_fsdp.testing import run_ranks
+from tests.golden import assert_golden
+from tests.ranks._faults import PATIENT, SHORT, Told, suffer
+from tests.transports import IN_COMMON, SOCKETS, Environment
+
+ROOT = Path(__file__).parents[2]
+SLACK = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+"""By which limits are multiplied: how many programs share a core."""
+LIMIT, LIMIT_OF_LOSS = 5.0 * SLACK, 3.0 * SLACK
+"""Seconds until all know that a rank is elsewhere, and that it is gone."""
+
+BOTH = {"sockets": SOCKETS, "in common": IN_COMMON}
+over_both = pytest.mark.parametrize("transport", BOTH)
+
+
+def check(name: str, told: Told, limit: float) -> None:
+    assert told.text, f"{name}: nobody noticed"
+    assert told.seconds < limit
+    assert_golden(name, f"{told.kind}: {told.text}")
+
+
+# Faults after which the rank is gone, or was given up
+
+LOST = {
+    "killed in forward": (PATIENT, LIMIT_OF_LOSS),
+    "killed in backward": (PATIENT, LIMIT_OF_LOSS),
+    "stopped": (SHORT, SHORT + LIMIT),
+    "late": (SHORT, SHORT + LIMIT),
+}
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+@over_both
+@pytest.mark.parametrize("fault", LOST)
+def test_a_rank_that_is_lost_is_named(fault: str, transport: str) -> None:
+    timeout, limit = LOST[fault]
+    (told,) = run_ranks(suffer, 2, fault, timeout, environment=BOTH[transport], lost=[1])
+    check(f"{fault}, {transport}", told, limit)
+    assert told.kind == "PeerError"
+    assert "rank 1" in told.text
+    assert "layers." in told.text
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+@over_both
+def test_all_that_survive_name_the_rank_that_was_killed(transport: str) -> None:
+    for told in run_ranks(suffer, 4, "killed in backward", environment=BOTH[transport], lost=[3]):
+        assert told.kind == "PeerError"
+        assert "rank 3" in told.text
+        assert "layers." in told.text
+        assert told.seconds < LIMIT_OF_LOSS
+
+
+# Faults after which the rank is still there
+
+STAYS = {
+    "raises in forward": "raised ArithmeticError: no luck in the forward of layers.1",
+    "raises in backward": "raised in the backward of layers.1",
+    "fails to launch": "raised in the backward of layers.1",
+    "leaves out a collective": "order",
+    "swaps modules": "order",
+    "skips a module": "order",
+    "has other gradients": "order",
+}
+
+
+@pytest.mark.behaviour("G-01", "H-01", "H-05")
+@over_both
+@pytest.mark.parametrize("fault", STAYS)
+@pytest.mark.filterwarnings("ignore:Forward order differs from that of the first iteration")
+def test_a_rank_that_does_something_else_is_named(fault: str, transport: str) -> None:
+    told, own = run_ranks(suffer, 2, fault, environment=BOTH[transport])
+    check(f"{fault}, {transport}", told, LIMIT)
+    if STAYS[fault] == "order":
+        assert told.kind == "DivergenceError"
+        assert "\n  rank 0: " in told.text
+        assert "\n  rank 1: " in told.text
+        assert own.kind in ("DivergenceError", "PeerError")
+        assert own.seconds < LIMIT
+    else:
+        assert told.kind == "PeerError"
+        assert f"rank 1 {STAYS[fault]}" in told.text
+        assert "no luck" in own.text or "no memory for a message" in own.text
+
+
+# Programs that come to their end
+
+
+class Programs:
+    """Two ranks without a launcher."""
+
+    def __init__(self, fault: str, folder: Path, environment: Environment) -> None:
+        self.folder = folder
+        surroundings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.ranks._faults", fault, str(rank), str(folder)],
+                env=surroundings,
+                cwd=ROOT,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+
+    def told(self, rank: int) -> Told:
+        """What a rank was told before its program ended."""
+        _, errors = self.processes[rank].communicate(timeout=60)
+        path = self.folder / f"told {rank}"
+        assert path.exists(), errors
+        return Told(**json.loads(path.read_text()))
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def programs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Programs]:
+    fault, transport = request.param
+    started = Programs(fault, tmp_path, BOTH[transport])
+    yield started
+    started.end()
+
+
+def ending(*faults: str) -> pytest.MarkDecorator:
+    cases = [(fault, transport) for fault in faults for transport in BOTH]
+    return pytest.mark.parametrize("programs", cases, indirect=True, ids=map(", ".join, cases))
+
+
+ENDINGS = {
+    "raises in forward": "raised ArithmeticError: no luck in the forward of layers.1",
+    "raises in backward": "raised ArithmeticError: no luck in the backward of layers.1, which ended its program",
+    "has fewer batches": "has come to the end of its program",
+}
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+@ending(*ENDINGS)
+def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
+    programs: Programs, request: pytest.FixtureRequest
+) -> None:
+    fault, transport = request.node.callspec.params["programs"]
+    told = programs.told(0)
+    check(f"{fault} and ends, {transport}", told, LIMIT_OF_LOSS)
+    assert told.kind == "PeerError"
+    assert f"rank 1 {ENDINGS[fault]}" in told.text
+    programs.processes[1].communicate(timeout=20)
+
+
+@pytest.mark.behaviour("H-06")
+@ending("keeps another waiting")
+def test_ctrl_c_ends_a_wait(programs: Programs) -> None:
+    deadline = time.monotonic() + 60
+    while not (programs.folder / "waiting").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    programs.processes[0].send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    told = programs.told(0)
+    assert told.kind == "KeyboardInterrupt"
+    assert time.monotonic() - begin < 2.0 * SLACK + 1.0  # the interpreter's own end included
