@@ -422,9 +422,9 @@ class Watch:
                 end(_first_line(error))
 
     def _look_back(self) -> None:
-        """Tells of a backward that was left by an exception."""
+        """Tells of a backward that was left by an exception of this rank, which nobody has told of."""
         backward = self.here.backward
-        if backward is not self._left_backward and (left := _left_backward(backward)):
+        if self.here.verdict is None and backward is not self._left_backward and (left := _left_backward(backward)):
             self._left_backward = backward
             trace.tell_fault(None, left)
 

@@ -13,6 +13,7 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.parameter import find_taken, find_unsharded
+from composable_fsdp.runtime.recovery import set_order_check
 from composable_fsdp.runtime.steps import note_optimizer_step
 from composable_fsdp.runtime.unit import Unit, find_unit
 
@@ -37,6 +38,7 @@ def assemble(root: Unit) -> Iteration:
     watch_optimizers()
     units = _units_by_name(root)
     iteration = Iteration(root, units, Lanes(root.group.axes.device))
+    set_order_check(units.values(), root.order_check)  # what an earlier model chose for the same process groups is over
     for former in {iteration_of(unit) for unit in units.values() if unit.iteration is not None}:
         former.drain()
         iteration.is_last_backward &= former.is_last_backward

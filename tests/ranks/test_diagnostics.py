@@ -73,7 +73,7 @@ def test_all_ranks_write_when_one_fails(fault: str, transport: Environment, tmp_
     expected = {
         "order": ("DivergenceError", "Forward order differs across ranks"),
         "forward": ("ArithmeticError", "no luck"),
-        "backward": ("", "raised in the backward of root"),
+        "backward": ("", "raised in the backward of second"),
     }
     assert (told.error, told.text[: len(expected[fault][1])]) == expected[fault]
 

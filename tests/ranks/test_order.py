@@ -194,6 +194,7 @@ def train() -> None:
     assert min(compared(model, sgd(model), lambda number: None, 2)) > 0
     model.set_order_check("off")
     assert compared(model, sgd(model), lambda number: None, 2) == [0, 0]
+    model.set_order_check("first")
 
 
 @pytest.mark.behaviour("G-03", "G-04")
