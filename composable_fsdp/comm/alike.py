@@ -7,6 +7,7 @@ differs.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import unified_diff
@@ -22,6 +23,8 @@ from composable_fsdp.errors import DivergenceError
 
 __all__ = ["check_alike", "difference_text"]
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""In what Python shows of functions and of objects without a text of their own."""
 _SHOWN_LINES = 12
 _NOTHING = "nothing more"
 
@@ -41,7 +44,7 @@ def check_alike(own: Sequence[str], communicators: Iterable[Communicator], devic
         DivergenceError: the lines differ. On all ranks, with the same text.
     """
     axes = [c for c in communicators if isinstance(c, GroupCommunicator) and c.size > 1]
-    text = "\n".join(own).encode()
+    text = _ADDRESS.sub("", "\n".join(own)).encode()
     digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
     sent = torch.tensor([dist.get_rank() if dist.is_initialized() else 0, digest], device=device)
     if not axes or isinstance(sent, FakeTensor):  # what is simulated has no values to compare

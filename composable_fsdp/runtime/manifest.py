@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -16,8 +15,6 @@ from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.runtime.unit import Unit
 
 __all__ = ["check_models"]
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def check_models(root: Unit, units: Mapping[str, Unit]) -> None:
@@ -49,13 +46,12 @@ def _lines(units: Mapping[str, Unit], axes: DataParallelAxes) -> Iterator[str]:
         parameters = [p for p in unit.group.parameters if p.sharding.axes == axes]
         if not parameters and unit.group.axes != axes:
             continue
-        yield _ADDRESS.sub(
-            "",
+        yield (
             f"group {name!r} of {unit.class_name}: {_chosen(unit.precision)}, {_chosen(unit.group.offload)}, "
-            f"{_chosen(unit.reshard)}, unused parameters reduced: {unit.unequal_use}",
+            f"{_chosen(unit.reshard)}, unused parameters reduced: {unit.unequal_use}"
         )
         for parameter in parameters:
-            yield _ADDRESS.sub("", f"parameter {parameter.name!r} of group {name!r}: {parameter.description}")
+            yield f"parameter {parameter.name!r} of group {name!r}: {parameter.description}"
 
 
 def _chosen(policy: Any) -> str:

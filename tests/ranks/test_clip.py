@@ -230,7 +230,8 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank_and_an_error_if_asked() -
     first, second = run_ranks(nonfinite, 2)
     assert first == second
     assert first[0] == (
-        "the total norm of order 2.0 of the gradients is nan, so they cannot be clipped. Skip this step "
+        "the total norm of order 2.0 of the gradients is nan, so they cannot be clipped. "
+        "composable_fsdp.find_nonfinite(model), called on all ranks, names the parameters at fault. Skip this step "
         "(zero_grad, no optimizer step), lower the learning rate or the loss scale, or pass "
         "error_if_nonfinite=False to scale by it anyway."
     )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,8 @@ SLACK = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 """By which limits are multiplied: how many programs share a core."""
 LIMIT, LIMIT_OF_LOSS = 5.0 * SLACK, 3.0 * SLACK
 """Seconds until all know that a rank is elsewhere, and that it is gone."""
+
+OPERATION = re.compile(r"(all-gather|reduce-scatter) of layers\.\d( in (forward|backward))?")
 
 BOTH = {"sockets": SOCKETS, "in common": IN_COMMON}
 over_both = pytest.mark.parametrize("transport", BOTH)
@@ -54,7 +58,8 @@ LOST = {
 def test_a_rank_that_is_lost_is_named(fault: str, transport: str) -> None:
     timeout, limit = LOST[fault]
     (told,) = run_ranks(suffer, 2, fault, timeout, environment=BOTH[transport], lost=[1])
-    check(f"{fault}, {transport}", told, limit)
+    # Of several operations under way, which one is the first to fail is chance.
+    check(f"{fault}, {transport}", replace(told, text=OPERATION.sub("OPERATION", told.text)), limit)
     assert told.kind == "PeerError"
     assert "rank 1" in told.text
     assert "layers." in told.text
