@@ -165,9 +165,10 @@ def _decide(
 
 
 class _Meetings:
-    """Of the ranks of one default process group: how many there were, and the group that they made."""
+    """Of the ranks of one default process group and its store: how many there were, and the group that they made."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
         self.number = 0
         self.group: dist.ProcessGroup | None = None
         self.keys: list[str] = []
@@ -191,7 +192,10 @@ def meet(call: str, timeout: float) -> Ranks:
         return Ranks(0, 1, None, timeout)
     world = dist.group.WORLD
     assert world is not None
-    meetings = _meetings.setdefault(world, _Meetings())
+    store = dist.distributed_c10d._get_default_store()
+    meetings = _meetings.get(world)
+    if meetings is None or meetings.store is not store:
+        meetings = _meetings[world] = _Meetings(store)
     if meetings.group is not None and not _is_registered(meetings.group):
         meetings.group = None
     try:
@@ -218,7 +222,7 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
     Whoever comes last opens a meeting, whoever waited too long ends it; the store lets only one of them decide, and
     all go by that. A rank that comes to a meeting that ended without it goes on to the next.
     """
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store, rank = meetings.store, dist.get_rank()
     size, deadline = dist.get_world_size(), time.monotonic() + timeout
     while True:
         place = f"composable_fsdp/checkpoint/{meetings.number}"
