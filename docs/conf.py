@@ -21,3 +21,6 @@ autodoc_default_options = {"members": True, "show-inheritance": True}
 
 html_theme = "furo"
 html_title = f"{project} {release}"
+
+# `bytes` in signatures is the type, and also what attributes of ours are called.
+suppress_warnings = ["ref.python"]
