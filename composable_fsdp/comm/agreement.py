@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from zlib import crc32
 
-from composable_fsdp.comm.watch import order_text
+from composable_fsdp.comm.roll import order_text
 from composable_fsdp.errors import ConfigurationError, DivergenceError
 
 __all__ = ["CONTEXT", "LEVEL_VARIABLE", "Agreement", "OrderCheck", "order_check_from"]

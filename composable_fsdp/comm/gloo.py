@@ -25,8 +25,9 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp.comm.agreement import Agreement, OrderCheck
 from composable_fsdp.comm.protocol import Transfer, Work
+from composable_fsdp.comm.roll import Place
 from composable_fsdp.comm.sums import add_up
-from composable_fsdp.comm.watch import Place, Watch
+from composable_fsdp.comm.watch import Watch
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, UnsupportedError
 from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
@@ -68,17 +69,17 @@ class Line:
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch | None, level: OrderCheck) -> None:
         ranks = dist.get_process_group_ranks(group)
-        self._name, self._numbers = group.group_name, _numbers.setdefault(group, count())
         self.ranks = tuple(ranks)
         self.rank, self.size = dist.get_rank(group), len(ranks)
         options = cast(Any, group._get_backend(torch.device("cpu"))).options
         self._timeout: timedelta = options._timeout
         self._watch, self._level = watch, level
-        self._name, self._connection = group.group_name, 0
+        self._name, self._numbers = group.group_name, _numbers.setdefault(group, count())
         self._open()
 
     def _open(self) -> None:
-        prefix = f"composable_fsdp/line/{self._name}/{next(self._numbers)}"
+        self._connection = next(self._numbers)
+        prefix = f"composable_fsdp/line/{self._name}/{self._connection}"
         store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         self.backend: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         self._agreement = Agreement(self._compare, self._tell, self._level)
@@ -87,7 +88,6 @@ class Line:
     def reopen(self) -> None:
         """Begins anew with other connections. All ranks must do so together."""
         self._close()
-        self._connection += 1
         self._open()
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from composable_fsdp.comm.watch import Report
+from composable_fsdp.comm.roll import Report
 from composable_fsdp.trace import Operation, Position, TraceEvent
 
 __all__ = ["Dump", "Fault", "Header", "NumberedEvent", "Stack", "decode", "encode", "file_name"]

@@ -11,7 +11,6 @@ or held where its unit does not synchronise, and every unit is sharded unless it
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -30,8 +29,9 @@ from composable_fsdp.memory.lanes import Lanes, Work
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.company import Company
-from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
+from composable_fsdp.runtime.gradients import GroupGradients, reduce_together
 from composable_fsdp.runtime.group import unshard_together
+from composable_fsdp.runtime.inflight import InFlight
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
@@ -90,8 +90,7 @@ class Iteration:
         """Which began the pass that is under way."""
         self._are_alike = False
         """Whether all ranks have built the same, as far as it was asked."""
-        self._reductions: deque[PendingReduction] = deque()
-        self._reductions_limit = 1
+        self._in_flight = InFlight()
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
         self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Over which ranks may have shards or full parameters in common memory."""
@@ -221,8 +220,8 @@ class Iteration:
             and self._was_seen(unit)
             and torch._C._current_graph_task_id() == self._graph_task
         ):
-            self._make_room()
-            self._enqueue(unit.group.gradients.reduce_batch(self.lanes))
+            self._in_flight.make_room()
+            self._in_flight.add(unit.group.gradients.reduce_batch(self.lanes))
 
     def _last_gradient(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient: reduction need not wait for anything else."""
@@ -398,7 +397,7 @@ class Iteration:
             self._watch.reach_in_backward(self.root.name)
         chosen = (unit.reductions_in_flight for unit in self.units.values())
         usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
-        self._reductions_limit = max(filter(None, chosen), default=usual)
+        self._in_flight.limit = max(filter(None, chosen), default=usual)
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -461,34 +460,14 @@ class Iteration:
 
     def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
         for launch in reduce_together(members, self.lanes, partial=partial):
-            self._make_room()
-            self._enqueue(launch())
-
-    def _make_room(self) -> None:
-        """Completes reductions before the next one takes memory."""
-        while len(self._reductions) >= self._reductions_limit:
-            self._reductions.popleft().complete()
-
-    def _enqueue(self, reduction: PendingReduction) -> None:
-        self._start_reductions()
-        self._reductions.append(reduction)
+            self._in_flight.make_room()
+            self._in_flight.add(launch())
 
     # -- endings
 
     def drain(self) -> None:
         """Completes everything in flight: afterwards all reduced gradients are set."""
-        self._start_reductions()
-        while self._reductions:
-            self._reductions.popleft().complete()
-
-    def _start_reductions(self) -> None:
-        """Launches what had to wait for a first stage. One that raises, in a codec say, is gone: recovery would only
-        raise again.
-        """
-        for _ in range(len(self._reductions)):
-            reduction = self._reductions.popleft()
-            reduction.start()
-            self._reductions.append(reduction)
+        self._in_flight.drain()
 
     def reset(self) -> None:
         """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced.
@@ -497,7 +476,7 @@ class Iteration:
         place, what is in flight is not waited for, and they connect to each other anew.
         """
         if has_failed(self.units.values()) and not meet(self.units.values()):
-            self._reductions.clear()
+            self._in_flight.abandon()
             for unit in self.units.values():
                 unit.group.abandon()
             reconnect(self.units.values())

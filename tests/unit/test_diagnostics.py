@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp import ConfigurationError, PeerError, diagnostics, trace
-from composable_fsdp.comm.watch import Place, Report
+from composable_fsdp.comm.roll import Place, Report
 from composable_fsdp.diagnostics.compare import ABSENT, FORGOTTEN, read, sequences, waits
 from composable_fsdp.diagnostics.records import (
     Dump,

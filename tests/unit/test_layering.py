@@ -38,7 +38,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("memory.storage",),
     ("memory.store",),
     ("memory",),
-    ("comm.interrupt", "comm.protocol"),
+    ("comm.interrupt", "comm.protocol", "comm.roll"),
     ("comm.sums", "comm.watch"),
     ("comm.agreement", "comm.alike"),
     ("comm.gloo", "comm.loopback", "comm.shared.faults", "comm.shared.memory", "comm.shared.rounds"),
@@ -60,7 +60,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.gathering", "runtime.reduction"),
     ("runtime.tensors",),
     ("runtime.gradients",),
-    ("runtime.group",),
+    ("runtime.group", "runtime.inflight"),
     ("runtime.changes", "runtime.schedule"),
     ("runtime.unit",),
     ("runtime.call", "runtime.company", "runtime.instep", "runtime.manifest", "runtime.order", "runtime.recovery"),
@@ -114,7 +114,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
 ROW = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
 # Pure: no process groups, streams or modules. Placements are plain values, so the layout may speak of them.
-PURE = ("lifecycle", "layout", "runtime.schedule")
+PURE = ("comm.roll", "lifecycle", "layout", "runtime.schedule")
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 

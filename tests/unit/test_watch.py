@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp.comm.agreement import CONTEXT, Agreement, OrderCheck, order_check_from
-from composable_fsdp.comm.watch import Place, Report, Watch, judge
+from composable_fsdp.comm.roll import Place, Report, judge
+from composable_fsdp.comm.watch import Watch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.testing import PartitionableStore
 

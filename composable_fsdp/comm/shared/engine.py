@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 import torch
 
 from composable_fsdp import trace
+from composable_fsdp.comm.roll import Place, roll_text
 from composable_fsdp.comm.shared.faults import Peers
 from composable_fsdp.comm.shared.memory import Blocks, Segment
 from composable_fsdp.comm.shared.operation import Operation
 from composable_fsdp.comm.shared.wire import NO_BLOCK, Message, Wire
-from composable_fsdp.comm.watch import PATIENCE, Place, Watch, roll_text
+from composable_fsdp.comm.watch import PATIENCE, Watch
 from composable_fsdp.errors import FSDPError
 
 __all__ = ["Engine", "Launched"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from composable_fsdp.comm.watch import order_text
+from composable_fsdp.comm.roll import order_text
 from composable_fsdp.errors import DivergenceError, PeerError
 
 __all__ = ["Peers"]

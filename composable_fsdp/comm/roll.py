@@ -1,0 +1,143 @@
+"""What ranks report of themselves, and what follows from it for one that waits. Numbers and texts only.
+
+States of a rank, as it reports them: WAITING for an operation; AT WORK, between operations; FAILED, after an exception
+in a pass of a sharded module and until its next pass begins; LEFT, once its program has come to its end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
+
+__all__ = ["Place", "Report", "judge", "order_text", "ranks_text", "roll_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An operation: its number among those of ``ranks`` that talk to each other, and what it is."""
+
+    ranks: tuple[int, ...]
+    number: int
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.label} (operation {self.number} of ranks {list(self.ranks)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a rank is.
+
+    Args:
+        rank: in the whole job.
+        steps: backwards that it has completed.
+        waiting: what it waits for, and for how long already.
+        last: what it completed last.
+        failure: an exception that ended its pass, or how its program ended.
+        left: whether that was its end.
+        verdict: why it gave up waiting, and with it all that goes over the same connections.
+        diverged: whether that was because ranks are about to do different things.
+    """
+
+    rank: int
+    steps: int = 0
+    waiting: Place | None = None
+    seconds: float = 0.0
+    last: Place | None = None
+    failure: str = ""
+    left: bool = False
+    verdict: str = ""
+    diverged: bool = False
+
+    def encoded(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decoded(text: str) -> Report:
+        values = json.loads(text)
+        for name in ("waiting", "last"):
+            place = values[name]
+            values[name] = None if place is None else Place(tuple(place["ranks"]), place["number"], place["label"])
+        return Report(**values)
+
+    def __str__(self) -> str:
+        steps = f"{self.steps} step{'s' * (self.steps != 1)} done"
+        if self.failure:
+            return f"rank {self.rank} {self.failure} ({steps})"
+        if self.waiting is not None:
+            return f"rank {self.rank} waits in {self.waiting}, for {self.seconds:.1f} s ({steps})"
+        since = f" since {self.last}" if self.last is not None else ""
+        return f"rank {self.rank} is at work{since} ({steps})"
+
+
+def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_out: bool = False) -> FSDPError | None:
+    """What keeps ``own`` from being done, as far as ``reports`` of the other ranks tell; ``None`` if they do not.
+
+    Args:
+        own: what this rank waits for.
+        reports: by rank, of those that answered.
+        lost: what the transport said, if it lost somebody. Then ranks that did not answer are taken for gone.
+        timed_out: whether it lost them only because nothing came in time.
+    """
+    for report in reports.values():
+        if report.verdict:  # whoever found out first says it for all
+            return DivergenceError(report.verdict) if report.diverged else PeerError(report.verdict)
+    missing = [rank for rank in own.ranks if rank not in reports]
+    failed = [report for report in reports.values() if report.failure]
+    failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
+    if failed and not (failed[0].left and lost and missing):
+        others = {rank: report for rank, report in reports.items() if report is not failed[0]}
+        return PeerError(f"{own} cannot be done: {failed[0]}.{roll_text(others)}")
+    for report in reports.values():
+        other = report.waiting
+        same = other is not None and other.ranks == own.ranks and other.number == own.number
+        if other is not None and same and other.label != own.label:
+            places = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
+            return DivergenceError(order_text(places))
+    if not lost:
+        return None
+    late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
+    return PeerError(
+        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{roll_text(reports)}\n  {lost}"
+    )
+
+
+def roll_text(reports: Mapping[int, Report]) -> str:
+    """A line for each rank."""
+    return "".join(f"\n  {report}" for _, report in sorted(reports.items()))
+
+
+def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:
+    """Who is not there, and what to do. ``missing`` do not answer, ``late`` do and are elsewhere."""
+    if missing and timed_out:
+        return (
+            f"{ranks_text(missing)} did not answer in time. The process is stopped or gone, or its host cannot be "
+            "reached: look there."
+        )
+    if missing:
+        are, whose = ("is", "its") if len(missing) == 1 else ("are", "their")
+        return f"{ranks_text(missing)} {are} gone. Look for the first error in {whose} output."
+    if late:
+        who = ranks_text(late)
+        return f"{who} did not come to it in time. If slow, not stuck, give the process group a longer timeout."
+    return "a connection was lost. Look for the first error in the output of each rank."
+
+
+def order_text(about: Mapping[int, str]) -> str:
+    """What is said when ranks are ``about`` to do different things."""
+    kind = "Forward order" if all(" in forward" in label for label in about.values()) else "The order of collectives"
+    lines = "".join(f"\n  rank {rank}: {label}" for rank, label in sorted(about.items()))
+    return (
+        f"{kind} differs across ranks. About to be done:{lines}\nAll ranks must run the same modules in the same "
+        "order. Usual reasons: a branch that depends on data, batches that one rank has and another has not, or "
+        "modules that are wrapped differently. Where ranks are meant to skip modules, call "
+        "set_reduce_scatter_unused_params(True) on the root."
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 1``, or ``ranks 1, 2``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
