@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.testing import assert_close
 
@@ -25,8 +24,6 @@ from composable_fsdp import (
     ConfigurationError,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    ShardPlacementResult,
-    fully_shard,
     to_empty,
 )
 from composable_fsdp.checkpoint import (
@@ -37,18 +34,12 @@ from composable_fsdp.checkpoint import (
     holders,
     load_state_dict,
     state_dict,
-    state_dict_form,
     tensor_forms,
 )
 from composable_fsdp.checkpoint.options import Form
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint_worlds import local
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._models import seeded, shard_layers
 from tests.ranks._sharding import exactly, expected_shard
 from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
-from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
-from tests.transports import TRANSPORTS, Environment
 
 FORMS: tuple[Form, ...] = (
     Sharded(),
@@ -370,106 +361,6 @@ def test_parameters_on_meta_are_refused_and_to_empty_is_named() -> None:
     assert first.endswith("Call composable_fsdp.to_empty(model, device=...) first.")
 
 
-def other_placements() -> None:
-    model = shard(build(), init_device_mesh("cpu", (4,)))
-    train(model, sgd(model))
-    expected = wholes_of(model)
-    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    target = scramble(shard(build(), hybrid))
-    load_state_dict(target, state_dict(model))
-    same_values(wholes_of(target), expected)
-    load_state_dict(scramble(model), state_dict(target, Sharded(offload_to_cpu=True)))
-    same_values(wholes_of(model), expected)
-    for placements in ((Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())):
-        mixed = {
-            name: distribute_tensor(value, hybrid, placements)
-            if isinstance(value, torch.Tensor) and value.ndim
-            else value
-            for name, value in expected.items()
-        }
-        load_state_dict(scramble(model), mixed)
-        same_values(wholes_of(model), expected)
-    same_ranks = DeviceMesh("cpu", [0, 1, 2, 3])
-    load_state_dict(model, state_dict(scramble(shard(build(), same_ranks))))
-    assert float(wholes_of(model)["flag"]) == 9
-
-
-@pytest.mark.behaviour("F-04", "F-06")
-def test_sharded_values_may_lie_on_other_meshes_in_other_placements() -> None:
-    run_ranks(other_placements, 4)
-
-
-def uneven_tensor_parallel() -> None:
-    mesh = named_mesh(dp=2, tp=2)
-
-    def parallel() -> nn.Module:
-        model = PAIRS.build()
-        parallelize_pairs(model, mesh["tp"])
-        for layer in model.get_submodule("layers").children():
-            fully_shard(layer, mesh=mesh["dp"])
-        return fully_shard(model, mesh=mesh["dp"])
-
-    expected = PAIRS.build().state_dict()
-    for form in FORMS:
-        found = copy.deepcopy(state_dict(parallel(), form))
-        if isinstance(form, Full):
-            same_values(found, expected if not form.rank0_only or dist.get_rank() == 0 else {})
-        fresh = scramble(parallel())
-        load_state_dict(fresh, found, form)
-        same_values(wholes_of(fresh), expected)
-
-
-@pytest.mark.behaviour("F-02", "F-04")
-def test_uneven_tensor_parallel_shards_in_every_form() -> None:
-    run_ranks(uneven_tensor_parallel, 4)
-
-
-class ExpertOnEachRank(nn.Module):
-    """A layer that all ranks have, and an expert of which every second rank has another one."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(3, 3)
-        self.expert = nn.Linear(3, 3)
-        nn.init.constant_(self.dense.weight, 5)
-        nn.init.constant_(self.expert.weight, index)
-
-
-def experts() -> None:
-    mesh = named_mesh(edp=2, ep=2)
-    data, index, rank = mesh["edp", "ep"]._flatten("dp"), mesh.get_local_rank("ep"), dist.get_rank()
-
-    def mixture() -> nn.Module:
-        model = MIXTURE.build()
-        placed = place_experts(model, mesh["ep"])
-        apart = ShardPlacementResult(None, mesh["edp"])
-        return shard_layers(model, fully_shard, mesh=data, shard_placement_fn=lambda p: apart if p in placed else None)
-
-    def plain_experts() -> nn.Module:
-        model = seeded(ExpertOnEachRank, index=index)()
-        own, apart = set(model.get_submodule("expert").parameters()), ShardPlacementResult(None, mesh["edp"])
-        return fully_shard(model, mesh=data, shard_placement_fn=lambda p: apart if p in own else None)
-
-    distinct = seeded(ExpertOnEachRank, index=index)().state_dict()
-    own = {name: value for name, value in distinct.items() if "expert" in name}
-    for make, expected, here in (
-        (mixture, MIXTURE.build().state_dict(), {}),
-        (plain_experts, distinct, own if rank == 1 else {}),
-    ):
-        for form in FORMS:
-            found = copy.deepcopy(state_dict(make(), form))
-            if isinstance(form, Full):
-                same_values(found, expected if rank == 0 or not form.rank0_only else here)
-            fresh = scramble(make())
-            load_state_dict(fresh, found, form)
-            same_values(wholes_of(fresh), expected)
-
-
-@pytest.mark.behaviour("F-02", "F-04", "F-05")
-def test_experts_have_a_first_rank_of_their_own_where_others_have_others() -> None:
-    run_ranks(experts, 4)
-
-
 def saved_to_disk() -> None:
     model = shard(build())
     train(model, sgd(model))
@@ -488,106 +379,3 @@ def saved_to_disk() -> None:
 @pytest.mark.behaviour("F-08")
 def test_every_form_is_saved_and_loaded_by_torch() -> None:
     run_ranks(saved_to_disk, 2)
-
-
-def copied_state() -> None:
-    """As averages of weights and best checkpoints do it, also of what was made on meta."""
-    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
-    with torch.device("meta"):
-        model = shard(Everything(), mesh)
-    with pytest.warns(UserWarning, match="scratch"):
-        to_empty(model, device="cpu")
-    model.load_state_dict(shard(build(), mesh).state_dict())
-    for trained in (model, shard(build(), mesh, wrap="before", reshard_after_forward=False)):
-        holder = nn.Sequential(trained)
-        before = wholes_of(holder)
-        best = copy.deepcopy(holder.state_dict())
-        train(trained, sgd(trained))
-        assert not any(torch.equal(v, before[n]) for n, v in wholes_of(holder).items() if n.endswith("flag"))
-        parameters = holder.state_dict(keep_vars=True)
-        assert {id(p) for p in holder.parameters()} <= {id(value) for value in parameters.values()}
-        for name, value in holder.state_dict().items():
-            if isinstance(value, DTensor):
-                parameter = parameters[name]
-                assert not value.requires_grad
-                assert value.placements == parameter.placements
-                assert local(value).data_ptr() == local(parameter).data_ptr(), name
-                assert local(value).shape == local(parameter).shape, f"{name} on rank {rank}"
-        holder.load_state_dict(best)
-        same_values(wholes_of(holder), before)
-
-
-@pytest.mark.behaviour("F-02")
-@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_the_models_own_state_dict_can_be_copied_and_aliases_the_parameters(transport: Environment) -> None:
-    run_ranks(copied_state, 2, environment=transport)
-
-
-def chosen_forms() -> str:
-    model = shard(build(), wrap="before")
-    expected, outside = wholes_of(model), set(vars(model))
-    with state_dict_form(model, Full()):
-        same_values(model.state_dict(), expected)
-        with state_dict_form(model, Local()):
-            local = copy.deepcopy(model.state_dict())
-            assert local["layers.0.weight"].shape == (4 if dist.get_rank() == 0 else 3, 5)
-            scramble(model).load_state_dict(local)
-            same_values(wholes_of(model), expected)
-        same_values(model.state_dict(), expected)
-        assert model.state_dict(keep_vars=True)["flag"] is model.flag
-        holder = nn.Sequential(model)
-        same_values(holder.state_dict(), {f"0.{name}": value for name, value in expected.items()})
-        scramble(model).load_state_dict(expected)
-        keys = model.load_state_dict({}, strict=False)
-        assert set(keys.missing_keys) == set(expected) - {COUNT}
-        assigned = message(lambda: model.load_state_dict(expected, assign=True), ConfigurationError)
-    wrapper: Any = checkpoint_wrapper(model)
-    with state_dict_form(wrapper, Full()):
-        same_values(wrapper.state_dict(), expected)
-        scramble(model)
-        wrapper.load_state_dict(expected)
-    same_values(wholes_of(model), expected)
-    with pytest.raises(KeyError, match="from the body"), state_dict_form(model, Full(rank0_only=True)):
-        model.state_dict().pop("from the body")
-    assert set(vars(model)) == outside
-    assert isinstance(model.state_dict()["flag"], DTensor)
-    return assigned
-
-
-@pytest.mark.behaviour("F-10")
-def test_a_context_chooses_the_form_of_the_models_own_methods() -> None:
-    assert all("cannot assign=True" in text for text in run_ranks(chosen_forms, 2))
-
-
-class Noted(nn.Linear):
-    """Notes what its load hooks see. Its extra state is a tensor that grows."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.seen: list[Any] = []
-        self.extra = torch.zeros(1)
-        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: self.seen.append(sorted(state)))
-        self.register_load_state_dict_post_hook(lambda module, keys: self.seen.append(list(keys.missing_keys)))
-
-    def get_extra_state(self) -> torch.Tensor:
-        return self.extra
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        self.extra = state
-
-
-def hooks_of_modules() -> None:
-    for streams in (False, True):
-        first = Noted()
-        model = fully_shard(nn.Sequential(first, nn.Linear(3, 1)))
-        values: dict[str, Any] = {name: torch.ones_like(v) for name, v in state_dict(model, Full()).items()}
-        values["0._extra_state"] = torch.full((5,), 2.0)
-        load_state_dict(model, {} if streams and dist.get_rank() else values, broadcast_from_rank0=streams)
-        assert first.seen == [["0._extra_state", "0.bias", "0.weight"], []]
-        exactly(first.extra, torch.full((5,), 2.0), "extra state")
-        same_values(state_dict(model, Full()), values)
-
-
-@pytest.mark.behaviour("F-04")
-def test_load_hooks_of_modules_run_and_extra_state_is_set() -> None:
-    run_ranks(hooks_of_modules, 2)

@@ -1,0 +1,136 @@
+"""The state dict methods of models themselves: copies, forms chosen for a while, hooks of modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import (
+    ConfigurationError,
+    fully_shard,
+    to_empty,
+)
+from composable_fsdp.checkpoint import (
+    Full,
+    Local,
+    load_state_dict,
+    state_dict,
+    state_dict_form,
+)
+from composable_fsdp.testing import run_ranks
+from tests.ranks._checkpoint_worlds import local
+from tests.ranks._sharding import exactly
+from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
+from tests.ranks.test_checkpoint_forms import COUNT, message, sgd
+from tests.transports import TRANSPORTS, Environment
+
+
+def copied_state() -> None:
+    """As averages of weights and best checkpoints do it, also of what was made on meta."""
+    mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    with torch.device("meta"):
+        model = shard(Everything(), mesh)
+    with pytest.warns(UserWarning, match="scratch"):
+        to_empty(model, device="cpu")
+    model.load_state_dict(shard(build(), mesh).state_dict())
+    for trained in (model, shard(build(), mesh, wrap="before", reshard_after_forward=False)):
+        holder = nn.Sequential(trained)
+        before = wholes_of(holder)
+        best = copy.deepcopy(holder.state_dict())
+        train(trained, sgd(trained))
+        assert not any(torch.equal(v, before[n]) for n, v in wholes_of(holder).items() if n.endswith("flag"))
+        parameters = holder.state_dict(keep_vars=True)
+        assert {id(p) for p in holder.parameters()} <= {id(value) for value in parameters.values()}
+        for name, value in holder.state_dict().items():
+            if isinstance(value, DTensor):
+                parameter = parameters[name]
+                assert not value.requires_grad
+                assert value.placements == parameter.placements
+                assert local(value).data_ptr() == local(parameter).data_ptr(), name
+                assert local(value).shape == local(parameter).shape, f"{name} on rank {rank}"
+        holder.load_state_dict(best)
+        same_values(wholes_of(holder), before)
+
+
+@pytest.mark.behaviour("F-02")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_the_models_own_state_dict_can_be_copied_and_aliases_the_parameters(transport: Environment) -> None:
+    run_ranks(copied_state, 2, environment=transport)
+
+
+def chosen_forms() -> str:
+    model = shard(build(), wrap="before")
+    expected, outside = wholes_of(model), set(vars(model))
+    with state_dict_form(model, Full()):
+        same_values(model.state_dict(), expected)
+        with state_dict_form(model, Local()):
+            local = copy.deepcopy(model.state_dict())
+            assert local["layers.0.weight"].shape == (4 if dist.get_rank() == 0 else 3, 5)
+            scramble(model).load_state_dict(local)
+            same_values(wholes_of(model), expected)
+        same_values(model.state_dict(), expected)
+        assert model.state_dict(keep_vars=True)["flag"] is model.flag
+        holder = nn.Sequential(model)
+        same_values(holder.state_dict(), {f"0.{name}": value for name, value in expected.items()})
+        scramble(model).load_state_dict(expected)
+        keys = model.load_state_dict({}, strict=False)
+        assert set(keys.missing_keys) == set(expected) - {COUNT}
+        assigned = message(lambda: model.load_state_dict(expected, assign=True), ConfigurationError)
+    wrapper: Any = checkpoint_wrapper(model)
+    with state_dict_form(wrapper, Full()):
+        same_values(wrapper.state_dict(), expected)
+        scramble(model)
+        wrapper.load_state_dict(expected)
+    same_values(wholes_of(model), expected)
+    with pytest.raises(KeyError, match="from the body"), state_dict_form(model, Full(rank0_only=True)):
+        model.state_dict().pop("from the body")
+    assert set(vars(model)) == outside
+    assert isinstance(model.state_dict()["flag"], DTensor)
+    return assigned
+
+
+@pytest.mark.behaviour("F-10")
+def test_a_context_chooses_the_form_of_the_models_own_methods() -> None:
+    assert all("cannot assign=True" in text for text in run_ranks(chosen_forms, 2))
+
+
+class Noted(nn.Linear):
+    """Notes what its load hooks see. Its extra state is a tensor that grows."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.seen: list[Any] = []
+        self.extra = torch.zeros(1)
+        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: self.seen.append(sorted(state)))
+        self.register_load_state_dict_post_hook(lambda module, keys: self.seen.append(list(keys.missing_keys)))
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+def hooks_of_modules() -> None:
+    for streams in (False, True):
+        first = Noted()
+        model = fully_shard(nn.Sequential(first, nn.Linear(3, 1)))
+        values: dict[str, Any] = {name: torch.ones_like(v) for name, v in state_dict(model, Full()).items()}
+        values["0._extra_state"] = torch.full((5,), 2.0)
+        load_state_dict(model, {} if streams and dist.get_rank() else values, broadcast_from_rank0=streams)
+        assert first.seen == [["0._extra_state", "0.bias", "0.weight"], []]
+        exactly(first.extra, torch.full((5,), 2.0), "extra state")
+        same_values(state_dict(model, Full()), values)
+
+
+@pytest.mark.behaviour("F-04")
+def test_load_hooks_of_modules_run_and_extra_state_is_set() -> None:
+    run_ranks(hooks_of_modules, 2)

@@ -1,0 +1,129 @@
+"""State dicts between meshes, within tensor parallelism, and of experts on meshes of their own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from composable_fsdp import (
+    ShardPlacementResult,
+    fully_shard,
+)
+from composable_fsdp.checkpoint import (
+    Full,
+    Sharded,
+    load_state_dict,
+    state_dict,
+)
+from composable_fsdp.testing import run_ranks
+from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.ranks._models import seeded, shard_layers
+from tests.ranks._state_dicts import build, same_values, scramble, shard, train, wholes_of
+from tests.ranks.test_checkpoint_forms import FORMS, sgd
+from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
+
+
+def other_placements() -> None:
+    model = shard(build(), init_device_mesh("cpu", (4,)))
+    train(model, sgd(model))
+    expected = wholes_of(model)
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    target = scramble(shard(build(), hybrid))
+    load_state_dict(target, state_dict(model))
+    same_values(wholes_of(target), expected)
+    load_state_dict(scramble(model), state_dict(target, Sharded(offload_to_cpu=True)))
+    same_values(wholes_of(model), expected)
+    for placements in ((Replicate(), Shard(0)), (Shard(0), Shard(0)), (Replicate(), Replicate())):
+        mixed = {
+            name: distribute_tensor(value, hybrid, placements)
+            if isinstance(value, torch.Tensor) and value.ndim
+            else value
+            for name, value in expected.items()
+        }
+        load_state_dict(scramble(model), mixed)
+        same_values(wholes_of(model), expected)
+    same_ranks = DeviceMesh("cpu", [0, 1, 2, 3])
+    load_state_dict(model, state_dict(scramble(shard(build(), same_ranks))))
+    assert float(wholes_of(model)["flag"]) == 9
+
+
+@pytest.mark.behaviour("F-04", "F-06")
+def test_sharded_values_may_lie_on_other_meshes_in_other_placements() -> None:
+    run_ranks(other_placements, 4)
+
+
+def uneven_tensor_parallel() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+
+    def parallel() -> nn.Module:
+        model = PAIRS.build()
+        parallelize_pairs(model, mesh["tp"])
+        for layer in model.get_submodule("layers").children():
+            fully_shard(layer, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    expected = PAIRS.build().state_dict()
+    for form in FORMS:
+        found = copy.deepcopy(state_dict(parallel(), form))
+        if isinstance(form, Full):
+            same_values(found, expected if not form.rank0_only or dist.get_rank() == 0 else {})
+        fresh = scramble(parallel())
+        load_state_dict(fresh, found, form)
+        same_values(wholes_of(fresh), expected)
+
+
+@pytest.mark.behaviour("F-02", "F-04")
+def test_uneven_tensor_parallel_shards_in_every_form() -> None:
+    run_ranks(uneven_tensor_parallel, 4)
+
+
+class ExpertOnEachRank(nn.Module):
+    """A layer that all ranks have, and an expert of which every second rank has another one."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(3, 3)
+        self.expert = nn.Linear(3, 3)
+        nn.init.constant_(self.dense.weight, 5)
+        nn.init.constant_(self.expert.weight, index)
+
+
+def experts() -> None:
+    mesh = named_mesh(edp=2, ep=2)
+    data, index, rank = mesh["edp", "ep"]._flatten("dp"), mesh.get_local_rank("ep"), dist.get_rank()
+
+    def mixture() -> nn.Module:
+        model = MIXTURE.build()
+        placed = place_experts(model, mesh["ep"])
+        apart = ShardPlacementResult(None, mesh["edp"])
+        return shard_layers(model, fully_shard, mesh=data, shard_placement_fn=lambda p: apart if p in placed else None)
+
+    def plain_experts() -> nn.Module:
+        model = seeded(ExpertOnEachRank, index=index)()
+        own, apart = set(model.get_submodule("expert").parameters()), ShardPlacementResult(None, mesh["edp"])
+        return fully_shard(model, mesh=data, shard_placement_fn=lambda p: apart if p in own else None)
+
+    distinct = seeded(ExpertOnEachRank, index=index)().state_dict()
+    own = {name: value for name, value in distinct.items() if "expert" in name}
+    for make, expected, here in (
+        (mixture, MIXTURE.build().state_dict(), {}),
+        (plain_experts, distinct, own if rank == 1 else {}),
+    ):
+        for form in FORMS:
+            found = copy.deepcopy(state_dict(make(), form))
+            if isinstance(form, Full):
+                same_values(found, expected if rank == 0 or not form.rank0_only else here)
+            fresh = scramble(make())
+            load_state_dict(fresh, found, form)
+            same_values(wholes_of(fresh), expected)
+
+
+@pytest.mark.behaviour("F-02", "F-04", "F-05")
+def test_experts_have_a_first_rank_of_their_own_where_others_have_others() -> None:
+    run_ranks(experts, 4)
