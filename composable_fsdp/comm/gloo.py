@@ -95,6 +95,11 @@ class Line:
         """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
         return "broken" if self._broken else str(self._agreement.number)
 
+    @property
+    def compared(self) -> int:
+        """Operations before which ranks have compared what they are about to do."""
+        return self._agreement.compared
+
     def compare(self, level: OrderCheck) -> None:
         """How much is compared from now on. The same on every rank."""
         self._level = self._agreement.level = level
