@@ -26,19 +26,17 @@ from composable_fsdp.comm.watch import is_in_backward, watch_of_job
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
-from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, reduce_together
-from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.inflight import InFlight
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
 from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
-from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
-from composable_fsdp.runtime.steps import optimizer_steps
+from composable_fsdp.runtime.schedule import ForwardRecord
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
+from composable_fsdp.runtime.unsharding import Unsharding
 
 __all__ = ["Iteration"]
 
@@ -74,7 +72,6 @@ class Iteration:
         self.is_last_backward = True
         self.post_optimizer_event: Any = None
         """Recorded by the user after the optimizer's step: the first all-gather of the next forward waits for it."""
-        self._scheduler = PrefetchScheduler()
         self._pass = Pass.IDLE
         self._around_backward = Pass.IDLE
         self._outermost: Unit | None = None
@@ -82,8 +79,6 @@ class Iteration:
         self._backwards = 0
         self._graph_task = -1
         """Autograd's number for the backward that is under way."""
-        self._seen_steps = optimizer_steps()
-        """As of the last forward: parameters kept unsharded since before a step are stale."""
         self._watch = watch_of_job()
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
@@ -95,6 +90,7 @@ class Iteration:
         self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Over which ranks may have shards or full parameters in common memory."""
         self._company = Company(root, units)
+        self._unsharding = Unsharding(root, units, lanes, self._company)
         self._unseen: list[Call] = []
         self._grad_mode = True
         """Of the outermost module's forward."""
@@ -255,17 +251,7 @@ class Iteration:
         self._record = ForwardRecord()
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
-        self._scheduler.begin_forward()
-        self._company.expect(self._scheduler.expected)
-        steps = optimizer_steps()
-        stepped, self._seen_steps = self._seen_steps != steps, steps
-        for kept in self.units.values():
-            if kept.kept_version is None:
-                continue
-            # A fresh one stays watched: this forward may leave it out, and an optimizer step before the next.
-            if stepped or kept.kept_version != kept.group.tensors.version:
-                kept.group.reshard()
-                kept.kept_version = None
+        self._unsharding.begin_forward(each_alone=self._in_step is not None)
 
     def _unshard_in_forward(self, unit: Unit) -> None:
         if self._in_step is not None:
@@ -279,10 +265,8 @@ class Iteration:
         self._reshard_after_forward(unit)
 
     def gather_in_forward(self, unit: Unit) -> None:
-        """Brings ``unit`` into memory, and those on their way that come after it."""
-        names = self._scheduler.forward(unit.name) if unit.group.parameters else ()
-        ahead = unit.forward_prefetch
-        self._unshard(unit, [self.units[name] for name in names] if ahead is None else ahead)
+        """Brings ``unit`` into memory, as the hook before forward does."""
+        self._unsharding.in_forward(unit)
 
     @property
     def _leads_to_backward(self) -> bool:
@@ -293,83 +277,14 @@ class Iteration:
     def _unshard_for_recomputation(self, unit: Unit) -> None:
         if self._in_step is not None:
             self._in_step.check_recomputed(unit)
-        self._unshard(unit, ())
-
-    def _unshard(self, unit: Unit, ahead: Iterable[Unit]) -> None:
-        """Brings ``unit`` into memory, and those of ``ahead`` on their way.
-
-        They are launched before what is needed now arrives, unless that was on its way already: what arrives is in
-        memory twice for a moment, as a message and in its place, and need not meet the next message there.
-        """
-        needed = (unit, *unit.lenders)
-        was_ahead = all(each.group.parameter_state is not ParameterState.SHARDED for each in needed)
-        for each in needed:
-            self._launch_gather(each)
-        if not was_ahead:
-            self._unshard_ahead(ahead)
-        for each in needed:
-            each.group.wait()
-        if was_ahead:
-            self._unshard_ahead(ahead)
-
-    def _unshard_ahead(self, ahead: Iterable[Unit]) -> None:
-        for unit in ahead:
-            if self._fits(unit):
-                self._launch_gather(unit)
-
-    def _launch_gather(self, unit: Unit) -> None:
-        """Gathers ``unit``, along with those of its company to which this pass comes after it."""
-        if unit.group.is_coming:
-            return
-        if self._in_step is not None:
-            unit.group.unshard(self.lanes)
-            return
-        in_backward = self._pass is Pass.BACKWARD
-        groups = [each.group for each in self._company.gathered_with(unit, in_backward=in_backward)]
-        direction = "backward" if in_backward else "forward"
-        unshard_together(groups, self.lanes, f"all-gather of {self._company.name_of(unit)} in {direction}")
-
-    def _fits(self, unit: Unit) -> bool:
-        """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
-        limit = self.root.max_unsharded_bytes
-        if limit is None:
-            return True
-        held = (u for u in self.units.values() if u.group.parameter_state is not ParameterState.SHARDED)
-        return sum(u.group.plan.unsharded_bytes for u in {*held, unit}) <= limit
+        self._unsharding.for_recomputation(unit)
 
     def gather_in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None:
-        """Brings ``unit``, which ended its forward at ``position``, into memory, and on their way those before it."""
-        ahead = unit.backward_prefetch
-        if ahead is None:
-            names = self._scheduler.backward(record, position)
-            ahead = [self.units[name] for name in names if name in self.units]
-        self._unshard(unit, (u for u in ahead if u.unshard_in_backward))
+        """Brings ``unit``, which ended its forward at ``position``, into memory, as the hook before backward does."""
+        self._unsharding.in_backward(unit, record, position)
 
     def _reshard_after_forward(self, unit: Unit) -> None:
-        for done in (unit, *unit.lenders):
-            if not done.is_running and not done.is_lent:
-                self._reshard_as_chosen(done)
-
-    def _reshard_as_chosen(self, unit: Unit) -> None:
-        kind = unit.reshard.kind
-        if kind is ReshardKind.AUTO:
-            keep = (unit is self.root or self._comes_back_at_once(unit)) and self._leads_to_backward
-            kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
-        if kind is ReshardKind.NEVER:
-            unit.kept_version = unit.group.tensors.version
-        elif kind is ReshardKind.SMALLER and self._leads_to_backward:
-            unit.kept_version = unit.group.tensors.version
-            unit.group.shrink(unit.reshard.mesh_size)
-        else:
-            unit.group.reshard()
-
-    def _comes_back_at_once(self, unit: Unit) -> bool:
-        """Whether backward begins with ``unit``, on a device that would have nothing to do while it is gathered anew.
-
-        Where the host waits, it is freed like the others: the peak of memory often comes with the loss.
-        """
-        expected = self._scheduler.expected
-        return not self.lanes.block_the_host and bool(expected) and expected[-1] == unit.name
+        self._unsharding.after_forward(unit, leads_to_backward=self._leads_to_backward)
 
     def _end_forward_if_outermost(self, unit: Unit) -> None:
         if unit is not self._outermost:
@@ -379,13 +294,11 @@ class Iteration:
         self._pass, self._outermost = Pass.IDLE, None
         if unit is self.root and self.root.order_check is not OrderCheck.OFF:
             self._order.compare(self._record.ended)
-        self._scheduler.end_forward()
         for other in self.units.values():
             if other.round is not None:  # some modules of its list did not run
                 other.round = None
                 self._reshard_after_forward(other)
-            if other.group.parameter_state is ParameterState.UNSHARDING:
-                other.group.reshard()  # prefetched for a call that did not come
+        self._unsharding.end_forward()
         _wait_for(self._leave_shards("end of forward"))
 
     def _begin_backward(self) -> None:

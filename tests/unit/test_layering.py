@@ -64,6 +64,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.changes", "runtime.schedule"),
     ("runtime.unit",),
     ("runtime.call", "runtime.company", "runtime.instep", "runtime.manifest", "runtime.order", "runtime.recovery"),
+    ("runtime.unsharding",),
     ("runtime.iteration",),
     ("runtime.assemble",),
     ("runtime.hooks",),
