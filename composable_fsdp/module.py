@@ -79,7 +79,12 @@ class FSDPModule(TorchFSDPModule):
 
         Completes collectives in flight, shards every group of the root again, and drops gradients that have not been
         reduced, those accumulated with ``set_requires_gradient_sync(False)`` included. Reduced gradients stay: call
-        ``zero_grad`` as usual.
+        ``zero_grad`` as usual. All ranks must call it: they wait for each other.
+
+        Raises:
+            PeerError: some ranks did not come within the timeout of the process group. Named in the text.
+            DivergenceError: a rank failed after others had completed the pass and stepped their optimizers, so that
+                their parameters are of different steps. Load a checkpoint on all ranks; then training can go on.
         """
         iteration_of(_unit(self)).reset()
 
@@ -222,6 +227,8 @@ class FSDPModule(TorchFSDPModule):
                 now: the first iteration, and what changes later. ``"always"`` compares each time. ``"off"`` trusts
                 the ranks, and does not warn when this one's order changes. The environment variable
                 ``COMPOSABLE_FSDP_ORDER_CHECK`` says it for all roots. Call it on the root, with the same on all ranks.
+                Of several models over one process group, the level of the one that was told, or began its first
+                forward, last counts for all.
 
         Raises:
             ConfigurationError: none of these.

@@ -18,11 +18,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
 from composable_fsdp.comm.agreement import OrderCheck
+from composable_fsdp.comm.passes import RunningPass, is_in_backward
 from composable_fsdp.comm.protocol import AliasingCommunicator
-from composable_fsdp.comm.watch import is_in_backward, watch_of_job
+from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
@@ -35,6 +37,7 @@ from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
 from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord
+from composable_fsdp.runtime.steps import Progress
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 from composable_fsdp.runtime.unsharding import Unsharding
 
@@ -79,7 +82,10 @@ class Iteration:
         self._backwards = 0
         self._graph_task = -1
         """Autograd's number for the backward that is under way."""
+        self._progress = Progress()
         self._watch = watch_of_job()
+        self._forward: RunningPass | None = None
+        self._backward: RunningPass | None = None
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
         """Which began the pass that is under way."""
@@ -151,10 +157,7 @@ class Iteration:
     def abort_forward(self, unit: Unit, error: BaseException | None) -> None:
         """``unit``'s forward raised: it is sharded again, and once the outermost one's has, everything is."""
         if error is not None:
-            where = f"the {self._pass.value} of {unit.name}"
-            if self._watch is not None:
-                self._watch.fail(error, where)
-            trace.tell_fault(error, where)
+            self._note(error, unit)
         if self._pass is Pass.BACKWARD:
             return
         unit.round = None
@@ -164,6 +167,20 @@ class Iteration:
             else:
                 unit.group.reshard()
 
+    def _note(self, error: BaseException, unit: Unit) -> None:
+        """``error`` came out of ``unit``. Out of the outermost one it ends the forward; until then it may be caught."""
+        in_backward = self._pass is Pass.BACKWARD
+        running = self._backward if in_backward else self._forward
+        if running is None or isinstance(error, _StopRecomputationError):
+            return  # refused before it began, or a checkpoint has recomputed what it needs
+        running.note(error, unit.name)
+        if not in_backward and unit is not self._outermost:
+            return
+        if self._watch is not None and not in_backward:
+            self._watch.fail(running.failure)
+        running.is_told = True
+        trace.tell_fault(error, f"the {running.kind} of {running.raised_in}")
+
     def pre_backward(self, call: Call) -> None:
         """A gradient reached an output of ``call``."""
         if self._pass is not Pass.BACKWARD:
@@ -171,8 +188,8 @@ class Iteration:
         if call.entered == self._backwards:
             return
         unit = call.unit
-        if self._watch is not None and unit is not self.root:
-            self._watch.reach_in_backward(unit.name)
+        if self._backward is not None and unit is not self.root:
+            self._backward.unit = unit.name
         call.entered = self._backwards
         call.open()
         if unit.change_check is not None and call.round.seen is not None:
@@ -240,8 +257,11 @@ class Iteration:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, unit, threading.current_thread()
+        self._progress.look()
+        self._end_running()
+        self._forward = RunningPass("forward", unit.name, unit.calls_under_way[-1].caller)
         if self._watch is not None:
-            self._watch.go_on()
+            self._watch.begin_pass(self._forward)
         if not self._are_alike:
             check_models(self.root, self.units)
             self._are_alike = True
@@ -292,6 +312,7 @@ class Iteration:
         if self._in_step is not None:
             self._in_step.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
+        self._end_running()
         if unit is self.root and self.root.order_check is not OrderCheck.OFF:
             self._order.compare(self._record.ended)
         for other in self.units.values():
@@ -306,8 +327,9 @@ class Iteration:
         self._thread = threading.current_thread()
         self._backwards += 1
         self._graph_task = torch._C._current_graph_task_id()
+        self._backward = RunningPass("backward", self.root.name, None)
         if self._watch is not None:
-            self._watch.reach_in_backward(self.root.name)
+            self._watch.begin_pass(self._backward)
         chosen = (unit.reductions_in_flight for unit in self.units.values())
         usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
         self._in_flight.limit = max(filter(None, chosen), default=usual)
@@ -334,8 +356,10 @@ class Iteration:
         if self.is_last_backward:
             self.drain()
         _wait_for(leaving)
+        self._progress.completed += 1
         if self._watch is not None:
-            self._watch.end_backward()
+            self._watch.end_pass(self._backward, self._progress.completed)
+        self._backward = None
         self._pass = self._around_backward
 
     def _leave_shards(self, occasion: str) -> list[Work]:
@@ -387,16 +411,25 @@ class Iteration:
 
         After a pass that failed, on this rank or another, all ranks must come here. Where they were not at the same
         place, what is in flight is not waited for, and they connect to each other anew.
+
+        Raises:
+            PeerError: some ranks did not come, or cannot be reached any more.
+            DivergenceError: ranks have parameters of different steps.
         """
-        if has_failed(self.units.values()) and not meet(self.units.values()):
+        units = self.units.values()
+        met = meet(units, self._progress.applied) if has_failed(units) else None
+        if met is not None and not met.at_same_place:
             self._in_flight.abandon()
-            for unit in self.units.values():
+            for unit in units:
                 unit.group.abandon()
-            reconnect(self.units.values())
+            reconnect(units)
         self.drain()
-        for unit in self.units.values():
+        for unit in units:
             unit.group.gradients.drop()
         self._back_to_idle()
+        if met is not None:
+            self._progress = Progress()
+            met.check_parameters()
 
     def _back_to_idle(self) -> None:
         for unit in self.units.values():
@@ -406,7 +439,15 @@ class Iteration:
         self._company.forget_settled()
         if self._in_step is not None:
             self._in_step.forget_backward()
+        self._end_running()
         self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
+
+    def _end_running(self) -> None:
+        """No pass is under way."""
+        if self._watch is not None:
+            self._watch.end_pass(self._forward)
+            self._watch.end_pass(self._backward)
+        self._forward = self._backward = None
 
     def _was_seen(self, unit: Unit) -> bool:
         """Whether this backward came to ``unit`` through an output that its hooks saw, or need not have."""

@@ -6,7 +6,8 @@ here long before the others have found out that something failed. Where all fail
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,37 @@ from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.choose import compare, position, reopen
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
 from composable_fsdp.comm.watch import watch_of_job
+from composable_fsdp.errors import DivergenceError
 from composable_fsdp.runtime.unit import Unit
 
-__all__ = ["has_failed", "meet", "reconnect", "set_order_check"]
+__all__ = ["Meeting", "has_failed", "meet", "reconnect", "set_order_check"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What ranks brought when they met.
+
+    Args:
+        at_same_place: whether what is in flight will come to its end.
+        applied: by rank, how many backwards its parameters have.
+    """
+
+    at_same_place: bool
+    applied: Mapping[int, int]
+
+    def check_parameters(self) -> None:
+        """
+        Raises:
+            DivergenceError: ranks have parameters of different steps. On all of them, with the same text.
+        """
+        if len(set(self.applied.values())) < 2:
+            return
+        lines = "".join(f"\n  rank {rank}: {applied} steps" for rank, applied in sorted(self.applied.items()))
+        raise DivergenceError(
+            "a pass failed on some ranks after others had completed it and stepped their optimizers, so that the "
+            f"shards of the parameters are of different steps:{lines}\nLoad a checkpoint on all ranks, parameters and "
+            "optimizer. Everything else is reset: training can go on from there."
+        )
 
 
 def has_failed(units: Iterable[Unit]) -> bool:
@@ -26,24 +55,26 @@ def has_failed(units: Iterable[Unit]) -> bool:
     return watch is not None and (watch.has_failed or any(position(group) == "broken" for group in _groups(units)))
 
 
-def meet(units: Iterable[Unit]) -> bool:
+def meet(units: Iterable[Unit], applied: int) -> Meeting:
     """Waits for all ranks that hold parameters of ``units``. All of them must call it.
-
-    Returns:
-        Whether they are at the same place, so that what is in flight will come to its end. Otherwise :func:`reconnect`.
 
     Raises:
         PeerError: some have not come within the timeout of the process groups. Named in the text.
     """
     watch, groups = watch_of_job(), _groups(units)
     if watch is None or not groups:
-        return True
+        return Meeting(at_same_place=True, applied={})
     ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
     seconds = max(_timeout(group) for group in groups)
     here = " ".join(map(position, groups))
-    places = watch.meet(ranks, here, seconds, "after a pass has failed all ranks must call reset_iter_state() to go on")
+    occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
+    brought = [text.split("/") for text in watch.meet(ranks, f"{applied}/{here}", seconds, occasion)]
     watch.go_on()
-    return "broken" not in here and len(set(places)) == 1
+    places = {place for _, place in brought}
+    return Meeting(
+        at_same_place="broken" not in here and len(places) == 1,
+        applied={rank: int(of_rank) for rank, (of_rank, _) in zip(ranks, brought, strict=True)},
+    )
 
 
 def reconnect(units: Iterable[Unit]) -> None:
