@@ -80,6 +80,11 @@ class FSDPModule(TorchFSDPModule):
         Completes collectives in flight, shards every group of the root again, and drops gradients that have not been
         reduced, those accumulated with ``set_requires_gradient_sync(False)`` included. Reduced gradients stay: call
         ``zero_grad`` as usual.
+
+        Raises:
+            PeerError: a pass has failed, and some ranks have not come here within the timeout of the process group.
+            DivergenceError: some ranks took the optimizer's step after a backward that failed on others. Load a
+                checkpoint; nothing else is needed to go on.
         """
         iteration_of(_unit(self)).reset()
 

@@ -35,9 +35,9 @@ from composable_fsdp.runtime.inflight import InFlight
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
-from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
+from composable_fsdp.runtime.recovery import Meeting, has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
-from composable_fsdp.runtime.steps import optimizer_steps
+from composable_fsdp.runtime.steps import optimizer_steps, sharded_steps
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 
 __all__ = ["Iteration"]
@@ -84,6 +84,8 @@ class Iteration:
         """Autograd's number for the backward that is under way."""
         self._seen_steps = optimizer_steps()
         """As of the last forward: parameters kept unsharded since before a step are stale."""
+        self._steps_when_met = sharded_steps()
+        """As of when ranks last met after a pass that failed."""
         self._watch = watch_of_job()
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
@@ -474,16 +476,27 @@ class Iteration:
 
         After a pass that failed, on this rank or another, all ranks must come here. Where they were not at the same
         place, what is in flight is not waited for, and they connect to each other anew.
+
+        Raises:
+            PeerError: some ranks did not come.
+            DivergenceError: some took an optimizer step in between and others did not. It comes last: once they all
+                have the same parameters, they can go on.
         """
-        if has_failed(self.units.values()) and not meet(self.units.values()):
+        units = self.units.values()
+        meeting = Meeting()
+        if has_failed(units):
+            meeting = meet(units, sharded_steps() - self._steps_when_met)
+            self._steps_when_met = sharded_steps()
+        if not meeting.is_together:
             self._in_flight.abandon()
-            for unit in self.units.values():
+            for unit in units:
                 unit.group.abandon()
-            reconnect(self.units.values())
+            reconnect(units)
         self.drain()
-        for unit in self.units.values():
+        for unit in units:
             unit.group.gradients.drop()
         self._back_to_idle()
+        meeting.check_steps()
 
     def _back_to_idle(self) -> None:
         for unit in self.units.values():
