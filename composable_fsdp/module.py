@@ -83,8 +83,8 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             PeerError: some ranks did not come within the timeout of the process group. Named in the text.
-            DivergenceError: a rank failed after others had completed the pass and stepped their optimizers, so that
-                their parameters are of different steps. Load a checkpoint on all ranks; then training can go on.
+            DivergenceError: some ranks took the optimizer's step after a backward that failed on others. Load a
+                checkpoint on all of them; nothing else is needed to go on.
         """
         iteration_of(_unit(self)).reset()
 

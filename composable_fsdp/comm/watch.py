@@ -122,10 +122,10 @@ class Watch:
         here.passes[begun] = None
 
     def end_pass(self, ended: RunningPass | None, steps: int = 0) -> None:
-        """By its end, or an exception that :meth:`fail` tells of. ``steps``: backwards that its root has completed."""
+        """By its end, or an exception that :meth:`fail` tells of. ``steps``: backwards that its root has completed now."""
         if ended is not None:
             self.here.passes.pop(ended, None)
-            self.here.steps = max(self.here.steps, steps)
+            self.here.steps = steps or self.here.steps
 
     def fail(self, failure: str) -> None:
         """A pass of this rank ended so. Others are told at once, if they look."""

@@ -35,9 +35,9 @@ from composable_fsdp.runtime.inflight import InFlight
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
-from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
+from composable_fsdp.runtime.recovery import Meeting, has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord
-from composable_fsdp.runtime.steps import Progress
+from composable_fsdp.runtime.steps import sharded_steps
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 from composable_fsdp.runtime.unsharding import Unsharding
 
@@ -82,7 +82,10 @@ class Iteration:
         self._backwards = 0
         self._graph_task = -1
         """Autograd's number for the backward that is under way."""
-        self._progress = Progress()
+        self._completed = 0
+        """Backwards."""
+        self._steps_when_met = sharded_steps()
+        """As of when ranks last met after a pass that failed."""
         self._watch = watch_of_job()
         self._forward: RunningPass | None = None
         self._backward: RunningPass | None = None
@@ -257,7 +260,6 @@ class Iteration:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, unit, threading.current_thread()
-        self._progress.look()
         self._end_running()
         self._forward = RunningPass("forward", unit.name, unit.calls_under_way[-1].caller)
         if self._watch is not None:
@@ -356,9 +358,9 @@ class Iteration:
         if self.is_last_backward:
             self.drain()
         _wait_for(leaving)
-        self._progress.completed += 1
+        self._completed += 1
         if self._watch is not None:
-            self._watch.end_pass(self._backward, self._progress.completed)
+            self._watch.end_pass(self._backward, self._completed)
         self._backward = None
         self._pass = self._around_backward
 
@@ -414,11 +416,15 @@ class Iteration:
 
         Raises:
             PeerError: some ranks did not come, or cannot be reached any more.
-            DivergenceError: ranks have parameters of different steps.
+            DivergenceError: some took an optimizer step in between and others did not. It comes last: once they all
+                have the same parameters, they can go on.
         """
         units = self.units.values()
-        met = meet(units, self._progress.applied) if has_failed(units) else None
-        if met is not None and not met.at_same_place:
+        meeting = Meeting()
+        if has_failed(units):
+            meeting = meet(units, sharded_steps() - self._steps_when_met)
+            self._steps_when_met = sharded_steps()
+        if not meeting.is_together:
             self._in_flight.abandon()
             for unit in units:
                 unit.group.abandon()
@@ -427,9 +433,7 @@ class Iteration:
         for unit in units:
             unit.group.gradients.drop()
         self._back_to_idle()
-        if met is not None:
-            self._progress = Progress()
-            met.check_parameters()
+        meeting.check_steps()
 
     def _back_to_idle(self) -> None:
         for unit in self.units.values():

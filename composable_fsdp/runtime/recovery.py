@@ -7,7 +7,7 @@ here long before the others have found out that something failed. Where all fail
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.choose import compare, position, reopen
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
+from composable_fsdp.comm.roll import ranks_text
 from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.errors import DivergenceError
 from composable_fsdp.runtime.unit import Unit
@@ -24,29 +25,32 @@ __all__ = ["Meeting", "has_failed", "meet", "reconnect", "set_order_check"]
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What ranks brought when they met.
+    """What ranks found out when they met.
 
     Args:
-        at_same_place: whether what is in flight will come to its end.
-        applied: by rank, how many backwards its parameters have.
+        is_together: whether they are at the same place, so that what is in flight will come to its end. Otherwise
+            :func:`reconnect`.
+        steps: by rank, the optimizer steps that it took since the meeting before.
     """
 
-    at_same_place: bool
-    applied: Mapping[int, int]
+    is_together: bool = True
+    steps: Mapping[int, int] = field(default_factory=dict)
 
-    def check_parameters(self) -> None:
+    def check_steps(self) -> None:
         """
         Raises:
-            DivergenceError: ranks have parameters of different steps. On all of them, with the same text.
+            DivergenceError: some ranks took a step that others did not, so their shards are of different steps.
         """
-        if len(set(self.applied.values())) < 2:
-            return
-        lines = "".join(f"\n  rank {rank}: {applied} steps" for rank, applied in sorted(self.applied.items()))
-        raise DivergenceError(
-            "a pass failed on some ranks after others had completed it and stepped their optimizers, so that the "
-            f"shards of the parameters are of different steps:{lines}\nLoad a checkpoint on all ranks, parameters and "
-            "optimizer. Everything else is reset: training can go on from there."
-        )
+        most = max(self.steps.values(), default=0)
+        behind = [rank for rank, steps in self.steps.items() if steps < most]
+        if behind:
+            ahead = [rank for rank, steps in self.steps.items() if steps == most]
+            raise DivergenceError(
+                f"{ranks_text(ahead)} took an optimizer step after a backward that failed on {ranks_text(behind)}, so "
+                "that shards are of different steps. Load a checkpoint on all ranks. To have steps taken by all or "
+                "none, let ranks meet between backward and the optimizer's step, as composable_fsdp.find_nonfinite("
+                "model) does: it raises where another rank failed."
+            )
 
 
 def has_failed(units: Iterable[Unit]) -> bool:
@@ -55,26 +59,26 @@ def has_failed(units: Iterable[Unit]) -> bool:
     return watch is not None and (watch.has_failed or any(position(group) == "broken" for group in _groups(units)))
 
 
-def meet(units: Iterable[Unit], applied: int) -> Meeting:
+def meet(units: Iterable[Unit], steps: int) -> Meeting:
     """Waits for all ranks that hold parameters of ``units``. All of them must call it.
+
+    Args:
+        steps: that this rank's optimizers took since the meeting before.
 
     Raises:
         PeerError: some have not come within the timeout of the process groups. Named in the text.
     """
     watch, groups = watch_of_job(), _groups(units)
     if watch is None or not groups:
-        return Meeting(at_same_place=True, applied={})
+        return Meeting()
     ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
     seconds = max(_timeout(group) for group in groups)
     here = " ".join(map(position, groups))
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
-    brought = [text.split("/") for text in watch.meet(ranks, f"{applied}/{here}", seconds, occasion)]
+    brought = [text.split(" ", 1) for text in watch.meet(ranks, f"{steps} {here}", seconds, occasion)]
     watch.go_on()
-    places = {place for _, place in brought}
-    return Meeting(
-        at_same_place="broken" not in here and len(places) == 1,
-        applied={rank: int(of_rank) for rank, (of_rank, _) in zip(ranks, brought, strict=True)},
-    )
+    is_together = "broken" not in here and len({place for _, place in brought}) == 1
+    return Meeting(is_together, {rank: int(taken) for rank, (taken, _) in zip(ranks, brought, strict=True)})
 
 
 def reconnect(units: Iterable[Unit]) -> None:

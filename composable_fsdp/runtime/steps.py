@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-__all__ = ["Progress", "note_optimizer_step", "optimizer_steps"]
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = ["note_optimizer_step", "optimizer_steps", "sharded_steps"]
 
 _steps = 0
+_sharded_steps = 0
 
 
-def note_optimizer_step(*_: object) -> None:
+def note_optimizer_step(optimizer: Optimizer, *_: object) -> None:
     """Hook for after every optimizer step."""
-    global _steps
+    global _steps, _sharded_steps
     _steps += 1
+    _sharded_steps += any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
 def optimizer_steps() -> int:
@@ -18,22 +23,6 @@ def optimizer_steps() -> int:
     return _steps
 
 
-class Progress:
-    """How many backwards of one root are completed on this rank, and how many of them are in its parameters. Final."""
-
-    def __init__(self) -> None:
-        self.completed = 0
-        self._applied = 0
-        self._seen_steps = optimizer_steps()
-
-    @property
-    def applied(self) -> int:
-        """Backwards that were completed when an optimizer last stepped, as far as was looked."""
-        self.look()
-        return self._applied
-
-    def look(self) -> None:
-        """To be called before each forward, so that what is completed later counts for the next step."""
-        steps = optimizer_steps()
-        if steps != self._seen_steps:
-            self._seen_steps, self._applied = steps, self.completed
+def sharded_steps() -> int:
+    """Of those that have sharded parameters, which all ranks must take together."""
+    return _sharded_steps

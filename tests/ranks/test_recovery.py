@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from composable_fsdp import DivergenceError, PeerError, fully_shard
+from composable_fsdp import DivergenceError, PeerError, find_nonfinite, fully_shard
 from composable_fsdp.memory import storage
 from composable_fsdp.testing import Fault, Raise, inject_faults, run_ranks
 from tests.ranks._faults import Layers, is_last
@@ -201,6 +202,57 @@ NAMED = {
 def test_what_the_peer_keeps_of_a_failed_step_is_dropped(plan: Plan) -> None:
     run_ranks(fail_and_go_on, 2, plan, environment=COPIES)
     run_ranks(fail_and_go_on, 2, plan, environment=SOCKETS)
+
+
+# -- a step that some ranks took
+
+
+def fail_at_the_very_end(agree: bool) -> None:
+    """The last rank raises once its gradients are reduced. The others know only if they meet before they step."""
+    plan = Plan("gradient hook", 0, 0, 1, True, True, False, False)
+    model, undisturbed = build(plan), build(plan)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, undisturbed)]
+
+    def whole_step(number: int) -> None:
+        step(model, plan, number)
+        if agree:
+            find_nonfinite(model)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+
+    whole_step(0)
+    handle = model.layers[0].weight.register_post_accumulate_grad_hook(_fail) if is_last() else None
+    kind, told = (
+        (ArithmeticError, "no luck") if is_last() else (PeerError, r"rank 1 raised in the backward of layers\.0")
+    )
+    with pytest.raises(kind, match=told):
+        deque(map(whole_step, (1, 2)))
+    if handle is not None:
+        handle.remove()
+    if agree:
+        model.reset_iter_state()
+    else:
+        with pytest.raises(DivergenceError, match=r"rank 0 took an optimizer step after .* failed on rank 1, so that"):
+            model.reset_iter_state()
+        model.reset_iter_state()
+    optimizers[0].zero_grad()
+    model.load_state_dict(undisturbed.state_dict())
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    for number in range(3):
+        whole_step(number)
+        step(undisturbed, plan, number)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    expected = values_of(undisturbed)
+    for name, value in values_of(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("agree", [False, True], ids=["steps at once", "meets first"])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_step_that_only_some_ranks_took_is_told(agree: bool, transport: Environment) -> None:
+    run_ranks(fail_at_the_very_end, 2, agree, environment=transport)
 
 
 # -- often

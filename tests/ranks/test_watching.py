@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import DivergenceError, FSDPError, PeerError, fully_shard
+from composable_fsdp import PeerError, fully_shard
 from composable_fsdp.comm.watch import PATIENCE, known_watch
 from composable_fsdp.testing import Delay, Fault, inject_faults, run_ranks
 from tests.ranks._faults import Layers, build, inflict, is_last, step, told_by
-from tests.ranks._sharding import exactly, values_of
-from tests.transports import COPIES, IN_COMMON, SOCKETS, Environment
+from tests.transports import IN_COMMON, SOCKETS, Environment
 
 LATE = PATIENCE + 1.5
 """Seconds: enough for the others to ask, and to be answered."""
@@ -117,54 +116,6 @@ def _interrupt(*_: object) -> None:
 def test_a_rank_whose_forward_was_interrupted_is_named(transport: Environment) -> None:
     told, _ = run_ranks(interrupted, 2, environment=transport)
     assert "rank 1 was interrupted in the forward of root" in told
-
-
-def steps_apart() -> tuple[str, str]:
-    """A rank raises in backward when all its reductions are on their way, so that the other one completes its step.
-
-    Where parameters are in common memory it does not: ranks leave a backward together.
-    """
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    kept = {name: value.clone() for name, value in model.state_dict().items()}
-    told = ""
-    try:
-        for _ in range(2):
-            x = torch.ones(2, 16, requires_grad=True)
-            if is_last():
-                x.register_hook(_fail)
-            model(x).square().mean().backward()
-            optimizer.step()
-    except (ArithmeticError, FSDPError) as error:
-        told = str(error)
-    with pytest.raises(DivergenceError) as caught:
-        model.reset_iter_state()
-    optimizer.zero_grad()
-    model.load_state_dict(kept)
-    step(model, optimizer)
-    expected = build()
-    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for _ in range(2):
-        step(expected, reference)
-    for name, value in values_of(model).items():
-        exactly(value, values_of(expected)[name], name)
-    return told, str(caught.value)
-
-
-def _fail(*_: object) -> None:
-    raise ArithmeticError("no luck")
-
-
-@pytest.mark.behaviour("H-01", "H-05")
-@pytest.mark.parametrize("transport", [SOCKETS, COPIES], ids=["sockets", "copies"])
-def test_ranks_that_are_a_step_apart_are_told_so_and_go_on_from_a_checkpoint(transport: Environment) -> None:
-    (first, told), (second, same) = run_ranks(steps_apart, 2, environment=transport)
-    assert "rank 1 raised ArithmeticError: no luck in the backward of" in first or "rank 1 raised in the back" in first
-    assert second == "no luck"
-    assert told == same
-    assert "shards of the parameters are of different steps:\n  rank 0: 2 steps\n  rank 1: 1 steps\n" in told
-    assert "Load a checkpoint on all ranks" in told
 
 
 def busy_while_others_give_up() -> tuple[str, str]:
