@@ -122,7 +122,7 @@ class Watch:
         here.passes[begun] = None
 
     def end_pass(self, ended: RunningPass | None, steps: int = 0) -> None:
-        """By its end, or an exception that :meth:`fail` tells of. ``steps``: backwards that its root has completed now."""
+        """By its end, or by what :meth:`fail` tells of. ``steps``: backwards that its root has completed now."""
         if ended is not None:
             self.here.passes.pop(ended, None)
             self.here.steps = steps or self.here.steps
