@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.loading import Loading
-from composable_fsdp.checkpoint.pending import PendingSave, finish_earlier
+from composable_fsdp.checkpoint.pending import PendingSave
 from composable_fsdp.checkpoint.progress import wants_progress
 from composable_fsdp.checkpoint.ranks import TIMEOUT, meet
 from composable_fsdp.checkpoint.saving import Saving
@@ -71,7 +71,6 @@ def save(
     if step is not None and step < 0:
         raise ConfigurationError(f"step must not be negative, but is {step}.")
     ranks = meet(f"save({os.fspath(path)!r}, step={step})", timeout)
-    ranks.agree("the save before this one", finish_earlier)
     saving = Saving(ranks, Path(path), step, keep_last)
     saving.plan(model, optimizer, extra)
     pending = PendingSave(saving.final, saving.step)
@@ -124,11 +123,11 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, newer than this library, or of another model, or ranks
-            are missing. The same on all ranks. Names the file, or lists the differences.
+            are missing, or an earlier asynchronous save failed. The same on all ranks. Names the file, or lists the
+            differences.
     """
     show = wants_progress(progress)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
-    ranks.agree("the save before this load", finish_earlier)
     loading = Loading(ranks, Path(path), show=show)
     loading.check(contents=verify)
     loading.prepare(model, optimizer, strict=strict, weights_only=weights_only)
