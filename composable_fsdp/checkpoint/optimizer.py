@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.forms import SHARDED, comes_from_rank0, streams_from_rank0
 from composable_fsdp.checkpoint.holders import Holders
+from composable_fsdp.checkpoint.local_state import has_shards_shape, is_plain
 from composable_fsdp.checkpoint.names import on_meta, plain_name
 from composable_fsdp.checkpoint.options import Form, Full, Local
 from composable_fsdp.checkpoint.rekey import Member, members_of
@@ -85,8 +86,8 @@ def _distributed(
         CheckpointError: ranks have state of different parameters, so that they would wait for each other.
     """
     places = [(m, key, value) for m in members for key, value in entries.get(m.name, {}).items()]
-    plain = [i for i, (member, _, value) in enumerate(places) if _may_be_local(member, value)]
-    fitting = [places[i][2].shape == local_part(places[i][0].parameter).shape for i in plain]
+    plain = [i for i, (member, _, value) in enumerate(places) if is_plain(value, member)]
+    fitting = [has_shards_shape(places[i][2], places[i][0]) for i in plain]
     found = holders.exchange((_digest([(m.name, str(key)) for m, key, _ in places] + [("", str(plain))]), fitting))
     if len({digest for digest, _ in found.values()}) > 1:
         keys = holders.exchange([f"{member.name!r}, {key!r}" for member, key, _ in places])
@@ -99,11 +100,6 @@ def _distributed(
         shard = like(cast(DTensor, member.parameter), value) if i in local else value
         distributed.setdefault(member.name, {})[key] = shard
     return distributed
-
-
-def _may_be_local(member: Member, value: object) -> bool:
-    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
-    return is_plain and isinstance(member.parameter, DTensor)
 
 
 def _digest(value: object) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import communication_of
+from composable_fsdp.checkpoint.local_state import has_shards_shape
 from composable_fsdp.checkpoint.names import Entry, plain_name, tensors_of
 from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.checkpoint.planners import LoadPlanner
@@ -175,8 +176,7 @@ class Restore:
             for key, full_key in states.get(member.name, {}).items():
                 saved = self._saved[full_key]
                 if isinstance(saved, TensorStorageMetadata):
-                    value = _memory_for(key, saved, member.parameter, existing.get(key))
-                    self._parts[full_key] = Part(value, member.sharding)
+                    value, self._parts[full_key] = _memory_for(key, saved, member, existing.get(key))
                 else:
                     value = self._objects[full_key]
                 state.setdefault(i, {})[key] = value
@@ -209,16 +209,23 @@ def _param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [groups[index] for index in sorted(groups)]
 
 
-def _memory_for(key: str, saved: TensorStorageMetadata, parameter: torch.Tensor, existing: object) -> torch.Tensor:
-    """A tensor for state: of the parameter's shape placed like it, others whole, and single numbers on the CPU."""
-    dtype, shape = saved.properties.dtype, saved.size
+def _memory_for(key: str, saved: TensorStorageMetadata, member: Member, existing: object) -> tuple[torch.Tensor, Part]:
+    """A tensor for state, and what of the saved one goes there.
+
+    Of the parameter's shape it is placed like it, as a plain shard where the optimizer has that; others are whole, and
+    single numbers on the CPU.
+    """
+    dtype, shape, parameter = saved.properties.dtype, saved.size, member.parameter
     if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
-        return existing
+        return existing, Part(existing, member.sharding)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if shape == parameter.shape and (shape or key != "step"):
-        own = torch.empty_like(local, dtype=dtype, requires_grad=False)
-        return like(parameter, own) if isinstance(parameter, DTensor) else own
-    return torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
+        fits = has_shards_shape(existing, member) and existing.dtype == dtype
+        own = cast(torch.Tensor, existing) if fits else torch.empty_like(local, dtype=dtype, requires_grad=False)
+        placed = like(parameter, own) if isinstance(parameter, DTensor) else own
+        return own if has_shards_shape(existing, member) else placed, Part(placed, member.sharding)
+    whole = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
+    return whole, Part(whole)
 
 
 def _described(saved: object) -> str:

@@ -36,7 +36,8 @@ def save(
 
     It is complete or not there: whenever processes are killed or the disk is full, the earlier ones can be loaded, and
     so can an earlier one of the same step until the new one is complete. Every rank writes what it holds, and of copies
-    one rank each: what differs between ranks must be a DTensor, or have another name on each. The format is that of
+    one rank each: what differs between ranks must be a DTensor, or have another name on each. Plain state of
+    an optimizer counts as a DTensor where it is every rank's shard of one. The format is that of
     ``torch.distributed.checkpoint``, whose ``load`` can read it too, with a manifest of checksums.
 
     Besides parameters, buffers, extra states of modules and the state of the optimizer, by parameter names, a
@@ -60,7 +61,7 @@ def save(
 
     Raises:
         CheckpointError: it could not be written, or ranks are missing, or an earlier asynchronous save failed. The same
-            on all ranks.
+            on all ranks. Or ranks have different values of what is plain optimizer state for a DTensor.
         ConfigurationError: arguments that make no sense.
     """
     extra, show = dict(extra or {}), wants_progress(False if progress is None and asynchronous else progress)
@@ -97,7 +98,8 @@ def load(
     """Loads a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
 
     Each rank reads its part straight into its shards. The state of the optimizer is allocated as the checkpoint has it,
-    and goes through ``optimizer.load_state_dict``; an optimizer that never stepped needs no step first. Everything is
+    and goes through ``optimizer.load_state_dict``; an optimizer that never stepped needs no step first, unless it keeps
+    local shards as plain tensors, of which nothing else tells. Everything is
     checked before anything is changed: if a file is damaged or does not fit, model and optimizer are what they were.
 
     Random number generators, and what codecs with error feedback keep, are about single ranks. They are restored on as
