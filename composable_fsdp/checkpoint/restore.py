@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,7 +91,20 @@ class Restore:
             folder: the checkpoint.
             communication: whether to load the state of codecs.
             show: whether to show a bar.
+
+        Raises:
+            CheckpointError: something cannot be read after all. The model is loaded in part then.
         """
+        try:
+            self._run(folder, communication, show)
+        except Exception as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise CheckpointError(
+                f"{folder} could not be loaded: {type(error).__name__}: {reason}. The model is loaded in part. In "
+                "checkpoints that have a manifest, verify=True finds damage before anything is loaded."
+            ) from error
+
+    def _run(self, folder: Path, communication: bool, show: bool) -> None:
         state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
         if communication:
             for name, each in self._communication.items():
@@ -98,8 +112,10 @@ class Restore:
                 each["rounds"] = self._objects[f"communication.{name}.rounds"]
         total = sum(part.nbytes for part in self._parts.values())
         with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as done:
-            planner = LoadPlanner(self._metadata, self._parts, done=done)
-            reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
+            with ExitStack() as memory:  # of their own for parts that cannot be written to, such as expanded buffers
+                blocks = {k: p.blocks(memory.enter_context(p.plain(write=True))) for k, p in self._parts.items()}
+                planner = LoadPlanner(self._metadata, blocks, done=done)
+                reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
             self._give_to_modules()
         if self._optimizer is not None:
             self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})

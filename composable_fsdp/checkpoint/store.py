@@ -99,8 +99,11 @@ def load(
 
     Each rank reads its part straight into its shards. The state of the optimizer is allocated as the checkpoint has it,
     and goes through ``optimizer.load_state_dict``; an optimizer that never stepped needs no step first, unless it keeps
-    local shards as plain tensors, of which nothing else tells. Everything is
-    checked before anything is changed: if a file is damaged or does not fit, model and optimizer are what they were.
+    local shards as plain tensors, of which nothing else tells.
+
+    Everything is checked before anything is changed: if a file is damaged or does not fit, model and optimizer are what
+    they were. Only what no checksum was compared for, by ``verify=False`` or without a manifest, can turn out to be
+    damaged while it is read; the error says then that the model is loaded in part.
 
     Random number generators, and what codecs with error feedback keep, are about single ranks. They are restored on as
     many ranks as saved them; on others they are left as they are.

@@ -22,6 +22,7 @@ from composable_fsdp import CheckpointError, ConfigurationError
 from composable_fsdp.checkpoint import latest, load, manifest, save
 from composable_fsdp.checkpoint.folder import Writing
 from composable_fsdp.checkpoint.planners import SavePlanner
+from composable_fsdp.checkpoint.storage import read_metadata
 
 
 class Tied(nn.Module):
@@ -123,6 +124,46 @@ def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
     truncate(data)
     size = data.stat().st_size
     assert f"{data} has {size} bytes instead of {size + 1}" in refused(tmp_path, verify=False)
+
+
+def damage_last_item(path: Path) -> None:
+    """Overwrites what DCP put around the tensor that was written last, and no size."""
+    metadata = read_metadata(path)
+    item = max(metadata.storage_data.values(), key=lambda item: item.offset)
+    data = bytearray((path / item.relative_path).read_bytes())
+    data[item.offset : item.offset + item.length] = bytes(item.length)
+    (path / item.relative_path).write_bytes(data)
+
+
+@pytest.mark.behaviour("F-12")
+def test_what_only_reading_finds_out_says_that_the_model_is_loaded_in_part(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saved = save(tmp_path, model, optimizer)
+    damage_last_item(saved.path)
+    other = Tied()
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path, other, torch.optim.AdamW(other.parameters()), verify=False)
+    assert str(raised.value).startswith(f"loading {tmp_path}: {saved.path} could not be loaded: UnpicklingError: ")
+    assert ". The model is loaded in part. In checkpoints that have a manifest, verify=True finds damage " in str(
+        raised.value
+    )
+    assert "__0_0.distcp is damaged" in refused(tmp_path)
+
+
+class Expanded(nn.Linear):
+    """A buffer whose elements share memory."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("same", torch.zeros(1).expand(4))
+
+
+def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path: Path) -> None:
+    model, other = Expanded(), Expanded()
+    model.register_buffer("same", torch.tensor([7.0]).expand(4))
+    save(tmp_path, model)
+    load(tmp_path, other)
+    assert_same(state_of(other), state_of(model))
 
 
 def test_a_checkpoint_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
