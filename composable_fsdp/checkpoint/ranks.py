@@ -233,6 +233,7 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
     all go by that. A rank that comes to a meeting that ended without it goes on to the next.
     """
     store, rank = meetings.store, dist.get_rank()
+    verdict: dict[str, Any]
     size, deadline = dist.get_world_size(), time.monotonic() + timeout
     while True:
         place = f"composable_fsdp/checkpoint/{meetings.number}"
@@ -249,8 +250,9 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
             pause = min(2 * pause, _LONGEST_PAUSE)
             if time.monotonic() > deadline:
                 missing = [r for r in range(size) if not store.check([f"{place}/{r}"])]
-                store.compare_set(f"{place}/verdict", "", json.dumps({"missing": missing}))
-        verdict: dict[str, Any] = json.loads(store.get(f"{place}/verdict"))
+                verdict = {"missing": missing} if missing else _open(store, place, size)
+                store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
+        verdict = json.loads(store.get(f"{place}/verdict"))
         missing = verdict.get("missing", [])
         if missing and rank not in missing:
             raise CheckpointError(
