@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from composable_fsdp.checkpoint.contents import communication_of
 from composable_fsdp.checkpoint.local_state import has_shards_shape
 from composable_fsdp.checkpoint.names import Entry, plain_name, tensors_of
+from composable_fsdp.checkpoint.param_groups import lacking, restored
 from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.checkpoint.planners import LoadPlanner
 from composable_fsdp.checkpoint.progress import progress_bar
@@ -166,11 +167,16 @@ class Restore:
             own, first = [member.name for member in members], len(self._members)
             self._members += members
             saved = by_names.get(frozenset(own))
-            if saved is None and saved_groups:
-                some = ", ".join(own[:3]) + (", …" if len(own) > 3 else "")
-                self.misfit.others.append(f"no param_group of the checkpoint has the parameters of group {i}: {some}")
-            settings = {k: v for k, v in (saved or group).items() if k not in ("params", "param_names")}
-            self._groups.append({**settings, "params": list(range(first, first + len(own)))})
+            self._groups.append(restored(group, saved or {}, range(first, first + len(own))))
+            if saved is not None:
+                self.misfit.others += lacking(optimizer, i, saved)
+            elif saved_groups:
+                self.misfit.others.append(
+                    f"no param_group of the checkpoint has the parameters of group {i}: {_some(own)}"
+                )
+        wanted = {frozenset(member.name for member in members) for members in groups}
+        for names in by_names.keys() - wanted:
+            self.misfit.unexpected[f"param_group of {_some(sorted(names))}"] = f"members: {len(names)}"
         known = {member.name for member in self._members}
         for name in states.keys() - known:
             self.misfit.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
@@ -223,6 +229,10 @@ def _param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
         if key.startswith(prefix) and index.isdecimal():
             groups.setdefault(int(index), {})[setting] = value
     return [groups[index] for index in sorted(groups)]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def _memory_for(key: str, saved: TensorStorageMetadata, member: Member, existing: object) -> tuple[torch.Tensor, Part]:

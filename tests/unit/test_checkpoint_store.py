@@ -19,7 +19,14 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composable_fsdp import CheckpointError, ConfigurationError
-from composable_fsdp.checkpoint import latest, load, manifest, save
+from composable_fsdp.checkpoint import (
+    latest,
+    load,
+    load_optimizer_state_dict,
+    manifest,
+    optimizer_state_dict,
+    save,
+)
 from composable_fsdp.checkpoint.folder import Writing
 from composable_fsdp.checkpoint.planners import SavePlanner
 from composable_fsdp.checkpoint.storage import read_metadata
@@ -247,6 +254,26 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"this AdamW holds parameters that are not the model's, of shapes"):
         save(tmp_path, model, torch.optim.AdamW(nn.Linear(1, 1, bias=False).parameters()))
     assert latest(tmp_path) is None
+
+
+@pytest.mark.behaviour("F-09")
+def test_settings_of_another_optimizer_do_not_fit(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    optimizer.add_param_group({"params": [model.get_parameter("scale")], "lr": 0.5})
+    save(tmp_path, model, optimizer)
+    sgd = torch.optim.SGD([model.first.weight, model.second.bias], lr=9.0, momentum=0.9)
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path, model, sgd)
+    assert "    param_group of scale: members: 1\n" in str(raised.value)
+    assert "  param_group 0 has settings that the saved one lacks: momentum, dampening, nesterov" in str(raised.value)
+    load(tmp_path, model, sgd, strict=False)
+    assert (sgd.param_groups[0]["lr"], sgd.param_groups[0]["momentum"]) == (1e-3, 0.9)
+    model(torch.ones(2, 3)).sum().backward()
+    sgd.step()
+    state = optimizer_state_dict(model, optimizer)
+    with pytest.raises(CheckpointError, match="param_group 0 has settings that the saved one lacks: momentum, dampe"):
+        load_optimizer_state_dict(model, sgd, {**state, "param_groups": state["param_groups"][:1]})
 
 
 def test_parameters_on_the_meta_device(tmp_path: Path) -> None:
