@@ -83,6 +83,12 @@ class GroupGradients:
         if self._tensors.plan.num_trainable:
             self._advance(GradientOperation.ACCUMULATE)
 
+    def notice(self) -> None:
+        """Counts gradients that lie on unsharded parameters and came there without autograd's accumulation."""
+        parameters = (p for p in self._tensors.parameters if p.unsharded is not p.sharded)
+        if any(parameter.unsharded.grad is not None for parameter in parameters):
+            self.contribute()
+
     @property
     def are_held(self) -> bool:
         """Whether there are gradients that have not become those of the sharded parameters yet."""

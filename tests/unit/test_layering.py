@@ -74,7 +74,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("testing.ranks",),
     ("testing",),
     ("acceptance",),
-    ("bypass", "collect", "copying"),
+    ("bypass", "client_state", "collect", "copying"),
     ("module",),
     ("broadcast", "placed", "registered"),
     ("whole",),
