@@ -25,6 +25,7 @@ from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.comm.watch import is_in_backward, watch_of_job
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
+from composable_fsdp.labels import labelled
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
 from composable_fsdp.policy import ReshardKind
@@ -124,6 +125,7 @@ class Iteration:
                 "an exception, call reset_iter_state() on the root module."
             )
 
+    @labelled("pre_forward", lambda _, unit: unit.name)
     def pre_forward(self, unit: Unit) -> None:
         """A module of ``unit`` is about to compute."""
         self._check_alive(unit)
@@ -135,6 +137,7 @@ class Iteration:
             if unit.change_check is not None:
                 unit.round.seen = unit.change_check.in_forward()
 
+    @labelled("post_forward", lambda _, unit, module: unit.name)
     def post_forward(self, unit: Unit, module: nn.Module) -> Call | None:
         """``module`` of ``unit`` has computed. The call to hand to the autograd hooks, where a backward may come."""
         if self._in_step is not None and self._pass is Pass.FORWARD:
@@ -173,8 +176,11 @@ class Iteration:
         """A gradient reached an output of ``call``."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
-        if call.entered == self._backwards:
-            return
+        if call.entered != self._backwards:
+            self._enter_backward(call)
+
+    @labelled("pre_backward", lambda _, call: call.unit.name)
+    def _enter_backward(self, call: Call) -> None:
         unit = call.unit
         if self._watch is not None and unit is not self.root:
             self._watch.reach_in_backward(unit.name)
@@ -401,6 +407,7 @@ class Iteration:
         self._in_flight.limit = max(filter(None, chosen), default=usual)
         Variable._execution_engine.queue_callback(self.end_backward)
 
+    @labelled("root_post_backward_callback", lambda self: self.root.name)
     def end_backward(self) -> None:
         """What is left to do in a backward, or in several of which each left its gradients for the last one."""
         if self._in_step is not None:

@@ -151,9 +151,7 @@ def test_a_copy_has_a_state_of_its_own() -> None:
 def test_torchs_contract_knows_that_a_module_is_sharded() -> None:
     model = chain()
     assert "fully_shard" in (_get_registry(model[0]) or {})
-    with pytest.raises(
-        RuntimeError, match=r"Module already managed by `fully_shard`"
-    ):
+    with pytest.raises(RuntimeError, match=r"Module already managed by `fully_shard`"):
         replicate(model)
     with pytest.raises(AssertionError, match="fully_shard has already been applied"):
         torch_fsdp.fully_shard(model)

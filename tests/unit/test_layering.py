@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # Modules without the package prefix; a sub-package stands for its own __init__.py. Modules in one row are peers,
 # which do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "grad_mode"),
+    ("errors", "grad_mode", "labels"),
     ("policy",),
     ("trace",),
     ("lifecycle",),
