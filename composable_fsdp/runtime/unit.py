@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 from weakref import WeakSet
@@ -121,6 +121,9 @@ class Unit:
         """The last backward that reached the unit through an output that its hooks saw."""
         self.kept_version: int | None = None
         """The group's version when it was last left unsharded between passes."""
+        self.client_pre_backward: Callable[..., None] | None = None
+        self.client_post_backward: Callable[..., None] | None = None
+        """What a client put around what the iteration does when backward reaches the unit, and with its gradients."""
         self.iteration: object | None = None
         """The ``Iteration`` it takes part in, once its root has been assembled; ``assemble`` knows the type."""
         for module in self.modules:
