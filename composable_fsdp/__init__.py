@@ -38,6 +38,7 @@ from composable_fsdp.nonfinite import find_nonfinite
 from composable_fsdp.optim import local_optimizer
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
+from composable_fsdp.tied import tie_groups
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -75,6 +76,7 @@ __all__ = [
     "no_sync",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "tie_groups",
     "to_empty",
     "unsharded_params",
 ]

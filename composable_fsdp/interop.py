@@ -7,8 +7,12 @@ resolves to torch's code.
 
 from __future__ import annotations
 
-from typing import cast
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMeshDims
@@ -18,11 +22,15 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.distributed.tensor.placement_types import Shard
 
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.grouping import Group, Scope
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
+from composable_fsdp.wrap import Policy, as_policy, by_class
 
 __all__ = [
     "TorchFSDPModule",
@@ -31,6 +39,7 @@ __all__ = [
     "as_mixed_precision_policy",
     "as_offload_policy",
     "as_placement",
+    "as_wrap_policy",
 ]
 
 
@@ -98,3 +107,66 @@ def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
             "dims must be (shard,) or (replicate, shard), in this order."
         )
     return info.mesh
+
+
+# -- policies of torch.distributed.fsdp.wrap
+
+
+def as_wrap_policy(policy: object) -> Policy:
+    """Ours, or as ours: torch's ``ModuleWrapPolicy``, ``CustomPolicy``, and functions such as
+    ``size_based_auto_wrap_policy``, also as partials.
+    """
+    if isinstance(policy, TorchModuleWrapPolicy):
+        return by_class(*policy._module_classes)
+    if isinstance(policy, TorchCustomPolicy):
+        return as_policy(_as_predicate(policy._lambda_fn))
+    if callable(policy) and _takes_remainder(policy):
+        return _AutoWrap(policy)
+    return as_policy(policy)
+
+
+def _as_predicate(choose: Callable[[nn.Module], Any]) -> Callable[[nn.Module, str], Any]:
+    """Where torch says ``sharding_strategy``, ours says ``strategy``; an empty dict there chooses nothing."""
+
+    def predicate(module: nn.Module, _: str) -> Any:
+        answer = choose(module)
+        if not isinstance(answer, Mapping):
+            return answer
+        return {"strategy" if key == "sharding_strategy" else key: value for key, value in answer.items()} or False
+
+    return predicate
+
+
+def _takes_remainder(policy: Callable[..., Any]) -> bool:
+    try:
+        return "nonwrapped_numel" in inspect.signature(policy).parameters
+    except ValueError:  # some builtins have none
+        return False
+
+
+@dataclass(frozen=True)
+class _AutoWrap:
+    """A function ``(module, recurse, nonwrapped_numel) -> bool``.
+
+    It is asked with ``recurse=True`` whether to look below a module of so many parameters, and afterwards with
+    ``False`` whether to choose the module, given how many of them no chosen module below has.
+    """
+
+    function: Callable[..., Any]
+
+    def plan(self, scope: Scope) -> list[Group]:
+        return [scope.group([module]) for module in self._chosen(scope.model, scope, set())]
+
+    def _chosen(self, module: nn.Module, scope: Scope, taken: set[nn.Parameter]) -> Iterator[nn.Module]:
+        own = scope.parameters(module)
+        if self.function(module=module, recurse=True, nonwrapped_numel=_numel(own, taken)):
+            for child in module.children():
+                yield from self._chosen(child, scope, taken)
+        chosen = self.function(module=module, recurse=False, nonwrapped_numel=_numel(own, taken))
+        if chosen and module in scope.modules and any(p not in taken for p in own):
+            taken.update(own)
+            yield module
+
+
+def _numel(parameters: list[nn.Parameter], taken: set[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p not in taken)
