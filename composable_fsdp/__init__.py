@@ -38,6 +38,7 @@ from composable_fsdp.nonfinite import find_nonfinite
 from composable_fsdp.optim import local_optimizer
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
+from composable_fsdp.strategy import ShardingStrategy
 from composable_fsdp.tied import tie_groups
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "ParameterError",
     "PeerError",
     "ShardPlacementResult",
+    "ShardingStrategy",
     "UnshardHandle",
     "UnsupportedError",
     "clip_grad_norm_",

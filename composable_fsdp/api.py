@@ -14,7 +14,13 @@ from composable_fsdp.collect import Collector, CommunicationFunction, PlacementF
 from composable_fsdp.diagnostics.recording import enable_from_environment
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.initialize import left_alone, materialise, synchronise
-from composable_fsdp.interop import as_mesh_dims, as_mixed_precision_policy, as_offload_policy, as_wrap_policy
+from composable_fsdp.interop import (
+    as_mesh_dims,
+    as_mixed_precision_policy,
+    as_offload_policy,
+    as_strategy,
+    as_wrap_policy,
+)
 from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes, default_mesh, named_data_parallel_axes
 from composable_fsdp.module import sharded_class
 from composable_fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Reshard, ReshardKind
@@ -25,6 +31,7 @@ from composable_fsdp.runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp.runtime.parameter import note_taken
 from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
 from composable_fsdp.sharding import FullMesh
+from composable_fsdp.strategy import ShardingStrategy, resolve_strategy
 from composable_fsdp.tied import tied_holders
 from composable_fsdp.wrap import PolicyLike
 from composable_fsdp.wrapping import shard_by_policy
@@ -40,6 +47,7 @@ def fully_shard(
     module: Modules,
     *,
     policy: PolicyLike | None = None,
+    strategy: ShardingStrategy | str | None = None,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
@@ -69,6 +77,8 @@ def fully_shard(
             set of module classes; a function of a module and its name that returns a bool, or keywords for that group;
             or one of :mod:`composable_fsdp.wrap`, such as ``transformer_blocks()``. Torch's policies are accepted. The
             other arguments count for all groups. Parameters that several groups use belong to the first of them.
+        strategy: a :class:`ShardingStrategy`, or its name, in place of ``reshard_after_forward``, and of ``mesh`` if
+            that is ``None``: hybrid ones then shard within hosts, as ``LOCAL_WORLD_SIZE`` says. Torch's are accepted.
         mesh: 1-d: shard over it. 2-d: replicate over the first dim, shard over the second; a second dim of size 1 is
             plain data parallelism. ``None``: all ranks of the default process group, on its accelerator if it has one.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
@@ -99,11 +109,15 @@ def fully_shard(
     Raises:
         ConfigurationError: ``module`` or an argument makes no sense; the text says what to do.
         MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank,
-            or cannot be joined with the mesh on which a parameter is a DTensor already.
+            or cannot be joined with the mesh on which a parameter is a DTensor already, or cannot serve ``strategy``.
         ParameterError: a parameter cannot be sharded, or another group holds it, or it is on meta where
             ``sync_module_states`` or ``param_init_fn`` needs it not to be. Named in the text.
     """
     enable_from_environment()
+    given_mesh = mesh
+    if strategy is not None:
+        resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
+        mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
     if policy is not None:
         options = {
             "mesh": mesh,
@@ -120,7 +134,7 @@ def fully_shard(
         model = _as_model(module)
         _check_module(model)
         left = left_alone([model], ignored_params, ignored_modules)
-        shard_by_policy(model, as_wrap_policy(policy), fully_shard, options, left, param_init_fn)
+        shard_by_policy(model, as_wrap_policy(policy), fully_shard, options, left, param_init_fn, given_mesh)
         return module
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
     modules = _as_modules(module)

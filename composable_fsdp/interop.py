@@ -19,6 +19,7 @@ from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
@@ -30,6 +31,7 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.grouping import Group, Scope
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
+from composable_fsdp.strategy import ShardingStrategy
 from composable_fsdp.wrap import Policy, as_policy, by_class
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "as_mixed_precision_policy",
     "as_offload_policy",
     "as_placement",
+    "as_strategy",
     "as_wrap_policy",
 ]
 
@@ -63,6 +66,17 @@ def as_offload_policy(policy: object) -> OffloadPolicy:
     if isinstance(policy, TorchOffloadPolicy):
         return OffloadPolicy()
     raise ConfigurationError(f"offload_policy must be an OffloadPolicy, not {type(policy).__name__}.")
+
+
+def as_strategy(strategy: object) -> ShardingStrategy:
+    """Ours, or torch's as ours, or either by its name in any case: torch has an underscore before one of them."""
+    if isinstance(strategy, ShardingStrategy):
+        return strategy
+    name = strategy.name if isinstance(strategy, TorchShardingStrategy) else strategy
+    names = [each.name for each in ShardingStrategy]
+    if not isinstance(name, str) or name.upper().lstrip("_") not in names:
+        raise ConfigurationError(f"strategy must be one of {', '.join(names)}, not {strategy!r}.")
+    return ShardingStrategy[name.upper().lstrip("_")]
 
 
 def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
