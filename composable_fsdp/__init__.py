@@ -19,6 +19,7 @@ from composable_fsdp.codec.feedback import ErrorFeedback
 from composable_fsdp.codec.float8 import Float8
 from composable_fsdp.communication import CommunicationReport, CommunicationRow, communication_report
 from composable_fsdp.communication_state import CommunicationState
+from composable_fsdp.describe import GroupDescription, ModelDescription, describe
 from composable_fsdp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -57,11 +58,13 @@ __all__ = [
     "FSDPModule",
     "Float8",
     "GradientError",
+    "GroupDescription",
     "Int4",
     "Int8",
     "LifecycleError",
     "MeshError",
     "MixedPrecisionPolicy",
+    "ModelDescription",
     "OffloadPolicy",
     "ParameterError",
     "PeerError",
@@ -71,6 +74,7 @@ __all__ = [
     "UnsupportedError",
     "clip_grad_norm_",
     "communication_report",
+    "describe",
     "find_nonfinite",
     "fully_shard",
     "get_total_norm",

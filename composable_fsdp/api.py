@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
+from composable_fsdp.describe import describe_groups
 from composable_fsdp.diagnostics.recording import enable_from_environment
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.initialize import left_alone, materialise, synchronise
@@ -172,6 +173,9 @@ def fully_shard(
         unit.attach(each)
         each.__class__ = its_class
     return module
+
+
+fully_shard.groups = describe_groups  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -36,18 +36,22 @@ def tie_groups(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if any(find_unit(below) is not None for below in module.modules()):
             raise ConfigurationError(
-                f"tie_groups was given a {type(module).__name__} that has been sharded already. Call it before "
+                f"tie_groups: this {_class_name(module)} has been sharded already. Call it before "
                 "fully_shard, or name the module that owns the parameters: fully_shard(..., shared_from=[owner])."
             )
     held = [{id(p) for p in module.parameters()} for module in modules]
     for index, module in enumerate(modules):
         if not held[index] & set[int]().union(*held[:index], *held[index + 1 :]):
             raise ConfigurationError(
-                f"tie_groups was given a {type(module).__name__} that shares no parameter with the others. Tie them "
-                "first, for example head.weight = embedding.weight."
+                f"tie_groups: this {_class_name(module)} shares no parameter with the others. Tie them first, for "
+                "example head.weight = embedding.weight."
             )
     for module in modules:
         vars(module)[_TIED_ATTRIBUTE] = True
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def tied_holders(modules: Iterable[nn.Module]) -> list[Unit]:

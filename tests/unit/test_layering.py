@@ -88,7 +88,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("broadcast", "placed", "registered"),
     ("whole",),
     ("clip", "communication", "full_params", "initialize", "nonfinite", "optim"),
-    ("communication_state", "wrapping"),
+    ("communication_state", "describe", "wrapping"),
     ("checkpoint.options", "checkpoint.part", "checkpoint.progress", "checkpoint.reports"),
     ("checkpoint.names", "checkpoint.ranks"),
     ("checkpoint.rekey",),
