@@ -19,6 +19,7 @@ from composable_fsdp.codec.feedback import ErrorFeedback
 from composable_fsdp.codec.float8 import Float8
 from composable_fsdp.communication import CommunicationReport, CommunicationRow, communication_report
 from composable_fsdp.communication_state import CommunicationState
+from composable_fsdp.describe import GroupDescription, ModelDescription, describe
 from composable_fsdp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -38,6 +39,8 @@ from composable_fsdp.nonfinite import find_nonfinite
 from composable_fsdp.optim import local_optimizer
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
+from composable_fsdp.strategy import ShardingStrategy
+from composable_fsdp.tied import tie_groups
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -55,19 +58,23 @@ __all__ = [
     "FSDPModule",
     "Float8",
     "GradientError",
+    "GroupDescription",
     "Int4",
     "Int8",
     "LifecycleError",
     "MeshError",
     "MixedPrecisionPolicy",
+    "ModelDescription",
     "OffloadPolicy",
     "ParameterError",
     "PeerError",
     "ShardPlacementResult",
+    "ShardingStrategy",
     "UnshardHandle",
     "UnsupportedError",
     "clip_grad_norm_",
     "communication_report",
+    "describe",
     "find_nonfinite",
     "fully_shard",
     "get_total_norm",
@@ -75,6 +82,7 @@ __all__ = [
     "no_sync",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "tie_groups",
     "to_empty",
     "unsharded_params",
 ]

@@ -18,7 +18,7 @@ from composable_fsdp.comm.alike import check_alike
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.mesh import data_parallel_axes
 from composable_fsdp.registered import Registered, registered_parameters
-from composable_fsdp.runtime.unit import find_unit
+from composable_fsdp.runtime.unit import find_unit, owners
 
 __all__ = ["Left", "left_alone", "materialise", "synchronise", "to_empty"]
 
@@ -139,10 +139,13 @@ def left_alone(
 # -- param_init_fn
 
 
-def materialise(module: nn.Module, init: InitFunction, left: Left) -> None:
+def materialise(
+    module: nn.Module, init: InitFunction, left: Left, registered: Iterable[Registered] | None = None
+) -> None:
     """Calls ``init`` on each module that has parameters or buffers of its own on meta; shared ones stay shared.
 
-    Modules in groups that exist already, and ignored ones, are passed over.
+    Modules in groups that exist already, and ignored ones, are passed over. ``registered``, of a model around
+    ``module`` as it was before any of it was materialised, says what is shared with modules elsewhere in it.
 
     Raises:
         ConfigurationError: ``init`` cannot be called.
@@ -150,7 +153,8 @@ def materialise(module: nn.Module, init: InitFunction, left: Left) -> None:
     """
     if not callable(init):
         raise ConfigurationError(f"param_init_fn must be a function of a module, not {type(init).__name__}.")
-    shared = {id(e.parameter): e for e in registered_parameters(module) if len(e.places) > 1}
+    entries = registered_parameters(module) if registered is None else registered
+    shared = {id(e.parameter): e for e in entries if len(e.places) > 1}
     candidates = list(_own_modules(module, left))
     for _, owner in candidates:
         before = {name: shared[id(p)] for name, p in owner._parameters.items() if id(p) in shared}
@@ -201,9 +205,7 @@ def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left, elsewhere: Mapp
         ParameterError: some are on meta, so that there is nothing to send. Named in the text.
         DivergenceError: ranks have other names, shapes or dtypes. On all ranks, with the same text.
     """
-    grouped = left.parameters | {
-        id(p) for m in module.modules() if (unit := find_unit(m)) is not None for p in unit.registered_parameters()
-    }
+    grouped = left.parameters | owners().keys()  # also those lent by groups that are not below ``module``
     parameters = {n: p for n, p in module.named_parameters() if id(p) not in grouped and not is_lazy(p)}
     buffers = {n: b for n, b in module.named_buffers() if id(b) not in left.buffers}
     tensors: dict[str, torch.Tensor] = {**parameters, **buffers}

@@ -39,6 +39,7 @@ from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
 from composable_fsdp.runtime.recovery import Meeting, has_failed, meet, reconnect
 from composable_fsdp.runtime.schedule import ForwardRecord
+from composable_fsdp.runtime.settings import check_settings
 from composable_fsdp.runtime.steps import sharded_steps
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 from composable_fsdp.runtime.unsharding import Unsharding
@@ -272,6 +273,7 @@ class Iteration:
         if self._watch is not None:
             self._watch.begin_pass(self._forward)
         if not self._are_alike:
+            check_settings(self.root, self.units.values())
             check_models(self.root, self.units)
             self._are_alike = True
         if self.post_optimizer_event is not None:
