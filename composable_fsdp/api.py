@@ -43,6 +43,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
+    device: torch.device | str | int | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_from: Sequence[nn.Module] = (),
     comm_policy: CommunicationPolicy | CommunicationFunction | None = None,
@@ -74,6 +75,8 @@ def fully_shard(
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         ignored_modules: modules to leave alone with all modules below them: their parameters and buffers are not
             sharded, moved, synchronised or reduced. Give them to every call whose module contains them.
+        device: where this rank computes, and to where parameters and buffers are moved from any device they are on: one
+            of the mesh's type, or its index. ``None``: the current one, to which only what is on CPU is moved.
         dp_mesh_dims: ``mesh`` is one of all axes, these are the data-parallel ones, and every parameter is a DTensor on
             ``mesh``, replicated over them.
         shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. They stay
@@ -91,23 +94,25 @@ def fully_shard(
     Raises:
         ConfigurationError: ``module`` or an argument makes no sense; the text says what to do.
         MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank,
-            or cannot be joined with the mesh on which a parameter is a DTensor already.
-        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on meta where
-            ``sync_module_states`` or ``param_init_fn`` needs it not to be. Named in the text.
+            or cannot be joined with the mesh on which a parameter is a DTensor already, or ``device`` is of another
+            type.
+        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on a device from which
+            nothing is moved unasked, or on meta where ``sync_module_states`` or ``param_init_fn`` needs it not to be.
+            Named in the text.
     """
     enable_from_environment()
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
-    axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims))
+    axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     left = left_alone(modules, ignored_params, ignored_modules)
     for each in modules:
         if param_init_fn is not None:
             materialise(each, param_init_fn, left)
     lenders = [unit_of(owner) for owner in shared_from]
-    collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders)
+    collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, device is not None, lenders)
     if comm_policy is not None:
         collector.communication_of = _as_function(comm_policy)
     sources = collector.collect(modules)
@@ -187,13 +192,17 @@ def _check_module(module: object) -> None:
         )
 
 
-def _axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> tuple[DataParallelAxes, FullMesh | None]:
+def _axes(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, device: torch.device | str | int | None
+) -> tuple[DataParallelAxes, FullMesh | None]:
     """The data-parallel axes, and where they are named dims of it, the mesh with all axes."""
     if dims is None:
-        return data_parallel_axes(mesh if mesh is not None else default_mesh()), None
+        axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
+        return (axes if device is None else axes.on(device)), None
     if mesh is None:
         raise ConfigurationError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=.")
     axes = named_data_parallel_axes(mesh, dims)
+    axes = axes if device is None else axes.on(device)
     return axes, FullMesh(mesh, dims, axes)
 
 
