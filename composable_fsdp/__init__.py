@@ -31,6 +31,7 @@ from composable_fsdp.errors import (
     PeerError,
     UnsupportedError,
 )
+from composable_fsdp.from_rank0 import shard_from_rank0
 from composable_fsdp.full_params import unsharded_params
 from composable_fsdp.initialize import to_empty
 from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
@@ -74,6 +75,7 @@ __all__ = [
     "local_optimizer",
     "no_sync",
     "register_fsdp_forward_method",
+    "shard_from_rank0",
     "share_comm_ctx",
     "to_empty",
     "unsharded_params",

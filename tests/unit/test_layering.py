@@ -109,6 +109,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("diagnostics.commands",),
     ("diagnostics.__main__",),
     ("api",),
+    ("from_rank0",),
     (PACKAGE,),
 )
 ROW = {module: row for row, modules in enumerate(ROWS) for module in modules}
