@@ -11,6 +11,7 @@ Shard every block, then the whole::
 """
 
 from composable_fsdp.api import fully_shard, register_fsdp_forward_method
+from composable_fsdp.checkpoint.rekey import rekey_optimizer
 from composable_fsdp.clip import clip_grad_norm_, get_total_norm
 from composable_fsdp.codec.blockwise import Int4, Int8
 from composable_fsdp.codec.cast import Cast
@@ -32,7 +33,7 @@ from composable_fsdp.errors import (
     UnsupportedError,
 )
 from composable_fsdp.from_rank0 import shard_from_rank0
-from composable_fsdp.full_params import unsharded_params
+from composable_fsdp.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.initialize import to_empty
 from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp.nonfinite import find_nonfinite
@@ -67,6 +68,7 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "UnsupportedError",
+    "apply_to_full_params",
     "clip_grad_norm_",
     "communication_report",
     "find_nonfinite",
@@ -75,6 +77,7 @@ __all__ = [
     "local_optimizer",
     "no_sync",
     "register_fsdp_forward_method",
+    "rekey_optimizer",
     "shard_from_rank0",
     "share_comm_ctx",
     "to_empty",

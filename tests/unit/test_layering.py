@@ -77,7 +77,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("bypass", "collect", "copying"),
     ("module",),
     ("broadcast", "placed", "registered"),
-    ("whole",),
+    ("loan", "whole"),
     ("clip", "communication", "full_params", "initialize", "nonfinite", "optim"),
     ("communication_state",),
     ("checkpoint.options", "checkpoint.part", "checkpoint.progress", "checkpoint.reports"),
