@@ -20,6 +20,7 @@ from composable_fsdp.codec.feedback import ErrorFeedback
 from composable_fsdp.codec.float8 import Float8
 from composable_fsdp.communication import CommunicationReport, CommunicationRow, communication_report
 from composable_fsdp.communication_state import CommunicationState
+from composable_fsdp.ema import ShardedEMA, sharded_ema
 from composable_fsdp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -66,6 +67,7 @@ __all__ = [
     "ParameterError",
     "PeerError",
     "ShardPlacementResult",
+    "ShardedEMA",
     "UnshardHandle",
     "UnsupportedError",
     "apply_to_full_params",
@@ -79,6 +81,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "rekey_optimizer",
     "shard_from_rank0",
+    "sharded_ema",
     "share_comm_ctx",
     "to_empty",
     "unsharded_params",

@@ -71,7 +71,7 @@ class DataParallelAxes:
                 f"device={str(chosen)!r} contradicts the mesh, whose ranks compute on {kind}. Leave device out, or "
                 f"build the mesh with init_device_mesh({chosen.type!r}, ...)."
             )
-        return self if chosen.index is None else replace(self, device=chosen)
+        return self if chosen == torch.device(kind) else replace(self, device=chosen)
 
     def smaller_shard_axis(self, size: int) -> Communicator:
         """The ``size`` neighbouring ranks of the shard axis that this rank is among, or all of it where it has no more.

@@ -84,7 +84,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.names", "checkpoint.ranks"),
     ("checkpoint.rekey",),
     ("checkpoint.holders", "checkpoint.tensor_forms"),
-    ("checkpoint.forms",),
+    ("checkpoint.forms", "ema"),
     ("checkpoint.optimizer",),
     ("checkpoint.contents", "checkpoint.folder", "checkpoint.pending"),
     ("checkpoint.manifest", "checkpoint.planners"),
