@@ -40,6 +40,7 @@ from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_com
 from composable_fsdp.nonfinite import find_nonfinite
 from composable_fsdp.optim import local_optimizer
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.runtime.strangers import PlainParameterWarning
 from composable_fsdp.sharding import ShardPlacementResult
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "OffloadPolicy",
     "ParameterError",
     "PeerError",
+    "PlainParameterWarning",
     "ShardPlacementResult",
     "ShardedEMA",
     "UnshardHandle",
