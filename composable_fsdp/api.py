@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp.bypass import explain_uncaught
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
 from composable_fsdp.diagnostics.recording import enable_from_environment
@@ -23,6 +24,7 @@ from composable_fsdp.runtime.compile import mark_managed
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp.runtime.parameter import note_taken
+from composable_fsdp.runtime.strangers import plain_places
 from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
 from composable_fsdp.sharding import FullMesh
 
@@ -131,11 +133,13 @@ def fully_shard(
     unit = Unit(_outermost(modules), group, reshard, precision, lenders)
     install_hooks(unit)
     watch_optimizers()
+    explain_uncaught()
     for each, its_class in zip(modules, classes, strict=True):
         _move_buffers(each, axes.device, left.buffers)
         mark_managed(each.modules())
         unit.attach(each)
         each.__class__ = its_class
+    unit.plain_places = plain_places(modules)
     return module
 
 
