@@ -13,7 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import LifecycleError, ParameterError, fully_shard, register_fsdp_forward_method
+from composable_fsdp import (
+    ConfigurationError,
+    LifecycleError,
+    ParameterError,
+    fully_shard,
+    register_fsdp_forward_method,
+    rekey_optimizer,
+)
 from composable_fsdp.bypass import explanation_of
 from tests.ranks._sharding import single_rank
 
@@ -137,6 +144,28 @@ def test_a_sharded_child_may_run_before_its_root() -> None:
     model[0](X).sum().backward()
     model(X).sum().backward()
     assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+
+
+# -- optimizers
+
+
+@pytest.mark.behaviour("H-02")
+def test_an_optimizer_that_was_made_too_early_is_refused_and_can_be_given_the_sharded_parameters() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    fully_shard(model[1])
+    fully_shard(model)
+    model(X).sum().backward()
+    match = (
+        r"^Adam was built before fully_shard: 4 of its 4 parameters have been replaced by sharded ones, such as "
+        r"'0\.weight' of Sequential, .*composable_fsdp\.rekey_optimizer\(optimizer, model\)\.$"
+    )
+    with pytest.raises(ConfigurationError, match=match):
+        optimizer.step()
+    rekey_optimizer(optimizer, model)
+    before = [p.to_local().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 # -- parameters that are changed
