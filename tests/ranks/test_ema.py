@@ -31,6 +31,7 @@ from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._sharding import adamw, exactly, values_of, whole
 from tests.ranks._spy import counted_collectives
+from tests.transports import TRANSPORTS
 
 
 def warm_up(step: int) -> float:
@@ -94,6 +95,37 @@ def averages_alike(task: str, shape: tuple[int, ...], options: dict[str, Any]) -
 @pytest.mark.behaviour("A-18")
 def test_averages_are_those_of_the_unsharded_model(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     run_ranks(averages_alike, prod(shape), task, shape, options)
+
+
+def computes_with_averages(options: dict[str, Any]) -> None:
+    """What ranks keep of parameters from pass to pass, gathered or cast, never outlives a swap."""
+    task = TASKS["transformer"]
+    batch = task.batch_of(0, dist.get_rank())
+    model, other = (shard_layers(task.build(), fully_shard, **options) for _ in range(2))
+    optimizer, ema = adamw(model.parameters()), sharded_ema(model, 0.5)
+    for _ in range(2):
+        task.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+        with torch.no_grad():
+            own = task.loss(model, batch)
+            with ema.swapped():
+                averaged = task.loss(model, batch)
+                load_state_dict(other, state_dict(model, Full()))
+            torch.testing.assert_close(averaged, task.loss(other, batch), rtol=0, atol=0)
+            assert averaged != own
+            torch.testing.assert_close(task.loss(model, batch), own, rtol=0, atol=0)
+
+
+@pytest.mark.behaviour("A-18", "D-01")
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_swapped_model_computes_with_the_averages(reshard_after_forward: bool, transport: str) -> None:
+    for dtype in (None, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        options = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+        run_ranks(computes_with_averages, 2, options, environment=TRANSPORTS[transport])
 
 
 class Normed(nn.Module):

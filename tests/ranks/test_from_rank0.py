@@ -118,6 +118,28 @@ def test_shared_tensors_buffers_attributes_and_ignored_modules_come_along() -> N
     run_ranks(everything_comes_along, 2)
 
 
+def parts_of_a_plain_model() -> None:
+    """Only lists and single modules are sharded; what is around them stays plain, and has rank 0's values too."""
+    reference = TASKS["transformer"].build()
+    values = values_of(reference)
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model.get_submodule("layers.0"))
+        fully_shard([model.get_submodule("norm"), model.get_submodule("head")])
+
+    model = shard_from_rank0(on_rank0(TASKS["transformer"].build), shard)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) == name.startswith(("layers.0", "norm", "head")), name
+        exactly(whole(parameter), values[name], name)
+    batch = TASKS["transformer"].batch_of(0, 0)
+    torch.testing.assert_close(TASKS["transformer"].loss(model, batch), TASKS["transformer"].loss(reference, batch))
+
+
+@pytest.mark.behaviour("A-09", "A-15")
+def test_a_model_may_be_sharded_in_parts() -> None:
+    run_ranks(parts_of_a_plain_model, 2)
+
+
 def tensor_parallel() -> None:
     mesh = named_mesh(dp=2, tp=2)
     torch.manual_seed(0)
