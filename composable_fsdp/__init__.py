@@ -11,6 +11,7 @@ Shard every block, then the whole::
 """
 
 from composable_fsdp.api import fully_shard, register_fsdp_forward_method
+from composable_fsdp.checkpoint.rekey import rekey_optimizer
 from composable_fsdp.clip import clip_grad_norm_, get_total_norm
 from composable_fsdp.codec.blockwise import Int4, Int8
 from composable_fsdp.codec.cast import Cast
@@ -20,6 +21,7 @@ from composable_fsdp.codec.float8 import Float8
 from composable_fsdp.communication import CommunicationReport, CommunicationRow, communication_report
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.describe import GroupDescription, ModelDescription, describe
+from composable_fsdp.ema import ShardedEMA, sharded_ema
 from composable_fsdp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -32,12 +34,14 @@ from composable_fsdp.errors import (
     PeerError,
     UnsupportedError,
 )
-from composable_fsdp.full_params import unsharded_params
+from composable_fsdp.from_rank0 import shard_from_rank0
+from composable_fsdp.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.initialize import to_empty
 from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp.nonfinite import find_nonfinite
 from composable_fsdp.optim import local_optimizer
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.runtime.strangers import PlainParameterWarning
 from composable_fsdp.sharding import ShardPlacementResult
 from composable_fsdp.strategy import ShardingStrategy
 from composable_fsdp.tied import tie_groups
@@ -68,10 +72,13 @@ __all__ = [
     "OffloadPolicy",
     "ParameterError",
     "PeerError",
+    "PlainParameterWarning",
     "ShardPlacementResult",
+    "ShardedEMA",
     "ShardingStrategy",
     "UnshardHandle",
     "UnsupportedError",
+    "apply_to_full_params",
     "clip_grad_norm_",
     "communication_report",
     "describe",
@@ -81,6 +88,9 @@ __all__ = [
     "local_optimizer",
     "no_sync",
     "register_fsdp_forward_method",
+    "rekey_optimizer",
+    "shard_from_rank0",
+    "sharded_ema",
     "share_comm_ctx",
     "tie_groups",
     "to_empty",

@@ -17,6 +17,7 @@ from composable_fsdp.acceptance import (
     as_wrap_policy,
     sharded_by_torch,
 )
+from composable_fsdp.bypass import explain_uncaught
 from composable_fsdp.client_state import client_state, enter_client_states
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
@@ -32,6 +33,7 @@ from composable_fsdp.runtime.compile import mark_managed
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp.runtime.parameter import note_taken
+from composable_fsdp.runtime.strangers import plain_places
 from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
 from composable_fsdp.sharding import FullMesh
 from composable_fsdp.strategy import ShardingStrategy, resolve_strategy
@@ -58,6 +60,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
+    device: torch.device | str | int | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_from: Sequence[nn.Module] = (),
     comm_policy: CommunicationPolicy | CommunicationFunction | None = None,
@@ -95,6 +98,8 @@ def fully_shard(
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         ignored_modules: modules to leave alone with all modules below them: their parameters and buffers are not
             sharded, moved, synchronised or reduced. Give them to every call whose module contains them.
+        device: where this rank computes, and to where parameters and buffers are moved from any device they are on: one
+            of the mesh's type, or its index. ``None``: the current one, to which only what is on CPU is moved.
         dp_mesh_dims: ``mesh`` is one of all axes, these are the data-parallel ones, and every parameter is a DTensor on
             ``mesh``, replicated over them.
         shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. They stay
@@ -112,9 +117,11 @@ def fully_shard(
     Raises:
         ConfigurationError: ``module`` or an argument makes no sense; the text says what to do.
         MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank,
-            or cannot be joined with the mesh on which a parameter is a DTensor already, or cannot serve ``strategy``.
-        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on meta where
-            ``sync_module_states`` or ``param_init_fn`` needs it not to be. Named in the text.
+            or cannot be joined with the mesh on which a parameter is a DTensor already, or cannot serve ``strategy``,
+            or ``device`` is of another type.
+        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on a device from which
+            nothing is moved unasked, or on meta where ``sync_module_states`` or ``param_init_fn`` needs it not to be.
+            Named in the text.
     """
     enable_from_environment()
     given_mesh = mesh
@@ -133,6 +140,7 @@ def fully_shard(
             "dp_mesh_dims": dp_mesh_dims,
             "comm_policy": comm_policy,
             "sync_module_states": sync_module_states,
+            "device": device,
         }
         model = _as_model(module)
         _check_module(model)
@@ -143,14 +151,14 @@ def fully_shard(
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
-    axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims))
+    axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     left = left_alone(modules, ignored_params, ignored_modules)
     for each in modules:
         if param_init_fn is not None:
             materialise(each, param_init_fn, left)
     lenders = list(dict.fromkeys((*map(unit_of, shared_from), *tied_holders(modules))))
-    collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders)
+    collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, device is not None, lenders)
     if comm_policy is not None:
         collector.communication_of = _as_function(comm_policy)
     sources = collector.collect(modules)
@@ -169,11 +177,13 @@ def fully_shard(
     unit = Unit(_outermost(modules), group, reshard, precision, lenders)
     enter_client_states(unit, modules, install_hooks(unit))
     watch_optimizers()
+    explain_uncaught()
     for each, its_class in zip(modules, classes, strict=True):
         _move_buffers(each, axes.device, left.buffers)
         mark_managed(each.modules())
         unit.attach(each)
         each.__class__ = its_class
+    unit.plain_places = plain_places(modules)
     return module
 
 
@@ -247,13 +257,17 @@ def _check_module(module: object) -> None:
         )
 
 
-def _axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> tuple[DataParallelAxes, FullMesh | None]:
+def _axes(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, device: torch.device | str | int | None
+) -> tuple[DataParallelAxes, FullMesh | None]:
     """The data-parallel axes, and where they are named dims of it, the mesh with all axes."""
     if dims is None:
-        return data_parallel_axes(mesh if mesh is not None else default_mesh()), None
+        axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
+        return (axes if device is None else axes.on(device)), None
     if mesh is None:
         raise ConfigurationError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=.")
     axes = named_data_parallel_axes(mesh, dims)
+    axes = axes if device is None else axes.on(device)
     return axes, FullMesh(mesh, dims, axes)
 
 

@@ -17,10 +17,10 @@ from composable_fsdp.comm.agreement import OrderCheck, order_check_from
 from composable_fsdp.comm.alike import check_alike
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.mesh import data_parallel_axes
-from composable_fsdp.registered import Registered, registered_parameters
+from composable_fsdp.registered import Registered, registered_buffers, registered_parameters
 from composable_fsdp.runtime.unit import find_unit, owners
 
-__all__ = ["Left", "left_alone", "materialise", "synchronise", "to_empty"]
+__all__ = ["Left", "give_memory", "left_alone", "materialise", "synchronise", "to_empty"]
 
 M = TypeVar("M", bound=nn.Module)
 InitFunction = Callable[[nn.Module], object]
@@ -46,17 +46,7 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
             has to. Named in the text.
     """
     unfilled = _lost_buffers(module, recurse)
-    shared = [entry for entry in registered_parameters(module) if len(entry.places) > 1]
-    buffers = _shared_buffers(module)
-    cast(Any, module)._apply(
-        lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device), recurse=recurse
-    )
-    for entry in shared:
-        _share_again(entry)
-    for places in buffers:
-        (first, name), *others = places
-        for owner, attribute in others:
-            owner._buffers[attribute] = first._buffers[name]
+    give_memory(module, lambda _: device, recurse=recurse)
     if unfilled:
         warnings.warn(
             f"to_empty: buffers that are not persistent were on the meta device: {unfilled}. They have no values yet, "
@@ -67,6 +57,27 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
     return module
 
 
+def give_memory(
+    module: nn.Module, device_of: Callable[[torch.Tensor], torch.device | str | int], *, recurse: bool = True
+) -> None:
+    """Memory for parameters and buffers on meta, each on its device, to which the others are moved. What is shared
+    stays shared.
+    """
+    shared = [entry for entry in registered_parameters(module) if len(entry.places) > 1]
+    buffers = registered_buffers(module)
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        device = device_of(tensor)
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    cast(Any, module)._apply(place, recurse=recurse)
+    for entry in shared:
+        _share_again(entry)
+    for (first, name), *others in buffers:
+        for owner, attribute in others:
+            owner._buffers[attribute] = first._buffers[name]
+
+
 def _lost_buffers(module: nn.Module, recurse: bool) -> list[str]:
     owners = module.named_modules() if recurse else [("", module)]
     return [
@@ -75,15 +86,6 @@ def _lost_buffers(module: nn.Module, recurse: bool) -> list[str]:
         for name, buffer in owner._buffers.items()
         if buffer is not None and buffer.is_meta and name in owner._non_persistent_buffers_set
     ]
-
-
-def _shared_buffers(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                places.setdefault(id(buffer), []).append((owner, name))
-    return [same for same in places.values() if len(same) > 1]
 
 
 def _share_again(entry: Registered) -> None:

@@ -344,7 +344,8 @@ class FSDPModule(TorchFSDPModule):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _unsupported(
-            "pickling a sharded module", "save its state_dict(), for example with torch.distributed.checkpoint"
+            "pickling a sharded module",
+            "save its state_dict(), or model and optimizer with composable_fsdp.checkpoint.save",
         )
 
 

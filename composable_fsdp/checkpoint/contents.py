@@ -4,6 +4,7 @@
 ``model.<name>``                          parameters, buffers, extra states of modules
 ``optimizer.state.<name>.<key>``          state for the parameter of that name
 ``optimizer.param_groups``                list of dicts, with names in ``params``
+``averages.values.<name>``                moving averages; ``averages.steps`` how many updates they are made of
 ``communication.<name>.residual``         what codecs with error feedback keep; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      what each rank gave as ``extra``; its random number generators
 ========================================  =============================================================
@@ -29,6 +30,7 @@ from composable_fsdp.checkpoint.names import tensors_of
 from composable_fsdp.checkpoint.optimizer_offers import Agreed, checksum, packed, state_of
 from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.communication_state import CommunicationState
+from composable_fsdp.ema import ShardedEMA
 from composable_fsdp.placed import like, units_below
 
 __all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
@@ -76,7 +78,12 @@ class Contents:
 
 
 def contents_of(
-    model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], rank: int, agreed: Agreed
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    averages: ShardedEMA | None,
+    extra: Mapping[str, Any],
+    rank: int,
+    agreed: Agreed,
 ) -> Contents:
     """All that this rank has to save. Tensors are not copied.
 
@@ -100,6 +107,10 @@ def contents_of(
         contents.add_object(("model", entry.name), entry.value)
     if optimizer is not None:
         _add_optimizer(contents, model, optimizer, agreed)
+    if averages is not None:
+        for entry in averages.entries():
+            contents.add_tensor(("averages", "values", entry.name), Part(entry.value, entry.sharding))
+        contents.add_object(("averages", "steps"), averages.steps)
     for name, kept in communication_of(model).items():
         contents.add_tensor(("communication", name, "residual"), Part(kept["residual"]))
         contents.add_object(("communication", name, "rounds"), kept["rounds"])

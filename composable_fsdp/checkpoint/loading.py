@@ -18,6 +18,7 @@ from composable_fsdp.checkpoint.ranks import Ranks
 from composable_fsdp.checkpoint.reports import Misfit, leave_common_unexpected, refuse, told
 from composable_fsdp.checkpoint.restore import Restore, read_objects
 from composable_fsdp.checkpoint.storage import read_metadata
+from composable_fsdp.ema import ShardedEMA
 
 __all__ = ["Loading"]
 
@@ -66,15 +67,24 @@ class Loading:
         elif self._ranks.rank == 0:
             logger.warning("%s has no %s: whether it is intact cannot be verified", self.folder, MANIFEST)
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, strict: bool, weights_only: bool) -> None:
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        averages: ShardedEMA | None,
+        *,
+        strict: bool,
+        weights_only: bool,
+    ) -> None:
         """Reads what is no tensor, and finds out where tensors go and whether all fits."""
 
         def each() -> _Fit:
             metadata = read_metadata(self.folder)
-            kinds = ["model.", "communication.", f"{self._own}.", *(["optimizer."] if optimizer is not None else [])]
+            kinds = ["model.", "communication.", f"{self._own}."]
+            kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
             keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
             self._objects = read_objects(self.folder, metadata, keys, weights_only=weights_only)
-            self._restore = restore = Restore(model, optimizer, metadata, self._objects)
+            self._restore = restore = Restore(model, optimizer, averages, metadata, self._objects)
             saved = any(key.startswith("communication.") for key in keys)
             return _Fit(restore.misfit, saved, restore.wants_communication, restore.fits_communication)
 

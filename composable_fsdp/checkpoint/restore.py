@@ -1,4 +1,4 @@
-"""From a checkpoint into a model and an optimizer: what goes where, whether it fits, and doing it."""
+"""From a checkpoint into a model, an optimizer and averages: what goes where, whether it fits, and doing it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import communication_of
 from composable_fsdp.checkpoint.local_state import has_shards_shape
-from composable_fsdp.checkpoint.names import Entry, plain_name, tensors_of
+from composable_fsdp.checkpoint.names import plain_name, tensors_of
 from composable_fsdp.checkpoint.param_groups import lacking, restored
 from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.checkpoint.planners import LoadPlanner
@@ -26,6 +26,7 @@ from composable_fsdp.checkpoint.rekey import Member, members_of
 from composable_fsdp.checkpoint.reports import Misfit, differ, dtype_name, tensor_text
 from composable_fsdp.checkpoint.storage import reader_of
 from composable_fsdp.communication_state import CommunicationState
+from composable_fsdp.ema import ShardedEMA
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.placed import like
 
@@ -56,7 +57,7 @@ def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
 
 
 class Restore:
-    """What ``model`` and ``optimizer`` take from a checkpoint. Nothing changes before :meth:`run`.
+    """What ``model``, ``optimizer`` and ``averages`` take from a checkpoint. Nothing changes before :meth:`run`.
 
     Attributes:
         misfit: how the checkpoint differs from what is wanted.
@@ -65,10 +66,16 @@ class Restore:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, metadata: Metadata, objects: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        averages: ShardedEMA | None,
+        metadata: Metadata,
+        objects: Mapping[str, Any],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._averages = averages
         self._metadata = metadata
         self._saved = metadata.state_dict_metadata
         self._objects = objects
@@ -82,6 +89,8 @@ class Restore:
         self._match_model()
         if optimizer is not None:
             self._match_optimizer(optimizer)
+        if averages is not None:
+            self._match_averages(averages)
         self.wants_communication = bool(self._communication)
         self.fits_communication = self._matches_communication()
 
@@ -120,6 +129,8 @@ class Restore:
             self._give_to_modules()
         if self._optimizer is not None:
             self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+        if self._averages is not None:
+            self._averages.steps = self._objects.get("averages.steps", self._averages.steps)
         if communication and self._communication:
             CommunicationState(self._model).load_state_dict(self._communication)
 
@@ -133,7 +144,7 @@ class Restore:
                 self.misfit.missing[entry.name] = "an object"
         for entries in tensors:
             entry = next((e for e in entries if f"model.{e.name}" in self._saved), entries[0])
-            if self._match_tensor(entry):
+            if self._match_tensor(f"model.{entry.name}", entry.name, entry.value):
                 value = entry.value
                 if id(value) not in registered:  # a hook made it for the state dict
                     self._by_module[entry.name] = value = value.detach().clone()
@@ -143,17 +154,29 @@ class Restore:
             if key.startswith("model.") and key not in known:
                 self.misfit.unexpected[key.removeprefix("model.")] = _described(saved)
 
-    def _match_tensor(self, entry: Entry) -> bool:
-        saved, wanted, misfit = self._saved.get(f"model.{entry.name}"), entry.value, self.misfit
+    def _match_averages(self, averages: ShardedEMA) -> None:
+        if "averages.steps" not in self._objects:
+            self.misfit.others.append("the checkpoint has no averages.")
+            return
+        prefix = "averages.values."
+        for entry in averages.entries():
+            if self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", entry.value):
+                self._parts[f"{prefix}{entry.name}"] = Part(entry.value, entry.sharding)
+        for key, saved in self._saved.items():
+            if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
+                self.misfit.unexpected[f"average of {key.removeprefix(prefix)}"] = _described(saved)
+
+    def _match_tensor(self, key: str, name: str, wanted: torch.Tensor) -> bool:
+        saved, misfit = self._saved.get(key), self.misfit
         if saved is None:
-            misfit.missing[entry.name] = tensor_text(wanted.dtype, wanted.shape)
+            misfit.missing[name] = tensor_text(wanted.dtype, wanted.shape)
         elif not isinstance(saved, TensorStorageMetadata):
-            misfit.shapes[entry.name] = differ("an object", tuple(wanted.shape))
+            misfit.shapes[name] = differ("an object", tuple(wanted.shape))
         elif saved.size != wanted.shape:
-            misfit.shapes[entry.name] = differ(tuple(saved.size), tuple(wanted.shape))
+            misfit.shapes[name] = differ(tuple(saved.size), tuple(wanted.shape))
         else:
             if saved.properties.dtype != wanted.dtype:
-                misfit.dtypes[entry.name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
+                misfit.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
             return True
         return False
 

@@ -24,6 +24,7 @@ from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.ranks import Ranks
 from composable_fsdp.checkpoint.reports import dtype_name
 from composable_fsdp.checkpoint.storage import ChecksummingWriter
+from composable_fsdp.ema import ShardedEMA
 
 __all__ = ["Saving"]
 
@@ -64,7 +65,9 @@ class Saving:
         self._metadata: Metadata | None = None
         self._writing: Writing | None = None
 
-    def plan(self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
+    def plan(
+        self, model: nn.Module, optimizer: Optimizer | None, averages: ShardedEMA | None, extra: Mapping[str, Any]
+    ) -> None:
         """Who writes what, and where to."""
 
         what = f"saving to {self._path}"
@@ -73,7 +76,7 @@ class Saving:
         )
 
         def each() -> _Planned:
-            contents = contents_of(model, optimizer, extra, self._ranks.rank, of_all)
+            contents = contents_of(model, optimizer, averages, extra, self._ranks.rank, of_all)
             self._planner = SavePlanner(contents)
             return _Planned(self._planner.create_local_plan(), contents.aliases, contents.alike)
 

@@ -15,6 +15,7 @@ from composable_fsdp.checkpoint.pending import PendingSave
 from composable_fsdp.checkpoint.progress import wants_progress
 from composable_fsdp.checkpoint.ranks import TIMEOUT, meet
 from composable_fsdp.checkpoint.saving import Saving
+from composable_fsdp.ema import ShardedEMA
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["load", "save"]
@@ -26,6 +27,7 @@ def save(
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
+    averages: ShardedEMA | None = None,
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
@@ -49,6 +51,7 @@ def save(
         optimizer: over parameters of ``model``.
         extra: what else training goes on from, such as the position in the data or the state of a scheduler: each
             rank's own. Of numbers, texts, lists, dicts and tensors, or ``load`` needs ``weights_only=False``.
+        averages: of ``model``, from :func:`~composable_fsdp.sharded_ema`.
         step: of the checkpoint; if left out ``extra["step"]`` where that is an int, else one more than the newest.
         keep_last: delete all but so many of the highest steps once this one is complete, which stays in any case.
         asynchronous: copy to host memory and write in a thread, so that only the copying holds up training. The next
@@ -73,7 +76,7 @@ def save(
         raise ConfigurationError(f"step must not be negative, but is {step}.")
     ranks = meet(f"save({os.fspath(path)!r}, step={step})", timeout)
     saving = Saving(ranks, Path(path), step, keep_last)
-    saving.plan(model, optimizer, extra)
+    saving.plan(model, optimizer, averages, extra)
     pending = PendingSave(saving.final, saving.step)
     if asynchronous:
         saving.stage()
@@ -88,6 +91,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    averages: ShardedEMA | None = None,
     strict: bool = True,
     verify: bool = True,
     restore_rng: bool = True,
@@ -114,6 +118,7 @@ def load(
             there is nothing to verify then, which is logged.
         model: sharded or not.
         optimizer: over parameters of ``model``, which may be grouped in another order than when they were saved.
+        averages: to be filled too; of ``model``. Without them those of the checkpoint are left alone.
         strict: refuse any difference between the checkpoint and what is to be loaded. Otherwise what is in both is
             loaded, in the model's dtypes, and the differences are logged; another shape is refused all the same.
         verify: compare checksums; otherwise only whether files are there, and their sizes. Each file is read by one
@@ -135,7 +140,7 @@ def load(
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
     loading = Loading(ranks, Path(path), show=show)
     loading.check(contents=verify)
-    loading.prepare(model, optimizer, strict=strict, weights_only=weights_only)
+    loading.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
     loading.read()
     if restore_rng:
         loading.restore_random_state()
