@@ -263,7 +263,7 @@ class Iteration:
             if kept.kept_version is None:
                 continue
             # A fresh one stays watched: this forward may leave it out, and an optimizer step before the next.
-            if stepped or kept.kept_version != kept.group.tensors.version:
+            if (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version:
                 kept.group.reshard()
                 kept.kept_version = None
 
@@ -356,9 +356,9 @@ class Iteration:
             keep = (unit is self.root or self._comes_back_at_once(unit)) and self._leads_to_backward
             kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
         if kind is ReshardKind.NEVER:
-            unit.kept_version = unit.group.tensors.version
+            unit.note_kept()
         elif kind is ReshardKind.SMALLER and self._leads_to_backward:
-            unit.kept_version = unit.group.tensors.version
+            unit.note_kept()
             unit.group.shrink(unit.reshard.mesh_size)
         else:
             unit.group.reshard()
@@ -416,7 +416,7 @@ class Iteration:
             if unit.reshard_after_backward:
                 unit.group.reshard()
             elif unit.group.parameter_state is not ParameterState.SHARDED:
-                unit.kept_version = unit.group.tensors.version
+                unit.note_kept()
         leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
         if self.is_last_backward:
             self.drain()

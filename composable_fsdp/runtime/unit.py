@@ -121,11 +121,22 @@ class Unit:
         """The last backward that reached the unit through an output that its hooks saw."""
         self.kept_version: int | None = None
         """The group's version when it was last left unsharded between passes."""
+        self.kept_frozen = False
+        """Whether it was left so for good, with nothing in it that an optimizer could change."""
         self.iteration: object | None = None
         """The ``Iteration`` it takes part in, once its root has been assembled; ``assemble`` knows the type."""
         for module in self.modules:
             self.attach(module)
         _units.add(self)
+
+    def note_kept(self) -> None:
+        """The group is left unsharded between passes."""
+        self.kept_version = self.group.tensors.version
+        self.kept_frozen = (
+            not self.reshard_after_backward
+            and not self.group.plan.num_trainable
+            and all(parameter.sharded.grad is None for parameter in self.group.parameters)
+        )
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.group.parameters)} parameters)"
