@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable_fsdp.acceptance import as_mesh_dims, as_mixed_precision_policy, as_offload_policy, sharded_by_torch
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
 from composable_fsdp.diagnostics.recording import enable_from_environment
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.initialize import left_alone, materialise, synchronise
-from composable_fsdp.interop import as_mesh_dims, as_mixed_precision_policy, as_offload_policy
 from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes, default_mesh, named_data_parallel_axes
 from composable_fsdp.module import sharded_class
 from composable_fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Reshard, ReshardKind
@@ -175,6 +175,12 @@ def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
     name = type(module).__name__.removeprefix("FSDP")
+    foreign = sharded_by_torch(module)
+    if foreign is not None:
+        raise ConfigurationError(
+            f"torch's own fully_shard has sharded {foreign!r} of the {name} given to ours. Shard all of a model by one "
+            "of them; composable_fsdp.interop.patch_torch(), called before, makes callers of torch's use ours."
+        )
     if find_unit(module) is not None:
         raise ConfigurationError(
             f"fully_shard has been applied to this {name} already. Apply it once to each module, bottom-up."

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from composable_fsdp.acceptance import as_placement
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.errors import ConfigurationError, ParameterError
-from composable_fsdp.interop import as_placement
 from composable_fsdp.layout.shard import resolve_dim
 from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, find_taken, local_part

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from composable_fsdp.acceptance import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.bypass import explaining_methods
 from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
-from composable_fsdp.interop import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.changes import ChangeCheck

@@ -1,7 +1,7 @@
 """What the user chooses, as frozen values: precision, offload, when to reshard.
 
 ``MixedPrecisionPolicy``, ``OffloadPolicy`` and ``CPUOffloadPolicy`` keep the names, fields and meanings of
-``torch.distributed.fsdp``; torch's own objects are accepted wherever ours are (see ``interop``).
+``torch.distributed.fsdp``; torch's own objects are accepted wherever ours are (see ``acceptance``).
 """
 
 from __future__ import annotations

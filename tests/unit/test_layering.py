@@ -73,7 +73,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("testing.fake", "testing.faults", "testing.partition", "testing.pool", "testing.trace", "testing.worker"),
     ("testing.ranks",),
     ("testing",),
-    ("interop",),
+    ("acceptance",),
     ("bypass", "collect", "copying"),
     ("module",),
     ("broadcast", "placed", "registered"),
@@ -110,6 +110,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("diagnostics.__main__",),
     ("api",),
     (PACKAGE,),
+    ("interop.patch",),
+    ("interop",),
+    ("interop.__main__",),
 )
 ROW = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
@@ -200,8 +203,8 @@ def violations(source: str, path: str) -> list[str]:
         target = own_module(name)
         if target is not None and target != module and ROW[target] >= ROW[module]:
             found.append(f"{PACKAGE}/{path}:{line} imports {target}, which is not in a row above {module}")
-        if within(name, PEER) and module != "interop":
-            found.append(f"{PACKAGE}/{path}:{line} uses {name}, which only interop.py may")
+        if within(name, PEER) and module != "acceptance":
+            found.append(f"{PACKAGE}/{path}:{line} uses {name}, which only acceptance.py may")
         if within(module, PURE) and within(name, IMPURE) and not within(name, (PLACEMENTS,)):
             found.append(f"{PACKAGE}/{path}:{line} uses {name}, but {module} is pure")
     return sorted(set(found))
@@ -232,7 +235,7 @@ def test_no_module_has_two_rows() -> None:
             "runtime/group.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from composable_fsdp.mesh import Axis",
         ),
-        ("interop.py", "from torch.distributed.fsdp import FSDPModule"),
+        ("acceptance.py", "from torch.distributed.fsdp import FSDPModule"),
         ("api.py", "import importlib\nimportlib.import_module('torch.distributed')\nprint('torch.distributed.fsdp')"),
         ("__init__.py", "from composable_fsdp.api import fully_shard"),
     ],
@@ -288,10 +291,10 @@ def test_an_arrow_up_is_caught(path: str, source: str, message: str) -> None:
         "import torch.distributed as dist\ndist.fsdp",
     ],
 )
-def test_the_peer_is_known_to_interop_only(source: str) -> None:
+def test_the_peer_is_known_to_acceptance_only(source: str) -> None:
     (found,) = violations(source, "runtime/hooks.py")
-    assert "which only interop.py may" in found
-    assert violations(source, "interop.py") == []
+    assert "which only acceptance.py may" in found
+    assert violations(source, "acceptance.py") == []
 
 
 @pytest.mark.parametrize("path", ["layout/shard.py", "lifecycle.py", "runtime/schedule.py"])

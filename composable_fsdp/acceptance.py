@@ -7,8 +7,10 @@ resolves to torch's code.
 
 from __future__ import annotations
 
+import gc
 from typing import cast
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMeshDims
@@ -16,6 +18,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_fsdp_forward_method
+from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
 from torch.distributed.tensor.placement_types import Shard
@@ -31,6 +36,11 @@ __all__ = [
     "as_mixed_precision_policy",
     "as_offload_policy",
     "as_placement",
+    "modules_sharded_by_torch",
+    "sharded_by_torch",
+    "torch_fully_shard",
+    "torch_register_fsdp_forward_method",
+    "torch_share_comm_ctx",
 ]
 
 
@@ -98,3 +108,25 @@ def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
             "dims must be (shard,) or (replicate, shard), in this order."
         )
     return info.mesh
+
+
+def modules_sharded_by_torch() -> list[nn.Module]:
+    """Those in this process that torch's own ``fully_shard`` was applied to. Slow where there may be some."""
+    classes = _classes_of_torch()
+    if not classes:
+        return []
+    gc.collect()  # a model that is no longer used dies in a cycle
+    return [each for each in gc.get_objects() if type(each) in classes]
+
+
+def sharded_by_torch(module: nn.Module) -> str | None:
+    """The name of a module within ``module``, or the class of ``module``, if torch's own ``fully_shard`` took it."""
+    classes = _classes_of_torch()
+    if not classes:
+        return None
+    return next((name or type(each).__name__ for name, each in module.named_modules() if type(each) in classes), None)
+
+
+def _classes_of_torch() -> set[type]:
+    """What torch's own ``fully_shard`` makes of modules; ours have a class of ours in between."""
+    return {made for made in TorchFSDPModule.__subclasses__() if issubclass(made, nn.Module)}

@@ -1,0 +1,158 @@
+"""``patch_torch``: who imports from torch uses ours, until it is undone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed._composable.fsdp
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+import composable_fsdp as ours
+from composable_fsdp.interop import patch_torch
+from tests.ranks._sharding import single_rank
+
+pytestmark = pytest.mark.behaviour("I-01")
+
+ORIGINAL = (torch_fsdp.fully_shard, torch_fsdp.register_fsdp_forward_method, torch_fsdp.share_comm_ctx)
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(ours.__file__).parents[1])}
+TORCH = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "torch.distributed.fsdp._fully_shard")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@pytest.fixture
+def client() -> Iterator[ModuleType]:
+    """An empty module, imported as far as Python knows."""
+    module = ModuleType("client_of_torch")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def imports(module: ModuleType, source: str) -> None:
+    exec(source, vars(module))
+
+
+def current() -> tuple[object, ...]:
+    return torch_fsdp.fully_shard, torch_fsdp.register_fsdp_forward_method, torch_fsdp.share_comm_ctx
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_what_is_imported_from_torch_while_patched_is_ours_and_trains(client: ModuleType, name: str) -> None:
+    with patch_torch():
+        imports(client, f"from {name} import fully_shard as shard, register_fsdp_forward_method as register")
+        model = client.shard(nn.Linear(3, 3), mp_policy=torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        client.register(model, "extra_repr")
+    out = model(torch.ones(2, 3))
+    out.sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert model.weight.grad is not None
+    assert isinstance(model, ours.FSDPModule)
+
+
+def test_modules_that_have_imported_the_names_get_ours_and_then_their_own_back(client: ModuleType) -> None:
+    imports(client, "from torch.distributed.fsdp import fully_shard, share_comm_ctx as share")
+    with patch_torch():
+        assert client.fully_shard.__wrapped__ is ours.fully_shard
+        assert client.share.__wrapped__ is ours.share_comm_ctx
+    assert client.fully_shard is ORIGINAL[0]
+    assert client.share is ORIGINAL[2]
+
+
+def test_modules_imported_in_between_get_torchs_own_objects_back(client: ModuleType) -> None:
+    patch = patch_torch()
+    imports(client, "from torch.distributed._composable.fsdp import fully_shard")
+    imports(client, "from composable_fsdp import fully_shard as chosen")
+    patch.undo()
+    assert client.fully_shard is ORIGINAL[0]
+    assert client.chosen is ours.fully_shard, "who imported ours keeps it"
+    assert current() == ORIGINAL
+
+
+def test_the_classes_of_torch_stay_what_they_are() -> None:
+    before = {name: getattr(torch_fsdp, name) for name in torch_fsdp.__all__}
+    with patch_torch():
+        changed = {name for name, value in before.items() if getattr(torch_fsdp, name) is not value}
+    assert changed == {"fully_shard", "register_fsdp_forward_method", "share_comm_ctx"}
+
+
+def test_patches_nest_and_the_last_one_undone_gives_the_names_back() -> None:
+    outer = patch_torch()
+    with patch_torch():
+        outer.undo()
+        outer.undo()
+        assert torch_fsdp.fully_shard is not ORIGINAL[0]
+    assert current() == ORIGINAL
+
+
+def test_an_exception_inside_undoes_the_patch() -> None:
+    with pytest.raises(KeyError), patch_torch():
+        raise KeyError
+    assert current() == ORIGINAL
+
+
+def test_a_model_that_torch_has_sharded_is_in_the_way_as_long_as_it_lives() -> None:
+    model = torch_fsdp.fully_shard(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(
+        ours.ConfigurationError, match=r"sharded 1 modules that are still in use \(Sequential\).*Call patch_torch\(\)"
+    ):
+        patch_torch()
+    assert current() == ORIGINAL
+    del model
+    with patch_torch():
+        pass
+
+
+def test_a_part_that_torch_has_sharded_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    torch_fsdp.fully_shard(model[0])
+    with pytest.raises(ours.ConfigurationError, match=r"torch's own fully_shard has sharded '0' of the Sequential"):
+        ours.fully_shard(model)
+    with pytest.raises(ours.ConfigurationError, match=r"has sharded 'FSDPLinear' of the Linear given to ours"):
+        ours.fully_shard(model[0])
+    del model
+    gc.collect()
+
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(nn.Linear(2, 2))
+print(__name__, *sys.argv[1:], *[base.__module__ for base in type(model).__mro__[1:3]])
+"""
+
+
+@pytest.mark.parametrize("flags", [("program.py",), ("-m", "program")])
+def test_a_program_runs_on_ours_without_a_change(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    command = [sys.executable, "-m", "composable_fsdp.interop", *flags, "--steps", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.stdout == "__main__ --steps 3 composable_fsdp.module torch.distributed.fsdp\n", done.stderr
+
+
+def test_without_a_program_the_command_says_how_it_is_used() -> None:
+    command = [sys.executable, "-m", "composable_fsdp.interop"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        "usage: python -m composable_fsdp.interop (script.py | -m module) [argument ...]",
+    )
