@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -78,14 +78,15 @@ class Watch:
         self.here = _Here()
         self._store = store
         self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
-        self._requests: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """For the thread; ``None`` ends it."""
         self._answered = 0
         self._meetings: dict[tuple[int, ...], int] = {}
         self._left_backward: tuple[int, str] | None = None
         """Of which fault listeners know."""
-        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
+        _all.add(self)
 
     # -- what the training thread notes
 
@@ -253,9 +254,12 @@ class Watch:
     def _run(self) -> None:
         with suppress(RuntimeError):  # the store is gone, so there is nobody to tell
             due = 0.0
-            while not self._stop.is_set():
+            while True:
                 with suppress(Empty):
-                    self._requests.get(timeout=max(0.0, due - time.monotonic()))()
+                    request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
+                    if request is None:
+                        return
+                    request()
                 if time.monotonic() >= due:
                     self._look_out()
                     self._answer()
@@ -300,8 +304,12 @@ class Watch:
         self.stop()
 
     def stop(self) -> None:
-        """Answers no more."""
-        self._stop.set()
+        """Answers no more, once it has done what it was asked for before."""
+        self._requests.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Waits for the thread to end, after :meth:`stop`; not for longer than ``seconds``."""
+        self._thread.join(max(0.0, seconds))
 
 
 def _ending(backward: tuple[int, str] | None) -> str:
@@ -341,6 +349,8 @@ def _first_line(error: BaseException) -> str:
 
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()
+_all: WeakSet[Watch] = WeakSet()
+"""Also those of jobs that have ended, as long as their threads run."""
 
 
 def watch_of_job() -> Watch | None:
@@ -357,7 +367,7 @@ def watch_of_job() -> Watch | None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", client)
         _watches[world] = watch = Watch(store, dist.get_rank(), dist.get_world_size())
-        weakref.finalize(world, watch.stop)
+        weakref.finalize(world, watch.stop).atexit = False  # then it has to say first that it leaves
     return _watches[world]
 
 
@@ -380,6 +390,13 @@ def _own_client() -> Any:
 
 @atexit.register
 def _leave_all() -> None:
+    """Ends all threads too: one that came back from the store while Python ends would abort the process."""
+    end = time.monotonic() + _STORE_SECONDS
     for watch in list(_watches.values()):
         if watch is not None:
             watch.leave()
+    watches = list(_all)
+    for watch in watches:
+        watch.stop()
+    for watch in watches:
+        watch.join(end - time.monotonic())
