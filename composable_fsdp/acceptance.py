@@ -8,9 +8,10 @@ resolves to torch's code.
 from __future__ import annotations
 
 import gc
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMeshDims
@@ -36,6 +37,8 @@ __all__ = [
     "as_mixed_precision_policy",
     "as_offload_policy",
     "as_placement",
+    "enter_state",
+    "find_state",
     "modules_sharded_by_torch",
     "sharded_by_torch",
     "torch_fully_shard",
@@ -130,3 +133,19 @@ def sharded_by_torch(module: nn.Module) -> str | None:
 def _classes_of_torch() -> set[type]:
     """What torch's own ``fully_shard`` makes of modules; ours have a class of ours in between."""
     return {made for made in TorchFSDPModule.__subclasses__() if issubclass(made, nn.Module)}
+
+
+def enter_state(module: nn.Module, state: object) -> None:
+    """Makes ``state`` what torch's ``fully_shard.state(module)`` returns, and ``module`` one that is sharded."""
+    namespace = vars(module)
+    namespace.setdefault(STATE_KEY, {})[_CONTRACT] = state
+    namespace.setdefault(REGISTRY_KEY, {})[torch_fully_shard.__name__] = RegistryItem()
+
+
+def find_state(module: nn.Module) -> object:
+    """What torch's ``fully_shard.state(module)`` returns."""
+    return vars(module).get(STATE_KEY, {}).get(_CONTRACT)
+
+
+_CONTRACT = cast(Any, torch_fully_shard).__wrapped__
+"""The function by which torch's contract knows ``fully_shard``."""

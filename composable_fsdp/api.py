@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.acceptance import as_mesh_dims, as_mixed_precision_policy, as_offload_policy, sharded_by_torch
+from composable_fsdp.client_state import client_state, enter_client_states
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
 from composable_fsdp.diagnostics.recording import enable_from_environment
@@ -124,7 +125,7 @@ def fully_shard(
     for source, parameter in zip(sources, group.parameters, strict=True):
         note_taken(source, parameter, name)
     unit = Unit(_outermost(modules), group, reshard, precision, lenders)
-    install_hooks(unit)
+    enter_client_states(unit, modules, install_hooks(unit))
     watch_optimizers()
     for each, its_class in zip(modules, classes, strict=True):
         _move_buffers(each, axes.device, left.buffers)
@@ -132,6 +133,9 @@ def fully_shard(
         unit.attach(each)
         each.__class__ = its_class
     return module
+
+
+cast(Any, fully_shard).state = client_state  # as with torch's
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

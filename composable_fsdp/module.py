@@ -13,6 +13,7 @@ from torch import nn
 
 from composable_fsdp.acceptance import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.bypass import explaining_methods
+from composable_fsdp.client_state import client_state
 from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
@@ -306,7 +307,8 @@ class FSDPModule(TorchFSDPModule):
         """Accepted: all-gathers are always asynchronous here."""
 
     def _get_fsdp_state(self) -> Any:
-        return _unit(self)
+        assert isinstance(self, nn.Module)
+        return client_state(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty`` … act on the sharded parameters; the groups take over what came of them."""

@@ -22,7 +22,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-__all__ = ["OutsideGraphs", "calling_frame", "mark_managed"]
+__all__ = ["OutsideGraphs", "calling_frame", "mark_managed", "module_call_frame"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,3 +74,12 @@ def calling_frame() -> FrameType:
     ):
         frame = frame.f_back
     return frame
+
+
+def module_call_frame() -> FrameType:
+    """The innermost frame that runs a module's call, whatever lies between: of a hook, that of the hook's module."""
+    here = sys._getframe(1)
+    frame: FrameType | None = here
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame or here

@@ -14,6 +14,7 @@ import torch
 
 from composable_fsdp import trace
 from composable_fsdp.grad_mode import without_grad
+from composable_fsdp.labels import labelled
 from composable_fsdp.layout.reduction import Reduction, plan_reduction
 from composable_fsdp.lifecycle import GRADIENT_TRANSITIONS, GradientOperation, GradientState, advance
 from composable_fsdp.memory.lanes import Lanes, Pending
@@ -82,6 +83,12 @@ class GroupGradients:
         """This rank takes part in the next reduction even if it has no gradient: the others may have some."""
         if self._tensors.plan.num_trainable:
             self._advance(GradientOperation.ACCUMULATE)
+
+    def notice(self) -> None:
+        """Counts gradients that lie on unsharded parameters and came there without autograd's accumulation."""
+        parameters = (p for p in self._tensors.parameters if p.unsharded is not p.sharded)
+        if any(parameter.unsharded.grad is not None for parameter in parameters):
+            self.contribute()
 
     @property
     def are_held(self) -> bool:
@@ -209,6 +216,7 @@ def reduce_together(
     ]
 
 
+@labelled("post_backward_reduce", lambda portion, lanes, **_: all_of([member.name for member, _ in portion]))
 @without_grad
 def _launch(
     portion: Sequence[tuple[GroupGradients, Sequence[int]]], lanes: Lanes, *, partial: bool, ends_round: bool
@@ -247,6 +255,7 @@ class PendingReduction:
         """Launches a second stage that had to wait for the first."""
         self._pending.start()
 
+    @labelled("post_backward_rs_wait", lambda self: all_of([member.name for member in self._members]))
     @without_grad
     def complete(self) -> None:
         """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""

@@ -10,6 +10,7 @@ import torch
 from composable_fsdp import trace
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.grad_mode import without_grad
+from composable_fsdp.labels import labelled
 from composable_fsdp.layout.plan import GroupPlan
 from composable_fsdp.lifecycle import PARAMETER_TRANSITIONS, ParameterOperation, ParameterState, advance
 from composable_fsdp.memory.lanes import Lanes, Pending
@@ -19,6 +20,7 @@ from composable_fsdp.runtime.bucket import AnyBucket
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.gathering import launch_gather
 from composable_fsdp.runtime.gradients import GroupGradients, reduce_together
+from composable_fsdp.runtime.messages import all_of
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter
 from composable_fsdp.runtime.tensors import GroupTensors, take_shards
 from composable_fsdp.runtime.traffic import gather_traffic, smaller_gather_traffic
@@ -176,6 +178,7 @@ class ParameterGroup:
             self._note_memory()
             trace.emit(trace.Operation.WAIT, self.name, 0, "", begin)
 
+    @labelled("all_gather_copy_out", lambda self: self.name)
     def _end_gather(self) -> None:
         if self._pending_gather is not None:
             pending, self._pending_gather = self._pending_gather, None
@@ -241,8 +244,12 @@ def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, label: str)
     not in memory or on their way.
     """
     needed = [group for group in groups if group._needs_gather(lanes)]
-    if not needed:
-        return
+    if needed:
+        _launch(needed, lanes, label)
+
+
+@labelled("all_gather", lambda groups, lanes, label: all_of([group.name for group in groups]))
+def _launch(needed: Sequence[ParameterGroup], lanes: Lanes, label: str) -> None:
     begin = trace.now() if trace.listeners else None
     buckets = [bucket for group in needed for bucket in group.buckets]
     try:

@@ -13,35 +13,67 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.call import Call
-from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame
+from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame, module_call_frame
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
 from composable_fsdp.runtime.parameter import alias_of, local_part
 from composable_fsdp.runtime.tensors import shard_of
 from composable_fsdp.runtime.unit import Unit
 
-__all__ = ["call_as_forward", "install_hooks", "is_being_called", "wrap_forward_method"]
+__all__ = [
+    "HookHandles",
+    "call_as_forward",
+    "hooks_for_clients",
+    "install_hooks",
+    "is_being_called",
+    "wrap_forward_method",
+]
 
 
-def install_hooks(unit: Unit) -> None:
+class HookHandles(NamedTuple):
+    """With which the hooks around a module's forward can be taken off."""
+
+    pre_forward: RemovableHandle
+    post_forward: RemovableHandle
+
+
+class ClientHooks(NamedTuple):
+    """Of one module, to be registered by a client, with something around them, in place of ours."""
+
+    pre_forward: Callable[..., Any]
+    post_forward: Callable[..., Any]
+
+
+def install_hooks(unit: Unit) -> dict[nn.Module, HookHandles]:
     """Makes ``unit``'s modules unshard before they compute, reshard after it, and come back in backward."""
+    handles = {}
     for module in unit.modules:
         hooks = _ModuleHooks(unit, module)
-        module.register_forward_pre_hook(OutsideGraphs(hooks.pre_forward), prepend=True, with_kwargs=True)
-        module.register_forward_hook(OutsideGraphs(hooks.post_forward), always_call=True)
+        handles[module] = HookHandles(
+            module.register_forward_pre_hook(OutsideGraphs(hooks.pre_forward), prepend=True, with_kwargs=True),
+            module.register_forward_hook(OutsideGraphs(hooks.post_forward), always_call=True),
+        )
         module.register_state_dict_pre_hook(hooks.before_state_dict)
         module.register_state_dict_post_hook(_make_copyable)
         module.register_load_state_dict_pre_hook(hooks.before_load_state_dict)
         module.register_load_state_dict_post_hook(hooks.after_load_state_dict)
+    return handles
+
+
+def hooks_for_clients(unit: Unit, module: nn.Module) -> ClientHooks:
+    """The hooks around the forward of ``module``, which may be called through functions of others."""
+    hooks = _ModuleHooks(unit, module)
+    return ClientHooks(OutsideGraphs(hooks.pre_forward_through_others), OutsideGraphs(hooks.post_forward))
 
 
 def wrap_forward_method(unit: Unit, module: nn.Module, method_name: str) -> None:
@@ -124,6 +156,12 @@ class _ModuleHooks:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self.begin(calling_frame())
+        return self.take_inputs(args, kwargs)
+
+    def pre_forward_through_others(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        self.begin(module_call_frame())
         return self.take_inputs(args, kwargs)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -246,7 +284,8 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
         return output
 
     def entered(_: Any) -> None:
-        iteration_of(unit).pre_backward(call)
+        pre_backward = unit.client_pre_backward or iteration_of(unit).pre_backward
+        pre_backward(call)
 
     def left(_: Any) -> None:
         iteration_of(unit).post_backward(call)

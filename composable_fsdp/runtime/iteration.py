@@ -10,6 +10,7 @@ or held where its unit does not synchronise, and every unit is sharded unless it
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.comm.watch import is_in_backward, watch_of_job
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
+from composable_fsdp.labels import labelled
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
 from composable_fsdp.policy import ReshardKind
@@ -123,6 +125,7 @@ class Iteration:
                 "an exception, call reset_iter_state() on the root module."
             )
 
+    @labelled("pre_forward", lambda _, unit: unit.name)
     def pre_forward(self, unit: Unit) -> None:
         """A module of ``unit`` is about to compute."""
         self._check_alive(unit)
@@ -134,6 +137,7 @@ class Iteration:
             if unit.change_check is not None:
                 unit.round.seen = unit.change_check.in_forward()
 
+    @labelled("post_forward", lambda _, unit, module: unit.name)
     def post_forward(self, unit: Unit, module: nn.Module) -> Call | None:
         """``module`` of ``unit`` has computed. The call to hand to the autograd hooks, where a backward may come."""
         if self._in_step is not None and self._pass is Pass.FORWARD:
@@ -172,8 +176,11 @@ class Iteration:
         """A gradient reached an output of ``call``."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
-        if call.entered == self._backwards:
-            return
+        if call.entered != self._backwards:
+            self._enter_backward(call)
+
+    @labelled("pre_backward", lambda _, call: call.unit.name)
+    def _enter_backward(self, call: Call) -> None:
         unit = call.unit
         if self._watch is not None and unit is not self.root:
             self._watch.reach_in_backward(unit.name)
@@ -398,9 +405,11 @@ class Iteration:
         chosen = (unit.reductions_in_flight for unit in self.units.values())
         usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
         self._in_flight.limit = max(filter(None, chosen), default=usual)
-        Variable._execution_engine.queue_callback(self._end_backward)
+        Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _end_backward(self) -> None:
+    @labelled("root_post_backward_callback", lambda self: self.root.name)
+    def end_backward(self) -> None:
+        """What is left to do in a backward, or in several of which each left its gradients for the last one."""
         if self._in_step is not None:
             self._in_step.end_backward(self._backwards)
         for call in self._unseen:
@@ -420,10 +429,13 @@ class Iteration:
         leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
         if self.is_last_backward:
             self.drain()
+            for unit in self.units.values():
+                if unit.client_post_backward is not None:
+                    unit.client_post_backward(_nothing)  # only now it finds the reduced gradients
         _wait_for(leaving)
         if self._watch is not None:
             self._watch.end_backward()
-        self._pass = self._around_backward
+        self._pass, self._around_backward = self._around_backward, Pass.IDLE
 
     def _leave_shards(self, occasion: str) -> list[Work]:
         """This rank reads nothing that others wrote to common memory until the next gather. Once the works are done
@@ -445,6 +457,14 @@ class Iteration:
             return
         if gradients.is_new and not self._was_seen(unit):  # those held since an earlier backward are right
             raise _unseen_output(unit)
+        if unit.client_post_backward is None:
+            self._deliver(unit, at_end)
+        else:
+            unit.client_post_backward(functools.partial(self._deliver, unit, at_end))
+
+    def _deliver(self, unit: Unit, at_end: bool) -> None:
+        """Does with the gradients of ``unit`` what was chosen."""
+        gradients = unit.group.gradients
         if unit.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
@@ -528,6 +548,10 @@ _ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Unit], None], ..
 def _wait_for(works: Iterable[Work]) -> None:
     for work in works:
         work.wait()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:

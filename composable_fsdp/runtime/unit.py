@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 from weakref import WeakSet
@@ -123,6 +123,9 @@ class Unit:
         """The group's version when it was last left unsharded between passes."""
         self.kept_frozen = False
         """Whether it was left so for good, with nothing in it that an optimizer could change."""
+        self.client_pre_backward: Callable[..., None] | None = None
+        self.client_post_backward: Callable[..., None] | None = None
+        """What a client put around what the iteration does when backward reaches the unit, and with its gradients."""
         self.iteration: object | None = None
         """The ``Iteration`` it takes part in, once its root has been assembled; ``assemble`` knows the type."""
         for module in self.modules:

@@ -224,7 +224,7 @@ def forget_to_divide(self: GradientScatter, *args: object) -> object:
 
 
 def forget_what_is_kept(self: Iteration, *args: object) -> object:
-    WHOLE["_end_backward"](self, *args)
+    WHOLE["end_backward"](self, *args)
     for unit in self.units.values():
         unit.kept_version = None
     return None
@@ -246,7 +246,7 @@ def leave_out_a_rank(self: Bucket, *args: object) -> object:
 
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str]] = {
     "finish": (GradientScatter, forget_to_divide, "backward all"),
-    "_end_backward": (Iteration, forget_what_is_kept, "keep always"),
+    "end_backward": (Iteration, forget_what_is_kept, "keep always"),
     "hold": (GroupGradients, forget_what_was_held, "hold all"),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all"),
 }

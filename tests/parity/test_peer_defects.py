@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard
+from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -216,7 +217,7 @@ def test_uneven_columns_kept_on_a_smaller_mesh_are_right_between_forward_and_bac
 def copies_nothing_on_one_rank() -> None:
     model: Any = fully_shard(copy.deepcopy(seeded(Branches)))
     model.unshard()
-    assert model.trunk.weight.data_ptr() == model._get_fsdp_state().group.parameters[0].local.data_ptr()
+    assert model.trunk.weight.data_ptr() == unit_of(model).group.parameters[0].local.data_ptr()
 
 
 @pytest.mark.behaviour("A-16")

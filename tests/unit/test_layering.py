@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 # Modules without the package prefix; a sub-package stands for its own __init__.py. Modules in one row are peers,
 # which do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "grad_mode"),
+    ("errors", "grad_mode", "labels"),
     ("policy",),
     ("trace",),
     ("lifecycle",),
@@ -38,7 +38,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("memory.storage",),
     ("memory.store",),
     ("memory",),
-    ("comm.interrupt", "comm.protocol", "comm.roll"),
+    ("comm.interrupt", "comm.protocol", "comm.roll", "comm.shown"),
     ("comm.sums", "comm.watch"),
     ("comm.agreement", "comm.alike"),
     ("comm.gloo", "comm.loopback", "comm.shared.faults", "comm.shared.memory", "comm.shared.rounds"),
@@ -74,7 +74,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("testing.ranks",),
     ("testing",),
     ("acceptance",),
-    ("bypass", "collect", "copying"),
+    ("bypass", "client_state", "collect", "copying"),
     ("module",),
     ("broadcast", "placed", "registered"),
     ("whole",),

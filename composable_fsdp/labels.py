@@ -1,0 +1,38 @@
+"""What profilers and ``TORCH_LOGS=+fsdp`` call the work of a group: ``FSDP::all_gather (layers.0)``.
+
+The words are those of torch's FSDP2, by which tools look for them, and the logger is torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from torch.autograd import profiler
+
+__all__ = ["labelled"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger("torch.distributed.fsdp.fully_shard")
+
+
+def labelled(operation: str, name_of: Callable[..., str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates what does ``operation``; ``name_of`` gets its arguments and says for which group it does."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not profiler._is_profiler_enabled and not _log.isEnabledFor(logging.DEBUG):
+                return function(*args, **kwargs)
+            label = f"FSDP::{operation} ({name_of(*args, **kwargs)})"
+            _log.debug("%s", label)
+            with profiler.record_function(label):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate

@@ -1,0 +1,118 @@
+"""What torch's profiler and ``TORCH_LOGS`` show of groups, and under which names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
+
+import composable_fsdp as ours
+from composable_fsdp.testing import run_ranks
+from tests.ranks._sharding import single_rank
+from tests.transports import TRANSPORTS, Environment
+
+pytestmark = pytest.mark.behaviour("I-03")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def chain(shard: Any) -> Any:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3)) for _ in range(2)])
+    for block in model:
+        shard(block)
+    return shard(model)
+
+
+def labels_of(shard: Any) -> set[str]:
+    model = chain(shard)
+    model(torch.ones(2, 3)).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        model(torch.ones(2, 3)).sum().backward()
+    return {event.key for event in recorded.key_averages() if event.key.startswith("FSDP::")}
+
+
+def words_of(labels: set[str]) -> set[str]:
+    return {label.partition(" ")[0].removeprefix("FSDP::") for label in labels}
+
+
+def have_the_same_words() -> None:
+    mine, torchs = labels_of(ours.fully_shard), labels_of(torch_fsdp.fully_shard)
+    assert words_of(mine) <= words_of(torchs)
+    for word in ("pre_forward", "all_gather", "all_gather_copy_out", "post_forward", "pre_backward"):
+        assert f"FSDP::{word} (1)" in torchs
+        assert any(label.startswith(f"FSDP::{word} (") for label in mine)
+    for word in ("pre_forward", "post_forward", "pre_backward"):
+        assert {f"FSDP::{word} (0)", f"FSDP::{word} (1)"} <= mine & torchs
+    assert words_of(mine) >= {"post_backward_reduce", "root_post_backward_callback"}
+
+
+def test_labels_are_torchs_words_with_the_names_of_modules() -> None:
+    run_ranks(have_the_same_words, 2)
+
+
+def test_the_log_of_torchs_fsdp_shows_ours(caplog: pytest.LogCaptureFixture) -> None:
+    model = chain(ours.fully_shard)
+    with caplog.at_level(logging.DEBUG, logger="torch.distributed.fsdp"):
+        model(torch.ones(2, 3)).sum().backward()
+    assert "FSDP::pre_forward (0)" in caplog.messages
+    assert "FSDP::pre_backward (1)" in caplog.messages
+
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from composable_fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(fully_shard(torch.nn.Linear(2, 2)))
+fully_shard(model)(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_torch_logs_switches_it_on() -> None:
+    environment = os.environ | {"TORCH_LOGS": "+fsdp", "PYTHONPATH": str(Path(ours.__file__).parents[1])}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "FSDP::all_gather (0)" in done.stderr
+
+
+def are_counted_for_the_modules_that_run() -> None:
+    model = chain(ours.fully_shard)
+    model.set_max_merged_bytes(0)
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x).sum().backward()
+    with CommDebugMode() as mode:
+        model(x).sum().backward()
+    counted = {
+        name: {direction: {op.__name__: n for op, n in of_pass.items()} for direction, of_pass in of_module.items()}
+        for name, of_module in mode.comm_module_counts.items()
+    }
+    whole = {"forward": {"_allgather_base_": 2}, "backward": {"_allgather_base_": 2, "_reduce_scatter_base_": 2}}
+    assert counted["FSDPSequential"] == whole
+    assert counted["FSDPSequential.0"] == {
+        "forward": {"_allgather_base_": 2},  # its own, and the next one ahead of time
+        "backward": {"_reduce_scatter_base_": 1},
+    }
+    assert counted["FSDPSequential.1"] == {
+        "forward": {},
+        "backward": {"_allgather_base_": 2, "_reduce_scatter_base_": 1},
+    }
+
+
+@pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_the_communication_debug_mode_counts_collectives_for_modules(environment: Environment) -> None:
+    run_ranks(are_counted_for_the_modules_that_run, 2, environment=environment)

@@ -1,0 +1,134 @@
+"""torch's ``FSDPMemTracker``, unmodified, on a model that is sharded here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as peer
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+import composable_fsdp as ours
+from composable_fsdp.testing import run_ranks
+from tests.ranks._sharding import exactly
+from tests.transports import IN_COMMON, SOCKETS
+
+pytestmark = pytest.mark.behaviour("I-01", "I-03")
+
+WIDTH = 256
+BLOCKS = 3
+BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
+MODEL_BYTES = BLOCKS * BLOCK_BYTES
+Snapshots = dict[str, list[dict[str, int]]]
+
+
+def built(shard: Callable[..., Any]) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)])
+    for block in model:
+        shard(block)
+    return shard(model)
+
+
+def inputs() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
+
+
+def tracked(shard: Callable[..., Any]) -> tuple[dict[str, int], dict[str, Snapshots]]:
+    """Of one step: bytes at the peak by kind, and those of each block in each state."""
+    model = built(shard)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    tracker = FSDPMemTracker(model, optimizer)
+    x = inputs()
+    tracker.track_inputs((x,))
+    with tracker:
+        model(x).sum().backward()
+        optimizer.step()
+    peak = named(tracker.get_tracker_snapshot("peak"))
+    modules = {
+        stats.mod_fqn: {state.value: [named(each) for each in taken] for state, taken in stats.snapshots.items()}
+        for stats in tracker.memory_tracking.values()
+    }
+    trains_as_before(model, optimizer)
+    return peak, modules
+
+
+def named(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
+    (of_cpu,) = snapshot.values()
+    return {getattr(kind, "value", kind): size for kind, size in of_cpu.items()}
+
+
+def trains_as_before(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Once the tracker is gone; also after a forward that raises."""
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, WIDTH + 1))
+    model(inputs()).sum().backward()
+    optimizer.step()
+    assert all(type(p.grad).__name__ == "DTensor" for p in model.parameters())
+
+
+def sees_what_torch_has() -> None:
+    peak, modules = tracked(ours.fully_shard)
+    torchs_peak, torchs_modules = tracked(peer.fully_shard)
+    assert modules.keys() == torchs_modules.keys()
+    for kind in ("Sharded Param", "Unsharded Param", "OptState", "Inputs"):
+        assert peak[kind] == torchs_peak[kind], kind
+    assert peak["Sharded Param"] == MODEL_BYTES // 2
+    assert peak["Sharded Grad"] == pytest.approx(MODEL_BYTES // 2, rel=1e-3)  # slots are aligned
+    assert peak["Total"] == pytest.approx(torchs_peak["Total"], rel=1e-3)
+    for name, states in modules.items():
+        assert [s["Unsharded Param"] for s in states["After Pre-Forward"]] == [BLOCK_BYTES], name
+        assert [s["Unsharded Param"] for s in states["After Post-Forward"]] == [0], name
+        assert states["Before Post-Backward"][0]["Unsharded Grad"] >= BLOCK_BYTES, name
+        assert states["Peak Backward"][0]["Total"] <= 1.1 * torchs_modules[name]["Peak Backward"][0]["Total"], name
+
+
+def gradients_are_the_same() -> None:
+    plain, watched = built(ours.fully_shard), built(ours.fully_shard)
+    plain(inputs()).sum().backward()
+    with FSDPMemTracker(watched):
+        watched(inputs()).sum().backward()
+    for (name, expected), p in zip(plain.named_parameters(), watched.parameters(), strict=True):
+        exactly(p.grad.to_local(), expected.grad.to_local(), name)
+
+
+def test_the_tracker_changes_no_gradient() -> None:
+    run_ranks(gradients_are_the_same, 2)
+
+
+def test_the_tracker_sees_of_our_model_what_it_sees_of_torchs() -> None:
+    run_ranks(sees_what_torch_has, 2, environment=SOCKETS)
+
+
+def runs() -> None:
+    peak, modules = tracked(ours.fully_shard)
+    assert peak["Sharded Param"] == MODEL_BYTES // 2
+    assert len(modules) == BLOCKS
+
+
+def test_the_tracker_runs_where_parameters_lie_in_common_memory() -> None:
+    run_ranks(runs, 2, environment=IN_COMMON)
+
+
+def a_list_is_tracked_once() -> None:
+    model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    ours.fully_shard([model[0], model[1]])
+    ours.fully_shard(model)
+    for _ in range(2):
+        tracker = FSDPMemTracker(model)
+        with tracker:
+            model(torch.ones(2, 8)).sum().backward()
+        assert {stats.mod_fqn for stats in tracker.memory_tracking.values()} == {
+            "FSDPSequential",
+            "FSDPSequential.0",
+        }
+        assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
+
+
+def test_a_group_of_several_modules_is_tracked_once_and_again() -> None:
+    run_ranks(a_list_is_tracked_once, 2)

@@ -1,0 +1,120 @@
+"""torch's pipelining, unmodified: stages that are sharded here train as those that torch's FSDP2 shards.
+
+Two pipeline ranks times two data-parallel ones. Stages reduce nothing until the last microbatch; then the schedule
+itself asks the groups to, through the private names of torch's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as peer
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.testing import assert_close
+
+import composable_fsdp as ours
+from composable_fsdp import trace
+from composable_fsdp.testing import run_ranks
+from tests.ranks._models import seeded
+
+pytestmark = pytest.mark.behaviour("I-01", "I-02")
+
+WIDTH = 6
+STEPS = 3
+MICROBATCHES = 4
+SCHEDULES: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
+    "1F1B": Schedule1F1B,
+    "GPipe": ScheduleGPipe,
+    "interleaved 1F1B": ScheduleInterleaved1F1B,
+    "interleaved zero bubble": ScheduleInterleavedZeroBubble,
+}
+
+Shard = Callable[..., Any]
+
+
+class Block(nn.Module):
+    """Sizes that 2 does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*[Block() for _ in range(8)])
+
+
+def batch_of(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    x, target = torch.randn(2, 2 * MICROBATCHES, WIDTH, generator=generator)
+    return x, target
+
+
+def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int) -> list[nn.Sequential]:
+    """This rank's stages, sharded block by block. Rank 0 of 2 has the first and third of four."""
+    count = 2 * per_rank
+    size = len(model) // count
+    stages = []
+    for index in range(mesh["pp"].get_local_rank(), count, 2):
+        stage = nn.Sequential(*model[index * size : (index + 1) * size])
+        for block in stage:
+            shard(block, mesh=mesh["dp"], reshard_after_forward=False)
+        stages.append(shard(stage, mesh=mesh["dp"], reshard_after_forward=False))
+    return stages
+
+
+def train(shard: Shard, schedule: str, mesh: DeviceMesh) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses, where the last stage is, and the trained parameters of this rank's stages."""
+    kind = SCHEDULES[schedule]
+    per_rank = 2 if issubclass(kind, PipelineScheduleMulti) else 1
+    modules = stages_of(seeded(chain)(), shard, mesh, per_rank)
+    pp = mesh["pp"]
+    stages = [
+        PipelineStage(module, pp.get_local_rank() + 2 * i, 2 * per_rank, torch.device("cpu"), group=pp.get_group())
+        for i, module in enumerate(modules)
+    ]
+    run: Any = kind(stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=1e-2, foreach=False)
+    losses: list[float] = []
+    for step in range(STEPS):
+        x, target = batch_of(step, mesh["dp"].get_local_rank())
+        of_step: list[torch.Tensor] = []
+        run.step(*([x] if pp.get_local_rank() == 0 else []), target=target, losses=of_step)
+        losses += [loss.item() for loss in of_step]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.full_tensor() for module in modules for p in module.parameters()]  # type: ignore[attr-defined]
+
+
+def trains_as_with_torch(schedule: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with trace.Recorder() as recorder:
+        losses, parameters = train(ours.fully_shard, schedule, mesh)
+    expected_losses, expected = train(peer.fully_shard, schedule, mesh)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert len(losses) == (STEPS * MICROBATCHES if mesh["pp"].get_local_rank() == 1 else 0)
+    assert_close(parameters, expected)
+    reductions = [str(event) for event in recorder if event.operation is trace.Operation.REDUCE]
+    assert len(reductions) == STEPS * 4, "each of 4 blocks once a step, not once a microbatch"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_of_sharded_stages_trains_as_with_torch(schedule: str) -> None:
+    run_ranks(trains_as_with_torch, 4, schedule)
