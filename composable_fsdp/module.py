@@ -64,7 +64,7 @@ class FSDPModule(TorchFSDPModule):
         """
         unit = _unit(self)
         unit.group.unshard(iteration_of(unit).lanes)
-        unit.kept_version = unit.group.tensors.version
+        unit.note_kept()
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -106,7 +106,9 @@ class FSDPModule(TorchFSDPModule):
             unit.reshard = Reshard.parse(reshard_after_forward, unit.group.axes.shard.size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free parameters after backward. Kept ones are gathered anew once an optimizer has stepped."""
+        """Whether to free parameters after backward. Kept ones are gathered anew once an optimizer has stepped, but for
+        groups that are frozen as a whole: these are gathered once, and again only when they have been changed in place.
+        """
         for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 

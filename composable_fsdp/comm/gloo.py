@@ -26,6 +26,7 @@ from composable_fsdp import trace
 from composable_fsdp.comm.agreement import Agreement, OrderCheck
 from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.comm.roll import Place
+from composable_fsdp.comm.shown import show
 from composable_fsdp.comm.sums import add_up
 from composable_fsdp.comm.watch import Watch
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError, UnsupportedError
@@ -116,6 +117,7 @@ class Line:
         sizes = tuple(transfer.input.numel() * transfer.input.itemsize for transfer in transfers)
         self._label = label
         place = Place(self.ranks, self._agreement.number + 1, label, self._place_name)
+        show(label)
         if trace.listeners:
             trace.emit(trace.Operation.COLLECTIVE, label, sum(sizes), position=self._position_of(place))
         try:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
@@ -90,13 +90,14 @@ class Watch:
         self.here = _Here()
         self._store = store
         self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
-        self._requests: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """For the thread; ``None`` ends it."""
         self._answered = 0
         self._meetings: dict[tuple[int, ...], int] = {}
         self._due = 0.0
-        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
+        _all.add(self)
 
     # -- what the training thread notes
 
@@ -270,15 +271,22 @@ class Watch:
         return future.result()
 
     def _run(self) -> None:
-        failures = 0
-        while not self._stop.is_set() and failures < _STORE_FAILURES:
-            failures = 0 if self._turn() else failures + 1
+        failures: int | None = 0
+        while failures is not None and failures < _STORE_FAILURES:
+            failures = self._turn(failures)
 
-    def _turn(self) -> bool:
-        """Does what is asked for next, and what is due. Whether the store answered."""
+    def _turn(self, failures: int) -> int | None:
+        """Does what is asked for next, and what is due.
+
+        Returns:
+            How often the store has failed now without a success in between, or ``None`` at the end.
+        """
         try:
             with suppress(Empty):
-                self._requests.get(timeout=max(0.0, self._due - time.monotonic()))()
+                request = self._requests.get(timeout=max(0.0, self._due - time.monotonic()))
+                if request is None:
+                    return None
+                request()
             if time.monotonic() >= self._due:
                 self._due = time.monotonic() + self._period
                 self._look_out()
@@ -287,8 +295,8 @@ class Watch:
                     self._look_back()
         except RuntimeError as error:
             logger.debug("rank %d: the store of the job: %s", self.rank, error)
-            return False
-        return True
+            return failures + 1
+        return 0
 
     def _answer(self) -> None:
         called = int(self._store.add("call", 0))
@@ -327,8 +335,12 @@ class Watch:
         self.stop()
 
     def stop(self) -> None:
-        """Answers no more."""
-        self._stop.set()
+        """Answers no more, once it has done what it was asked for before."""
+        self._requests.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Waits for the thread to end, after :meth:`stop`; not for longer than ``seconds``."""
+        self._thread.join(max(0.0, seconds))
 
 
 def _ending(passes: Sequence[RunningPass]) -> str:
@@ -341,6 +353,8 @@ def _ending(passes: Sequence[RunningPass]) -> str:
 
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()
+_all: WeakSet[Watch] = WeakSet()
+"""Also those of jobs that have ended, as long as their threads run."""
 
 
 def watch_of_job() -> Watch | None:
@@ -357,7 +371,7 @@ def watch_of_job() -> Watch | None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", client)
         _watches[world] = watch = Watch(store, dist.get_rank(), dist.get_world_size())
-        weakref.finalize(world, watch.stop)
+        weakref.finalize(world, watch.stop).atexit = False  # then it has to say first that it leaves
     return _watches[world]
 
 
@@ -380,6 +394,13 @@ def _own_client() -> Any:
 
 @atexit.register
 def _leave_all() -> None:
+    """Ends all threads too: one that came back from the store while Python ends would abort the process."""
+    end = time.monotonic() + _STORE_SECONDS
     for watch in list(_watches.values()):
         if watch is not None:
             watch.leave()
+    watches = list(_all)
+    for watch in watches:
+        watch.stop()
+    for watch in watches:
+        watch.join(end - time.monotonic())

@@ -364,7 +364,7 @@ class Iteration:
             if unit.reshard_after_backward:
                 unit.group.reshard()
             elif unit.group.parameter_state is not ParameterState.SHARDED:
-                unit.kept_version = unit.group.tensors.version
+                unit.note_kept()
         leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
         if self.is_last_backward:
             self.drain()

@@ -125,6 +125,8 @@ class Unit:
         """Where parameters were plain, and stayed so, when ``fully_shard`` made the unit. Not known of a copy."""
         self.kept_version: int | None = None
         """The group's version when it was last left unsharded between passes."""
+        self.kept_frozen = False
+        """Whether it was left so for good, with nothing in it that an optimizer could change."""
         self.client_pre_backward: Callable[..., None] | None = None
         self.client_post_backward: Callable[..., None] | None = None
         """What a client put around what the iteration does when backward reaches the unit, and with its gradients."""
@@ -133,6 +135,15 @@ class Unit:
         for module in self.modules:
             self.attach(module)
         _units.add(self)
+
+    def note_kept(self) -> None:
+        """The group is left unsharded between passes."""
+        self.kept_version = self.group.tensors.version
+        self.kept_frozen = (
+            not self.reshard_after_backward
+            and not self.group.plan.num_trainable
+            and all(parameter.sharded.grad is None for parameter in self.group.parameters)
+        )
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.group.parameters)} parameters)"

@@ -50,7 +50,7 @@ class Unsharding:
             if kept.kept_version is None:
                 continue
             # A fresh one stays watched: this forward may leave it out, and an optimizer step before the next.
-            if stepped or kept.kept_version != kept.group.tensors.version:
+            if (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version:
                 kept.group.reshard()
                 kept.kept_version = None
 
@@ -134,9 +134,9 @@ class Unsharding:
             keep = (unit is self._root or self._comes_back_at_once(unit)) and leads_to_backward
             kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
         if kind is ReshardKind.NEVER:
-            unit.kept_version = unit.group.tensors.version
+            unit.note_kept()
         elif kind is ReshardKind.SMALLER and leads_to_backward:
-            unit.kept_version = unit.group.tensors.version
+            unit.note_kept()
             unit.group.shrink(unit.reshard.mesh_size)
         else:
             unit.group.reshard()

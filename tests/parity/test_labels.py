@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import composable_fsdp as ours
 from composable_fsdp.testing import run_ranks
 from tests.ranks._sharding import single_rank
+from tests.transports import TRANSPORTS, Environment
 
 pytestmark = pytest.mark.behaviour("I-03")
 
@@ -86,3 +88,31 @@ def test_torch_logs_switches_it_on() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert "FSDP::all_gather (0)" in done.stderr
+
+
+def are_counted_for_the_modules_that_run() -> None:
+    model = chain(ours.fully_shard)
+    model.set_max_merged_bytes(0)
+    x = torch.ones(2, 3, requires_grad=True)
+    model(x).sum().backward()
+    with CommDebugMode() as mode:
+        model(x).sum().backward()
+    counted = {
+        name: {direction: {op.__name__: n for op, n in of_pass.items()} for direction, of_pass in of_module.items()}
+        for name, of_module in mode.comm_module_counts.items()
+    }
+    whole = {"forward": {"_allgather_base_": 2}, "backward": {"_allgather_base_": 2, "_reduce_scatter_base_": 2}}
+    assert counted["FSDPSequential"] == whole
+    assert counted["FSDPSequential.0"] == {
+        "forward": {"_allgather_base_": 2},  # its own, and the next one ahead of time
+        "backward": {"_reduce_scatter_base_": 1},
+    }
+    assert counted["FSDPSequential.1"] == {
+        "forward": {},
+        "backward": {"_allgather_base_": 2, "_reduce_scatter_base_": 1},
+    }
+
+
+@pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_the_communication_debug_mode_counts_collectives_for_modules(environment: Environment) -> None:
+    run_ranks(are_counted_for_the_modules_that_run, 2, environment=environment)

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import ROOT, torchrun
+
 SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
 STEPS, SAVE_EVERY, KILL_EVERY, KILLS = 14, 3, 4, 2
 
 
 @pytest.mark.behaviour("H-05", "F-12")
 def test_a_training_whose_ranks_are_killed_ends_as_if_they_had_not_been(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     restarts = ("--max-restarts", str(KILLS), "--monitor-interval", "0.1")
     often = ("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--kill-every", str(KILL_EVERY))
     flags = (*SMALL, *often, "--validation-batches", "1", "--out", str(tmp_path))
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*torchrun, *restarts, "examples/elastic_text.py", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    begun = [int(step) for step in re.findall(r"attempt \d begins after step (\d+)", done.stdout)]
+    said = torchrun("examples/elastic_text.py", *flags, launcher=restarts)
+    begun = [int(step) for step in re.findall(r"attempt \d begins after step (\d+)", said)]
     assert len(begun) == KILLS + 1
     assert all(step % SAVE_EVERY == 0 for step in begun)
     assert begun[-1] > 0
-    assert f"restarts: {KILLS}; " in done.stdout
-    assert len(re.findall(r"rank \d is killed in step \d+", done.stderr)) == KILLS
-    assert f"losses of all {STEPS} steps, and parameters: the same bits" in done.stdout
+    assert f"restarts: {KILLS}; " in said
+    assert len(re.findall(r"rank \d is killed in step \d+", said)) == KILLS
+    assert f"losses of all {STEPS} steps, and parameters: the same bits" in said
 
 
 @pytest.fixture

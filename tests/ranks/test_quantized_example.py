@@ -7,15 +7,13 @@ import importlib
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import ROOT, torchrun
+
 SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
 
 needs_extras = pytest.mark.skipif(
@@ -27,20 +25,9 @@ needs_extras = pytest.mark.skipif(
 @needs_extras
 @pytest.mark.behaviour("E-10")
 def test_the_example_trains_every_variant_and_writes_table_data_and_picture(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     flags = ("--steps", "3", "--validation-batches", "2", "--variants", "fp32,int8,int8-ef", "--out", str(tmp_path))
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*torchrun, "examples/quantized_text.py", *SMALL, *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "int8-ef against fp32, seed 0: " in done.stdout
+    said = torchrun("examples/quantized_text.py", *SMALL, *flags)
+    assert "int8-ef against fp32, seed 0: " in said
 
     data = json.loads((tmp_path / "convergence.json").read_text())
     assert [run["variant"] for run in data["runs"]] == ["fp32", "int8", "int8-ef"]

@@ -153,6 +153,40 @@ def test_a_model_all_frozen_in_its_first_forward_can_be_thawed_and_frozen_again(
     run_ranks(thaw_bit_by_bit, 2, precision)
 
 
+def keep_frozen_groups() -> None:
+    """What is at rest is changed in place before the third step, which the copy in memory must follow."""
+    task, gathered = TASKS["transformer"], []
+    at_rest: dict[nn.Module, list[nn.Parameter]] = {}
+    build = partial(frozen_transformer, "layers.0.", "layers.1.")
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        parameters = at_rest.setdefault(model, list(model.get_submodule("layers.1").parameters()))
+        if step == 2:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.clamp_(-0.05, 0.05)
+        with Recorder() as recorder:
+            loss = task.loss(model, task.batch_of(step, rank))
+            loss.backward()
+        if isinstance(model, FSDPModule):
+            gathered.append({event.group for event in recorder if event.operation is Operation.UNSHARD})
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        shard_layers(model, fully_shard, reshard_after_forward=False)
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(False)
+
+    check_parity(build, play, shard=shard, steps=4)
+    trained = {"root", "layers.2"}
+    assert gathered == [{*trained, "layers.0", "layers.1"}, trained, {*trained, "layers.1"}, trained]
+
+
+@pytest.mark.behaviour("C-05")
+def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> None:
+    run_ranks(keep_frozen_groups, 2)
+
+
 def freeze_while_unsharded(reshard_after_backward: bool) -> None:
     """After an evaluation that kept them, ``parameters()`` shows the unsharded ones; the optimizer has the others."""
     task = TASKS["chain"]

@@ -7,8 +7,6 @@ import importlib
 import io
 import pkgutil
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import composable_fsdp
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -80,17 +79,13 @@ def test_examples_hold(test: doctest.DocTest) -> None:
 @pytest.mark.behaviour("E-01", "E-08", "E-09")
 @pytest.mark.parametrize("name", ["own_codec", "own_tensor"])
 def test_documented_extensions_train_on_two_ranks(name: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(ROOT / "examples" / f"{name}.py")], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(value) for value in re.findall(r"step +\d+: loss ([\d.]+)", done.stdout)]
+    said = torchrun(f"examples/{name}.py")
+    losses = [float(value) for value in re.findall(r"step +\d+: loss ([\d.]+)", said)]
     assert losses[-1] < losses[0] / 100
     if name == "own_codec":
-        assert re.search(r"total .* 0\.26$", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(r"total .* 0\.26$", said, re.MULTILINE), said
     else:
-        assert "rank 1 holds a RowInt8 of (128, 32)" in done.stdout
+        assert "rank 1 holds a RowInt8 of (128, 32)" in said
 
 
 def test_readme_program_runs_on_two_ranks(tmp_path: Path) -> None:
@@ -98,9 +93,7 @@ def test_readme_program_runs_on_two_ranks(tmp_path: Path) -> None:
     assert block is not None
     program = tmp_path / "train.py"
     program.write_text(block[1])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run([*torchrun, program], capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
+    torchrun(program)
 
 
 def test_a_broken_example_is_reported_with_its_line() -> None:

@@ -38,7 +38,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("memory.storage",),
     ("memory.store",),
     ("memory",),
-    ("comm.interrupt", "comm.passes", "comm.protocol", "comm.roll"),
+    ("comm.interrupt", "comm.passes", "comm.protocol", "comm.roll", "comm.shown"),
     ("comm.sums", "comm.watch"),
     ("comm.agreement", "comm.alike"),
     ("comm.gloo", "comm.loopback", "comm.shared.faults", "comm.shared.memory", "comm.shared.rounds"),

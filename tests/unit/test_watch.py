@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -138,6 +140,24 @@ def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
         assert not interrupt.has_come()
     finally:
         interrupt.stop_listening()
+
+
+BUSY_TO_THE_END = """
+import torch.distributed as dist
+from composable_fsdp.comm import watch
+
+watch._PERIOD = 0.0
+store = dist.TCPStore("localhost", 0, 1, True)
+watches = [watch.Watch(dist.PrefixStore(str(i), store.clone()), 0, 2) for i in range(16)]
+watches[0].stop()
+print(sorted(watches[1].call_roll([0])))
+"""
+
+
+def test_threads_that_ask_the_store_have_ended_when_python_ends() -> None:
+    """Otherwise C++ ends the process, with SIGABRT: of many threads that do nothing else, some are always there."""
+    done = subprocess.run([sys.executable, "-c", BUSY_TO_THE_END], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
 
 
 # -- agreement

@@ -26,6 +26,7 @@ from composable_fsdp.comm.shared.faults import Peers
 from composable_fsdp.comm.shared.memory import Blocks, Segment
 from composable_fsdp.comm.shared.operation import Operation
 from composable_fsdp.comm.shared.wire import NO_BLOCK, Message, Wire
+from composable_fsdp.comm.shown import show
 from composable_fsdp.comm.watch import PATIENCE, Watch
 from composable_fsdp.errors import FSDPError
 
@@ -139,6 +140,7 @@ class Engine:
         self._check_working()
         running = _Running(self._launched, operation, NO_BLOCK, None)
         self._launched += 1
+        show(operation.label)
         if trace.listeners:
             position = self._position(running.sequence)
             trace.emit(trace.Operation.COLLECTIVE, operation.label, operation.nbytes, position=position)

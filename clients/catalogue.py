@@ -1,0 +1,50 @@
+"""The programs of other libraries that are run, and what is to be known about each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["CLIENTS", "Client"]
+
+ON_CPU = "its FSDP plugin is allowed on CPU (`fsdp_on_cpu.py`): accelerate drops it there"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A program below ``clients/``.
+
+    Attributes:
+        command: file and options.
+        package: whose version counts.
+        launcher: more options for torchrun.
+        note: what is not as its users have it, and why.
+    """
+
+    name: str
+    command: str
+    package: str
+    ranks: int = 2
+    minutes: float = 3
+    launcher: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    def version(self) -> str:
+        return f"{self.package} {importlib.metadata.version(self.package)}"
+
+
+CLIENTS = (
+    Client("accelerate", "accelerate_loop.py", "accelerate", note=ON_CPU),
+    Client("accelerate, bf16, checkpointing", "accelerate_loop.py --bf16", "accelerate", note=ON_CPU),
+    Client("accelerate, values on rank 0", "accelerate_loop.py --ram-efficient --tied", "accelerate", note=ON_CPU),
+    Client("transformers Trainer", "transformers_trainer.py", "transformers", note=ON_CPU),
+    Client("transformers from_pretrained", "transformers_from_pretrained.py", "transformers"),
+    Client("transformers from_pretrained, tied", "transformers_from_pretrained.py --tied", "transformers"),
+    Client("Lightning Fabric", "fabric_loop.py", "lightning"),
+    Client("Lightning Trainer", "lightning_trainer.py", "lightning"),
+    Client("peft, then sharded", "peft_lora.py", "peft"),
+    Client("peft on a sharded model", "peft_lora.py --after", "peft"),
+    Client("trl SFTTrainer with LoRA", "trl_sft.py", "trl", note=ON_CPU),
+)

@@ -1,0 +1,57 @@
+"""The examples that train other libraries' models, or with their trainers, and the one with adapters."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.torchrun import torchrun
+
+INSTALL = "pip install -c constraints.txt '.[clients]', or make install"
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(library) is None, reason=f"needs {library}: {INSTALL}")
+
+
+def losses_in(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+) on rank 0", said, re.MULTILINE)]
+
+
+@needs("transformers")
+@pytest.mark.behaviour("F-11", "I-02")
+def test_a_llama_trains_and_goes_back_to_transformers(tmp_path: Path) -> None:
+    said = torchrun("examples/hf_llama.py", "--steps", "41", "--layers", "2", "--device", "cpu", "--out", str(tmp_path))
+    losses = losses_in(said)
+    assert losses[-1] < losses[0] - 1
+    assert {"config.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+    assert '"LlamaForCausalLM"' in (tmp_path / "config.json").read_text()
+    assert "largest difference of logits after loading into transformers: 0.0e+00" in said
+
+
+@needs("lightning")
+@pytest.mark.behaviour("I-02")
+def test_fabric_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    flags = ("--steps", "21", "--accelerator", "cpu", "--out", str(tmp_path / "checkpoint"))
+    said = torchrun("examples/lightning_fabric.py", *flags)
+    losses = losses_in(said)
+    assert losses[-1] < losses[0] - 1
+    assert "steps 10 to 20 again, from the checkpoint: losses are the same" in said
+
+
+@needs("safetensors")
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("keep", [False, True])
+def test_adapters_train_beside_a_frozen_base_and_are_saved_alone(keep: bool, tmp_path: Path) -> None:
+    flags = ("--steps", "151", "--device", "cpu", "--out", str(tmp_path / "adapters.safetensors"))
+    said = torchrun("examples/lora.py", *flags, *(["--keep-base"] if keep else []))
+    losses = losses_in(said)
+    assert losses[-1] < losses[0] / 50
+    gathers = [int(number) for number in re.findall(r"on rank 0, (\d+) gathers", said)]
+    adapters, bases = 9, 8  # forward and backward of four blocks, and the model's own group, which is empty
+    assert gathers == ([adapters + bases // 2] + 3 * [adapters] if keep else 4 * [adapters + bases])
+    assert "saved 8 adapters" in said
+    assert "after loading the adapters into an unsharded base: 0.0e+00" in said
