@@ -10,8 +10,10 @@ Shard every block, then the whole::
     optimizer = torch.optim.AdamW(model.parameters())
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from composable_fsdp.api import fully_shard, register_fsdp_forward_method
-from composable_fsdp.checkpoint.rekey import rekey_optimizer
 from composable_fsdp.clip import clip_grad_norm_, get_total_norm
 from composable_fsdp.codec.blockwise import Int4, Int8
 from composable_fsdp.codec.cast import Cast
@@ -21,7 +23,6 @@ from composable_fsdp.codec.float8 import Float8
 from composable_fsdp.communication import CommunicationReport, CommunicationRow, communication_report
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.describe import GroupDescription, ModelDescription, describe
-from composable_fsdp.ema import ShardedEMA, sharded_ema
 from composable_fsdp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -34,7 +35,6 @@ from composable_fsdp.errors import (
     PeerError,
     UnsupportedError,
 )
-from composable_fsdp.from_rank0 import shard_from_rank0
 from composable_fsdp.full_params import apply_to_full_params, unsharded_params
 from composable_fsdp.initialize import to_empty
 from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
@@ -45,6 +45,11 @@ from composable_fsdp.runtime.strangers import PlainParameterWarning
 from composable_fsdp.sharding import ShardPlacementResult
 from composable_fsdp.strategy import ShardingStrategy
 from composable_fsdp.tied import tie_groups
+
+if TYPE_CHECKING:
+    from composable_fsdp.checkpoint.ema import ShardedEMA, sharded_ema
+    from composable_fsdp.checkpoint.rekey import rekey_optimizer
+    from composable_fsdp.from_rank0 import shard_from_rank0
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -98,3 +103,17 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# With these comes torch.distributed.checkpoint, which takes long to import and is of no use to who needs none of them.
+_WITH_CHECKPOINTS = {
+    "ShardedEMA": "checkpoint.ema",
+    "rekey_optimizer": "checkpoint.rekey",
+    "shard_from_rank0": "from_rank0",
+    "sharded_ema": "checkpoint.ema",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_CHECKPOINTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_CHECKPOINTS[name]}"), name)

@@ -25,12 +25,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.local_state import is_plain
 from composable_fsdp.checkpoint.names import tensors_of
 from composable_fsdp.checkpoint.optimizer_offers import Agreed, checksum, packed, state_of
 from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.communication_state import CommunicationState
-from composable_fsdp.ema import ShardedEMA
 from composable_fsdp.placed import like, units_below
 
 __all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]

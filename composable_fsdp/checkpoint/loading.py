@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import set_random_state
+from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.folder import MANIFEST, find
 from composable_fsdp.checkpoint.manifest import Manifest, check_file
 from composable_fsdp.checkpoint.progress import progress_bar
@@ -18,7 +19,6 @@ from composable_fsdp.checkpoint.ranks import Ranks
 from composable_fsdp.checkpoint.reports import Misfit, leave_common_unexpected, refuse, told
 from composable_fsdp.checkpoint.restore import Restore, read_objects
 from composable_fsdp.checkpoint.storage import read_metadata
-from composable_fsdp.ema import ShardedEMA
 
 __all__ = ["Loading"]
 

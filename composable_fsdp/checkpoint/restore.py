@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import communication_of
+from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.local_state import has_shards_shape
 from composable_fsdp.checkpoint.names import plain_name, tensors_of
 from composable_fsdp.checkpoint.param_groups import lacking, restored
@@ -26,7 +27,6 @@ from composable_fsdp.checkpoint.rekey import Member, members_of
 from composable_fsdp.checkpoint.reports import Misfit, differ, dtype_name, tensor_text
 from composable_fsdp.checkpoint.storage import reader_of
 from composable_fsdp.communication_state import CommunicationState
-from composable_fsdp.ema import ShardedEMA
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.placed import like
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import contents_of
+from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.folder import Writing, complete
 from composable_fsdp.checkpoint.manifest import FileRecord, Manifest, TensorRecord, library_version
 from composable_fsdp.checkpoint.optimizer_offers import agreed, check_alike, offer_of
@@ -24,7 +25,6 @@ from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.ranks import Ranks
 from composable_fsdp.checkpoint.reports import dtype_name
 from composable_fsdp.checkpoint.storage import ChecksummingWriter
-from composable_fsdp.ema import ShardedEMA
 
 __all__ = ["Saving"]
 

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.loading import Loading
 from composable_fsdp.checkpoint.pending import PendingSave
 from composable_fsdp.checkpoint.progress import wants_progress
 from composable_fsdp.checkpoint.ranks import TIMEOUT, meet
 from composable_fsdp.checkpoint.saving import Saving
-from composable_fsdp.ema import ShardedEMA
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["load", "save"]

@@ -102,7 +102,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("checkpoint.names", "checkpoint.ranks"),
     ("checkpoint.rekey",),
     ("checkpoint.holders", "checkpoint.local_state", "checkpoint.tensor_forms"),
-    ("checkpoint.forms", "ema"),
+    ("checkpoint.forms", "checkpoint.ema"),
     ("checkpoint.optimizer_in", "checkpoint.optimizer_offers", "checkpoint.optimizer_out"),
     ("checkpoint.contents", "checkpoint.folder"),
     ("checkpoint.manifest", "checkpoint.planners"),
