@@ -31,7 +31,8 @@ from composable_fsdp.checkpoint.names import tensors_of
 from composable_fsdp.checkpoint.optimizer_offers import Agreed, checksum, packed, state_of
 from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.communication_state import CommunicationState
-from composable_fsdp.placed import like, units_below
+from composable_fsdp.placed import units_below
+from composable_fsdp.runtime.parameter import alias_of
 
 __all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
 
@@ -123,7 +124,7 @@ def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, a
     for member, key, value in state_of(model, optimizer):
         path = ("optimizer", "state", member.name, key)
         if (member.name, key) in agreed.shards:
-            contents.add_tensor(path, Part(like(cast(DTensor, member.parameter), value), member.sharding))
+            contents.add_tensor(path, Part(alias_of(cast(DTensor, member.parameter), value), member.sharding))
         elif is_plain(value, member) and type(value) is torch.Tensor:
             contents.add_alike(path, value)
         elif isinstance(value, torch.Tensor):

@@ -79,7 +79,7 @@ def _distributed(
     plain = [i for i, (member, _, value) in enumerate(places) if is_plain(value, member)]
     fitting = [has_shards_shape(places[i][2], places[i][0]) for i in plain]
     found = holders.exchange((digest([(m.name, str(key)) for m, key, _ in places] + [("", str(plain))]), fitting))
-    if len({digest for digest, _ in found.values()}) > 1:
+    if len({which for which, _ in found.values()}) > 1:
         keys = holders.exchange([f"{member.name!r}, {key!r}" for member, key, _ in places])
         some = {rank: [k for k in has if any(k not in other for other in keys.values())] for rank, has in keys.items()}
         raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")

@@ -29,6 +29,7 @@ from composable_fsdp.checkpoint.storage import reader_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.placed import like
+from composable_fsdp.runtime.parameter import alias_of
 
 __all__ = ["Restore", "read_objects"]
 
@@ -271,8 +272,10 @@ def _memory_for(key: str, saved: TensorStorageMetadata, member: Member, existing
     if shape == parameter.shape and (shape or key != "step"):
         fits = has_shards_shape(existing, member) and existing.dtype == dtype
         own = cast(torch.Tensor, existing) if fits else torch.empty_like(local, dtype=dtype, requires_grad=False)
+        if has_shards_shape(existing, member):
+            return own, Part(alias_of(cast(DTensor, parameter), own), member.sharding)
         placed = like(parameter, own) if isinstance(parameter, DTensor) else own
-        return own if has_shards_shape(existing, member) else placed, Part(placed, member.sharding)
+        return placed, Part(placed, member.sharding)
     whole = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
     return whole, Part(whole)
 

@@ -119,8 +119,9 @@ def load(
         model: sharded or not.
         optimizer: over parameters of ``model``, which may be grouped in another order than when they were saved.
         averages: to be filled too; of ``model``. Without them those of the checkpoint are left alone.
-        strict: refuse any difference between the checkpoint and what is to be loaded. Otherwise what is in both is
-            loaded, in the model's dtypes, and the differences are logged; another shape is refused all the same.
+        strict: refuse any difference between the checkpoint and what is to be loaded, also settings that the optimizer
+            has defaults for and the saved one, of another class perhaps, lacks. Otherwise what is in both is loaded,
+            in the model's dtypes, and the differences are logged; another shape is refused all the same.
         verify: compare checksums; otherwise only whether files are there, and their sizes. Each file is read by one
             of the ranks for that.
         restore_rng: restore the random number generators.
