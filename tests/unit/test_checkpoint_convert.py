@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from composable_fsdp import CheckpointError, ConfigurationError
+from composable_fsdp import CheckpointError, ConfigurationError, sharded_ema
 from composable_fsdp.checkpoint import load, optimizer_state_dict, save
 from composable_fsdp.checkpoint.convert import convert
 from composable_fsdp.checkpoint.sources import DcpSource, Kind, open_source
@@ -79,6 +79,25 @@ def test_tensors_without_elements_are_converted(tmp_path: Path, to: Kind) -> Non
     convert(tmp_path / "model.pt", tmp_path / "new", to)
     convert(tmp_path / "new", tmp_path / "back.pt", Kind.TORCH, model_only=True)
     assert_same(torch.load(tmp_path / "back.pt"), state)
+
+
+def test_averages_become_a_torch_file_and_come_back(tmp_path: Path) -> None:
+    model, _ = trained()
+    averages = sharded_ema(model, 0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    averages.update()
+    path = save(tmp_path / "run", model, averages=averages).path
+    convert(path, tmp_path / "all.pt", Kind.TORCH)
+    file = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert file["averages"]["steps"] == 1
+    assert_same(file["averages"]["values"], averages.averages)
+    convert(tmp_path / "all.pt", tmp_path / "new", Kind.DCP)
+    fresh = sharded_ema(model, 0.5)
+    load(tmp_path / "new", model, averages=fresh)
+    assert fresh.steps == 1
+    assert_same(fresh.averages, averages.averages)
 
 
 def test_a_plain_state_dict_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
