@@ -115,12 +115,9 @@ def fully_shard(
             ``sync_module_states`` or ``param_init_fn`` needs it not to be. Named in the text.
     """
     enable_from_environment()
-    given_mesh = mesh
-    if strategy is not None:
-        resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
-        mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
     if policy is not None:
         options = {
+            "strategy": strategy,
             "mesh": mesh,
             "reshard_after_forward": reshard_after_forward,
             "shard_placement_fn": shard_placement_fn,
@@ -129,14 +126,16 @@ def fully_shard(
             "ignored_params": ignored_params,
             "ignored_modules": ignored_modules,
             "dp_mesh_dims": dp_mesh_dims,
+            "shared_from": shared_from,
             "comm_policy": comm_policy,
             "sync_module_states": sync_module_states,
+            "param_init_fn": param_init_fn,
         }
-        model = _as_model(module)
-        _check_module(model)
-        left = left_alone([model], ignored_params, ignored_modules)
-        shard_by_policy(model, as_wrap_policy(policy), fully_shard, options, left, param_init_fn, given_mesh)
+        shard_by_policy(_as_model(module), as_wrap_policy(policy), fully_shard, options)
         return module
+    if strategy is not None:
+        resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
+        mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
     modules = _as_modules(module)
     for each in modules:
@@ -147,7 +146,7 @@ def fully_shard(
     for each in modules:
         if param_init_fn is not None:
             materialise(each, param_init_fn, left)
-    lenders = list(dict.fromkeys((*map(unit_of, shared_from), *tied_holders(modules))))
+    lenders = list(dict.fromkeys([*map(unit_of, shared_from), *tied_holders(modules)]))
     collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders)
     if comm_policy is not None:
         collector.communication_of = _as_function(comm_policy)
@@ -202,6 +201,7 @@ def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> Communi
 def _as_model(module: object) -> nn.Module:
     if isinstance(module, (list, tuple)):
         raise ConfigurationError("policy= says which modules in a model are groups: pass that model, and no list.")
+    _check_module(module)
     return cast(nn.Module, module)
 
 

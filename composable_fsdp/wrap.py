@@ -149,10 +149,11 @@ class _EveryModule:
 def transformer_blocks() -> Policy:
     """A group for every block of the stacks that a model consists of, such as an encoder's and a decoder's.
 
-    Blocks are modules in a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a class of which two or more there have
-    parameters of the same shapes: so the stages of a vision model, which differ in width, are no blocks, but the layers
-    within each are. What is within a block, such as experts, is not looked at. Stacks that hold less than 1 % of the
-    model's parameters stay with the rest.
+    A stack is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` in which two or more modules of one class have
+    parameters of the same shapes: so the stages of a vision model, which differ in width, are none, but the layers
+    within each are. Its blocks are all modules of such a class, and in a ``ModuleList`` those of other classes too.
+    What is within a block, such as experts, is not looked at. Stacks that hold less than 1 % of the model's parameters
+    stay with the rest.
 
     Raises:
         ConfigurationError: from ``fully_shard``, where there is no such stack.
@@ -185,7 +186,8 @@ def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
         candidates = [child for child in children if child in scope.modules and not isinstance(child, _STACKS)]
         shapes = [(type(child), tuple(p.shape for p in scope.parameters(child))) for child in candidates]
         repeated = {its_class for its_class, of in shapes if shapes.count((its_class, of)) > 1}
-        blocks = [child for child in candidates if type(child) in repeated]
+        takes_all = repeated and isinstance(module, nn.ModuleList)
+        blocks = [child for child in candidates if takes_all or type(child) in repeated]
     if blocks:
         yield blocks
     for child in children:
