@@ -201,7 +201,7 @@ def test_a_model_without_stacks_is_told_what_to_do() -> None:
         names(transformer_blocks(), Decoder(1))
     assert str(caught.value) == (
         "transformer_blocks() found no repeated blocks in Decoder: no ModuleList, ModuleDict or Sequential in it has "
-        "two modules of one class and of the same shapes that hold 1 % of its parameters. Name their class: "
+        "two modules of one class and of like shapes that hold 1 % of its parameters. Name their class: "
         "policy={BlockClass}; or use balanced(target_bytes)."
     )
 
