@@ -56,16 +56,17 @@ def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., objec
     groups = plan_groups(policy, Scope(model, left.modules, left.parameters), OVERRIDABLE)
     options_of = [_options_of(group, options) for group in groups]
     init: InitFunction | None = options["param_init_fn"]
-    lenders = {unit_of(owner) for owner in options["shared_from"]}
+    there = {unit for module in model.modules() if (unit := find_unit(module)) is not None}
+    lenders = there | {unit_of(owner) for owner in options["shared_from"]}
     registered = [entry for entry in registered_parameters(model) if len(entry.places) > 1]
     for group, chosen in zip(groups, options_of, strict=True):
         if init is not None:
             for module in group.modules:
                 materialise(module, init, left, registered)
-        known = lenders | {unit for module in model.modules() if (unit := find_unit(module)) is not None}
-        owners = [unit.modules[0] for unit in holders(group.modules) if unit in known]
+        owners = [unit.modules[0] for unit in holders(group.modules) if unit in lenders]
         target = group.modules[0] if len(group.modules) == 1 else list(group.modules)
         shard(target, **{**chosen, "shared_from": owners, "param_init_fn": None})
+        lenders.add(unit_of(group.modules[0]))
 
 
 def _options_of(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
