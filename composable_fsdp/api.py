@@ -124,12 +124,9 @@ def fully_shard(
             Named in the text.
     """
     enable_from_environment()
-    given_mesh = mesh
-    if strategy is not None:
-        resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
-        mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
     if policy is not None:
         options = {
+            "strategy": strategy,
             "mesh": mesh,
             "reshard_after_forward": reshard_after_forward,
             "shard_placement_fn": shard_placement_fn,
@@ -138,15 +135,17 @@ def fully_shard(
             "ignored_params": ignored_params,
             "ignored_modules": ignored_modules,
             "dp_mesh_dims": dp_mesh_dims,
+            "shared_from": shared_from,
             "comm_policy": comm_policy,
             "sync_module_states": sync_module_states,
             "device": device,
+            "param_init_fn": param_init_fn,
         }
-        model = _as_model(module)
-        _check_module(model)
-        left = left_alone([model], ignored_params, ignored_modules)
-        shard_by_policy(model, as_wrap_policy(policy), fully_shard, options, left, param_init_fn, given_mesh)
+        shard_by_policy(_as_model(module), as_wrap_policy(policy), fully_shard, options)
         return module
+    if strategy is not None:
+        resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
+        mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
     modules = _as_modules(module)
     for each in modules:
@@ -216,6 +215,7 @@ def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> Communi
 def _as_model(module: object) -> nn.Module:
     if isinstance(module, (list, tuple)):
         raise ConfigurationError("policy= says which modules in a model are groups: pass that model, and no list.")
+    _check_module(module)
     return cast(nn.Module, module)
 
 

@@ -151,7 +151,7 @@ class Collector:
 _HOW_TO_SHARE = (
     "Parameters that are shared must be in one group: leave out fully_shard on the inner module, so that the module "
     "that contains both takes them; or shard the modules that use them as one list; or name the module that owns them: "
-    "fully_shard(..., shared_from=[owner])."
+    "fully_shard(..., shared_from=[owner]); or call tie_groups on the modules that use them, before any fully_shard."
 )
 
 

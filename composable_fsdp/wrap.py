@@ -5,10 +5,12 @@ A policy is any object with ``plan(scope) -> Sequence[Group]``: see :class:`Poli
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from composable_fsdp.errors import ConfigurationError
@@ -149,9 +151,10 @@ class _EveryModule:
 def transformer_blocks() -> Policy:
     """A group for every block of the stacks that a model consists of, such as an encoder's and a decoder's.
 
-    Blocks are modules in a ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a class of which two or more there have
-    parameters of the same shapes: so the stages of a vision model, which differ in width, are no blocks, but the layers
-    within each are. What is within a block, such as experts, is not looked at. Stacks that hold less than 1 % of the
+    A stack is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` in which two or more modules of one class have, by
+    half of their elements, parameters of the same shapes: so the stages of a vision model, which differ in width, are
+    none, but the layers within each are. Its blocks are all modules of such a class, and in a ``ModuleList`` those of
+    other classes too. What is within a block, such as experts, is not looked at. Stacks that hold less than 1 % of the
     model's parameters stay with the rest.
 
     Raises:
@@ -171,8 +174,8 @@ class _TransformerBlocks:
         if not found:
             raise ConfigurationError(
                 f"transformer_blocks() found no repeated blocks in {type(scope.model).__name__}: no ModuleList, "
-                "ModuleDict or Sequential in it has two modules of one class and of the same shapes that hold 1 % of "
-                "its parameters. Name their class: policy={BlockClass}; or use balanced(target_bytes)."
+                "ModuleDict or Sequential in it has two modules of one class and of like shapes that hold 1 % of its "
+                "parameters. Name their class: policy={BlockClass}; or use balanced(target_bytes)."
             )
         return [scope.group([module]) for module in scope.modules if module in found]
 
@@ -183,14 +186,24 @@ def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
     blocks: list[nn.Module] = []
     if isinstance(module, _STACKS):
         candidates = [child for child in children if child in scope.modules and not isinstance(child, _STACKS)]
-        shapes = [(type(child), tuple(p.shape for p in scope.parameters(child))) for child in candidates]
-        repeated = {its_class for its_class, of in shapes if shapes.count((its_class, of)) > 1}
-        blocks = [child for child in candidates if type(child) in repeated]
+        shapes = [(type(child), Counter(p.shape for p in scope.parameters(child))) for child in candidates]
+        repeated = set[type[nn.Module]]()
+        for i, (its_class, of) in enumerate(shapes):
+            if its_class not in repeated and any(c is its_class and _are_alike(of, o) for c, o in shapes[:i]):
+                repeated.add(its_class)
+        takes_all = repeated and isinstance(module, nn.ModuleList)
+        blocks = [child for child in candidates if takes_all or type(child) in repeated]
     if blocks:
         yield blocks
     for child in children:
         if child not in blocks and find_unit(child) is None:
             yield from _stacks(child, scope)
+
+
+def _are_alike(some: Counter[torch.Size], others: Counter[torch.Size]) -> bool:
+    """Whether parameters of these shapes are the same by half of their elements."""
+    common, *whole = (sum(shape.numel() * count for shape, count in c.items()) for c in (some & others, some, others))
+    return 2 * common >= max(whole)
 
 
 def balanced(target_bytes: int) -> Policy:

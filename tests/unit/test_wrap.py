@@ -180,10 +180,13 @@ def test_stages_that_differ_in_width_are_opened() -> None:
     assert names(transformer_blocks(), model) == [f"{i}.layers.{j}" for i in range(2) for j in range(3)] + [""]
 
 
-def test_a_block_that_differs_goes_with_others_of_its_class_and_a_shared_block_counts_as_repeated() -> None:
+def test_a_block_that_differs_goes_with_the_others_and_a_shared_block_counts_as_repeated() -> None:
     model = Decoder()
     model.blocks[0] = Block(experts=2)
     assert names(transformer_blocks(), model) == BLOCKS
+    model.blocks[0] = nn.TransformerEncoderLayer(4, 1, dim_feedforward=4)
+    assert names(transformer_blocks(), model) == BLOCKS
+    assert names(transformer_blocks(), nn.Sequential(nn.Linear(4, 4), *model.blocks)) == ["2", "3", ""]
     block = Block()
     assert names(transformer_blocks(), nn.Sequential(nn.ModuleList([block, block]), block)) == ["0.0", ""]
 
@@ -198,7 +201,7 @@ def test_a_model_without_stacks_is_told_what_to_do() -> None:
         names(transformer_blocks(), Decoder(1))
     assert str(caught.value) == (
         "transformer_blocks() found no repeated blocks in Decoder: no ModuleList, ModuleDict or Sequential in it has "
-        "two modules of one class and of the same shapes that hold 1 % of its parameters. Name their class: "
+        "two modules of one class and of like shapes that hold 1 % of its parameters. Name their class: "
         "policy={BlockClass}; or use balanced(target_bytes)."
     )
 

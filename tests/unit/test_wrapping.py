@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, FSDPModule, describe, fully_shard, tie_groups
+from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.wrap import by_class, every_module
 from tests.ranks._models import Block, Chain, Transformer
 from tests.ranks._sharding import single_rank
@@ -51,6 +52,30 @@ def test_what_is_sharded_already_is_left_as_it_is() -> None:
     assert {"layers.1", "layers.1.qkv", "head"} <= kinds.keys()
     with pytest.raises(ConfigurationError, match="fully_shard has been applied to this Transformer already"):
         fully_shard(model, policy={Block})
+
+
+@pytest.mark.behaviour("B-01", "B-02")
+def test_a_groups_own_strategy_or_resharding_counts_instead_of_the_calls() -> None:
+    def choose(module: nn.Module, name: str) -> bool | dict[str, object]:
+        if name == "layers.0":
+            return {"reshard_after_forward": False}
+        return {"strategy": "SHARD_GRAD_OP"} if name == "layers.1" else isinstance(module, nn.Linear)
+
+    for options in ({"strategy": "FULL_SHARD"}, {"reshard_after_forward": True}):
+        model = fully_shard(Chain(depth=3), policy=choose, **options)
+        assert [group.after_forward for group in describe(model).groups[1:]] == ["keep", "keep", "free"]
+
+
+@pytest.mark.behaviour("A-10")
+def test_groups_borrow_from_elsewhere_what_they_use() -> None:
+    owner = fully_shard(nn.Linear(8, 8))
+    model = Chain(depth=2)
+    owned = nn.Linear(8, 8)
+    model.layers[1].weight = owned.weight
+    fully_shard(owned)
+    fully_shard(model, policy={nn.Linear}, shared_from=[owner, owned])
+    lenders = [unit_of(layer).lenders for layer in model.layers]
+    assert lenders == [(), (unit_of(owned),)]
 
 
 @pytest.mark.behaviour("B-01", "A-14")
