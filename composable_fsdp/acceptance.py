@@ -28,6 +28,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.distributed.tensor.placement_types import Shard
@@ -140,24 +141,21 @@ def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
 
 def modules_sharded_by_torch() -> list[nn.Module]:
     """Those in this process that torch's own ``fully_shard`` was applied to. Slow where there may be some."""
-    classes = _classes_of_torch()
+    classes = {made for made in TorchFSDPModule.__subclasses__() if issubclass(made, nn.Module)}
     if not classes:
         return []
     gc.collect()  # a model that is no longer used dies in a cycle
-    return [each for each in gc.get_objects() if type(each) in classes]
+    return [each for each in gc.get_objects() if type(each) in classes and _is_sharded_by_torch(each)]
 
 
 def sharded_by_torch(module: nn.Module) -> str | None:
     """The name of a module within ``module``, or the class of ``module``, if torch's own ``fully_shard`` took it."""
-    classes = _classes_of_torch()
-    if not classes:
-        return None
-    return next((name or type(each).__name__ for name, each in module.named_modules() if type(each) in classes), None)
+    named = module.named_modules()
+    return next((name or type(each).__name__ for name, each in named if _is_sharded_by_torch(each)), None)
 
 
-def _classes_of_torch() -> set[type]:
-    """What torch's own ``fully_shard`` makes of modules; ours have a class of ours in between."""
-    return {made for made in TorchFSDPModule.__subclasses__() if issubclass(made, nn.Module)}
+def _is_sharded_by_torch(module: nn.Module) -> bool:
+    return isinstance(find_state(module), TorchFSDPState)
 
 
 def enter_state(module: nn.Module, state: object) -> None:

@@ -3,7 +3,8 @@
 Pipelining ends the accumulation of microbatches itself, and the memory tracker puts functions of its own around ours.
 Both find a module's state with torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``. What they find
 here is a view: it looks everything up in the unit, and keeps only the handles of the hooks that clients exchange. It
-has what ``torch.distributed.pipelining`` and ``FSDPMemTracker`` use, and no more.
+has what ``torch.distributed.pipelining``, ``FSDPMemTracker`` and torch's own ``register_fsdp_forward_method`` and
+``share_comm_ctx`` use, and no more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp.acceptance import enter_state, find_state
+from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.hooks import HookHandles, hooks_for_clients
@@ -62,6 +64,14 @@ class ClientState:
     def _fsdp_param_group(self) -> ClientGroup | None:
         return next(iter(self._fsdp_param_groups), None)
 
+    @property
+    def _comm_ctx(self) -> Lanes:
+        return iteration_of(self._unit).lanes
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, lanes: Lanes) -> None:
+        iteration_of(self._unit).lanes = lanes
+
     def _root_post_backward_final_callback(self) -> None:
         """Ends a backward: reduces what is left, and waits for it if it is the last one."""
         iteration_of(self._unit).end_backward()
@@ -96,6 +106,14 @@ class ClientGroup:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+
+    @property
+    def comm_ctx(self) -> Lanes:
+        return iteration_of(self._unit).lanes
+
+    @comm_ctx.setter
+    def comm_ctx(self, lanes: Lanes) -> None:
+        iteration_of(self._unit).lanes = lanes
 
     @property
     def fsdp_params(self) -> list[ClientParameter]:

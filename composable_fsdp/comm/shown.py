@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from datetime import timedelta
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,14 +23,15 @@ def show(label: str) -> None:
     if kind == "all-gather":
         group._allgather_base(element, element).wait()
     elif kind == "reduce-scatter":
-        group._reduce_scatter_base(element, element).wait()
+        group._reduce_scatter_base(element, element, dist.ReduceScatterOptions()).wait()
     elif kind == "all-reduce":
         group.allreduce([element]).wait()
 
 
 @functools.cache
-def _one_rank() -> Any:
-    group = cast(Any, dist.ProcessGroup)(0, 1)
-    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+def _one_rank() -> dist.ProcessGroup:
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
