@@ -256,7 +256,7 @@ class Watch:
             while not self._stop.is_set():
                 with suppress(Empty):
                     self._requests.get(timeout=max(0.0, due - time.monotonic()))()
-                if time.monotonic() >= due:
+                if time.monotonic() >= due and not self._stop.is_set():
                     self._look_out()
                     self._answer()
                     if trace.fault_listeners:
@@ -294,14 +294,18 @@ class Watch:
         """The program has come to its end."""
         if not self.here.failure:
             self.here.failure, self.here.left = _ending(self.here.backward), True
+        end = time.monotonic() + _STORE_SECONDS
         told = self._tell()
         with suppress(RuntimeError, TimeoutError):
             told.result(_STORE_SECONDS if self._thread.is_alive() else 0.0)
         self.stop()
+        # A thread that comes back from torch's store while the interpreter ends aborts the process.
+        self._thread.join(max(0.0, end - time.monotonic()))
 
     def stop(self) -> None:
         """Answers no more."""
         self._stop.set()
+        self._requests.put(lambda: None)
 
 
 def _ending(backward: tuple[int, str] | None) -> str:

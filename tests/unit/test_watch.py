@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -93,6 +94,17 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
     finally:
         for watch in watches:
             watch.stop()
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_no_thread_is_in_the_store_when_the_program_has_come_to_its_end() -> None:
+    before = set(threading.enumerate())
+    watch = Watch(dist.PrefixStore("watch", dist.HashStore()), 0, 2)
+    (thread,) = set(threading.enumerate()) - before
+    begin = time.monotonic()
+    watch.leave()
+    assert not thread.is_alive()
+    assert time.monotonic() - begin < 2.0
 
 
 # -- agreement
