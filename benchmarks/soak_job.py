@@ -23,8 +23,10 @@ from soak_rank import Settings
 
 __all__ = ["Event", "Job"]
 
-QUIET = 30.0
-"""Seconds without a word from any rank, beyond twice the timeout of the process group, after which the job hangs."""
+STARTING, QUIET = 300.0, 30.0
+"""Seconds without a word from any rank after which the job hangs: at first, as torch has to be imported, and later
+beyond twice the timeout of the process group.
+"""
 ENDING = 20.0
 """Seconds, beyond that timeout, in which all ranks have ended once one has."""
 
@@ -74,7 +76,7 @@ class Job:
     def events(self) -> Iterator[Event]:
         """All that ranks tell, then ``"ended"`` with the exit status of each. Afterwards no process is left."""
         quiet, ending = QUIET + 2 * self.settings.timeout, ENDING + self.settings.timeout
-        deadline = time.monotonic() + quiet + 60.0  # to import torch
+        deadline = time.monotonic() + STARTING
         try:
             with selectors.DefaultSelector() as selector:
                 for rank, process in enumerate(self._processes):
@@ -84,6 +86,7 @@ class Job:
                     self._let_go_on()
                     if time.monotonic() > deadline:
                         self._note_hang()
+                        self._kill()
                         break
                     for key, _ in selector.select(0.1):
                         line = key.fileobj.readline()
@@ -131,8 +134,13 @@ class Job:
         """The last that ``ranks`` wrote to their error output."""
         return "\n".join(f"--- rank {rank}\n{self._logs[rank].read_text()[-6000:]}" for rank in ranks)
 
-    def end(self) -> None:
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+    def end(self) -> None:
+        """Afterwards no process is left."""
+        self._kill()
+        for process in self._processes:
             process.wait()
             process.stdout.close()

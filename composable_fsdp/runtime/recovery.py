@@ -71,10 +71,10 @@ def meet(units: Iterable[Unit], steps: int) -> Meeting:
     watch, groups = watch_of_job(), _groups(units)
     if watch is None or not groups:
         return Meeting()
-    ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
     seconds = max(_timeout(group) for group in groups)
     here = " ".join(map(position, groups))
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
+    ranks = _ranks(units)
     brought = [text.split(" ", 1) for text in watch.meet(ranks, f"{steps} {here}", seconds, occasion)]
     watch.go_on()
     is_together = "broken" not in here and len({place for _, place in brought}) == 1
@@ -104,6 +104,12 @@ def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
             if channel.smaller is not None:
                 communicators.append(channel.smaller)
     return list(dict.fromkeys(c.group for c in communicators if isinstance(c, GroupCommunicator)))
+
+
+def _ranks(units: Iterable[Unit]) -> list[int]:
+    """All ranks of the meshes of ``units``: the same ones on each, while no rank talks to all of a mesh of two axes."""
+    meshes = {channel.axes.mesh for unit in units for channel in unit.group.channels}
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
