@@ -9,6 +9,7 @@ has what ``torch.distributed.pipelining``, ``FSDPMemTracker`` and torch's own ``
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -151,11 +152,22 @@ class ClientGroup:
         if deliver is not None:
             deliver()
             return
-        iteration = iteration_of(self._unit)
-        self._unit.group.gradients.notice()  # zero-bubble schedules add up those of weights themselves
-        iteration.settle_gradients(self._unit, at_end=True)
-        if self._unit.reshard_after_backward:
-            self._unit.group.reshard()
+        unit, iteration = self._unit, iteration_of(self._unit)
+        gradients = unit.group.gradients
+        gradients.notice()  # zero-bubble schedules add up those of weights themselves
+        if gradients.were_summed and not gradients.are_held and iteration.was_reached(unit):
+            warnings.warn(_lost_gradients(unit), stacklevel=2)
+        iteration.settle_gradients(unit, at_end=True)
+        if unit.reshard_after_backward:
+            unit.group.reshard()
+
+
+def _lost_gradients(unit: Unit) -> str:
+    return (
+        f"backward went through {unit.name!r}, but left no gradient on any of its parameters. Pipeline schedules that "
+        "compute the gradients of weights apart from those of inputs, such as zero bubble, look for the parameters "
+        "before backward brings them into memory: shard their stages with reshard_after_forward=False."
+    )
 
 
 class ClientParameter:

@@ -475,10 +475,14 @@ class Iteration:
             self._watch.end_pass(self._backward)
         self._forward = self._backward = None
 
+    def was_reached(self, unit: Unit) -> bool:
+        """Whether the last backward came to ``unit`` through an output that its hooks saw."""
+        return unit.entered_backward == self._backwards
+
     def _was_seen(self, unit: Unit) -> bool:
-        """Whether this backward came to ``unit`` through an output that its hooks saw, or need not have."""
+        """The same of this backward; or it need not have."""
         return (
-            unit.entered_backward == self._backwards
+            self.was_reached(unit)
             or not unit.unshard_in_backward
             or unit.group.parameter_state is ParameterState.UNSHARDED
         )
