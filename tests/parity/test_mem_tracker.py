@@ -84,7 +84,9 @@ def sees_what_torch_has() -> None:
         assert [s["Unsharded Param"] for s in states["After Pre-Forward"]] == [BLOCK_BYTES], name
         assert [s["Unsharded Param"] for s in states["After Post-Forward"]] == [0], name
         assert states["Before Post-Backward"][0]["Unsharded Grad"] >= BLOCK_BYTES, name
-        assert states["Peak Backward"][0]["Total"] <= 1.1 * torchs_modules[name]["Peak Backward"][0]["Total"], name
+        arriving = BLOCK_BYTES // 2  # the other rank's part, which lies beside our own until it is added up
+        peak_of_torch = torchs_modules[name]["Peak Backward"][0]["Total"]
+        assert states["Peak Backward"][0]["Total"] <= peak_of_torch + arriving, name
 
 
 def gradients_are_the_same() -> None:
