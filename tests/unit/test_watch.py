@@ -73,6 +73,9 @@ def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
     late = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2))
     assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, late, lost="timed out"))
     assert judge(OWN, late) is None
+    back = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2, OWN, 0.1))
+    assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, back, lost="late", timed_out=True))
+    assert "cannot be done: a connection was lost." in str(judge(OWN, back, lost="closed"))
 
 
 @pytest.mark.behaviour("H-05")
