@@ -5,12 +5,8 @@ import torch
 import torch.distributed as dist
 from outcome import STEPS, tell
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.tools import utils
-
-utils.device_type = "cpu"  # torchtitan takes "cuda" where there is no accelerator; its modules read this on import
-
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from torchtitan.distributed.utils import clip_grad_norm_
@@ -18,6 +14,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs, parallelize_llama
 
 SEQ, BATCH = 32, 2
+parallel_dims.device_type = "cpu"  # torchtitan takes "cuda" where there is no accelerator
 
 
 def build():
