@@ -9,6 +9,7 @@ nothing but whether this rank's order is compared with that of its first iterati
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,34 +22,51 @@ from trainers import Job, Step
 
 from composable_fsdp import fully_shard
 from composable_fsdp.comm.agreement import OrderCheck
+from composable_fsdp.comm.choose import compared
 
 LEVELS = [level.value for level in OrderCheck]
 WARM_UP = 3
 MEASURES = ("cpu", "wall")
 
 
-def trainer(case: Case, level: str) -> Step:
-    """Over a process group of its own, since the level is that of all models over one."""
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+@dataclass(frozen=True)
+class Trained:
+    """A model in training over a process group of its own, since the level is that of all models over one."""
+
+    group: dist.ProcessGroup
+    step: Step
+
+    def comparisons(self, batch: torch.Tensor) -> int:
+        """Messages of one more step that only compare."""
+        before = compared(self.group)
+        self.step(batch)
+        return compared(self.group) - before
+
+
+def trained(case: Case, level: str) -> Trained:
+    """With what is compared at ``level``."""
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
     model: Any = case.build()
     for block in case.blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.set_order_check(level)
-    return Job(case, mesh, bf16=False, optimizer="sgd", local=False).step(model)
+    return Trained(group, Job(case, mesh, bf16=False, optimizer="sgd", local=False).step(model))
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """A row: what the levels take, and what they are of the time without checks."""
+    """A row: what the levels take, what they are of the time without checks, and how often ranks compare in a step."""
     batch = case.batch(torch.Generator().manual_seed(dist.get_rank()))
-    variants = {level: measured(trainer(case, level), batch) for level in LEVELS}
+    levels = {level: trained(case, level) for level in LEVELS}
+    variants = {level: measured(each.step, batch) for level, each in levels.items()}
     taken = over_ranks(interleaved(variants, rounds, warm_up=WARM_UP))
     row: dict[str, Any] = {}
     for measure in MEASURES:
         off, *checked = (taken[measure][level] for level in LEVELS)
         row[f"off {measure}"] = spread(off)
         row |= {f"{level}/off {measure}": ratios(of, off) for level, of in zip(LEVELS[1:], checked, strict=True)}
-    return row
+    return row | {f"{level} compares": levels[level].comparisons(batch) for level in LEVELS[1:]}
 
 
 def main() -> None:
@@ -63,6 +81,7 @@ def main() -> None:
     rows = [{"case": case, **measure(CASES[case], rounds)} for case in cases]
     if dist.get_rank() == 0:
         columns = ["case", "off wall", *(f"{level}/off {measure}" for level in LEVELS[1:] for measure in MEASURES)]
+        columns += [f"{level} compares" for level in LEVELS[1:]]
         publish("order check", {"ranks": dist.get_world_size()}, columns, rows, arguments.out)
     dist.barrier()
     dist.destroy_process_group()

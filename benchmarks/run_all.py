@@ -64,6 +64,7 @@ class Benchmark:
 BENCHMARKS = [
     Benchmark("memory", "memory.py"),
     Benchmark("construction", "construction.py"),
+    Benchmark("describe", "describe.py"),
     Benchmark("exposure", "exposure.py"),
     Benchmark("host-overhead", "host_overhead.py"),
     Benchmark("optimizer-step", "optimizer_step.py"),

@@ -8,6 +8,9 @@ resolves to torch's code.
 from __future__ import annotations
 
 import gc
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
@@ -18,17 +21,24 @@ from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_fsdp_forward_method
 from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
+from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.distributed.tensor.placement_types import Shard
 
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.grouping import Group, Scope
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
+from composable_fsdp.strategy import ShardingStrategy
+from composable_fsdp.wrap import Policy, as_policy, by_class
 
 __all__ = [
     "TorchFSDPModule",
@@ -37,6 +47,8 @@ __all__ = [
     "as_mixed_precision_policy",
     "as_offload_policy",
     "as_placement",
+    "as_strategy",
+    "as_wrap_policy",
     "enter_state",
     "find_state",
     "modules_sharded_by_torch",
@@ -67,6 +79,17 @@ def as_offload_policy(policy: object) -> OffloadPolicy:
     if isinstance(policy, TorchOffloadPolicy):
         return OffloadPolicy()
     raise ConfigurationError(f"offload_policy must be an OffloadPolicy, not {type(policy).__name__}.")
+
+
+def as_strategy(strategy: object) -> ShardingStrategy:
+    """Ours, or torch's as ours, or either by its name in any case: torch has an underscore before one of them."""
+    if isinstance(strategy, ShardingStrategy):
+        return strategy
+    name = strategy.name if isinstance(strategy, TorchShardingStrategy) else strategy
+    names = [each.name for each in ShardingStrategy]
+    if not isinstance(name, str) or name.upper().lstrip("_") not in names:
+        raise ConfigurationError(f"strategy must be one of {', '.join(names)}, not {strategy!r}.")
+    return ShardingStrategy[name.upper().lstrip("_")]
 
 
 def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
@@ -113,26 +136,26 @@ def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
     return info.mesh
 
 
+# -- what torch's own fully_shard made, and where it keeps it
+
+
 def modules_sharded_by_torch() -> list[nn.Module]:
     """Those in this process that torch's own ``fully_shard`` was applied to. Slow where there may be some."""
-    classes = _classes_of_torch()
+    classes = {made for made in TorchFSDPModule.__subclasses__() if issubclass(made, nn.Module)}
     if not classes:
         return []
     gc.collect()  # a model that is no longer used dies in a cycle
-    return [each for each in gc.get_objects() if type(each) in classes]
+    return [each for each in gc.get_objects() if type(each) in classes and _is_sharded_by_torch(each)]
 
 
 def sharded_by_torch(module: nn.Module) -> str | None:
     """The name of a module within ``module``, or the class of ``module``, if torch's own ``fully_shard`` took it."""
-    classes = _classes_of_torch()
-    if not classes:
-        return None
-    return next((name or type(each).__name__ for name, each in module.named_modules() if type(each) in classes), None)
+    named = module.named_modules()
+    return next((name or type(each).__name__ for name, each in named if _is_sharded_by_torch(each)), None)
 
 
-def _classes_of_torch() -> set[type]:
-    """What torch's own ``fully_shard`` makes of modules; ours have a class of ours in between."""
-    return {made for made in TorchFSDPModule.__subclasses__() if issubclass(made, nn.Module)}
+def _is_sharded_by_torch(module: nn.Module) -> bool:
+    return isinstance(find_state(module), TorchFSDPState)
 
 
 def enter_state(module: nn.Module, state: object) -> None:
@@ -149,3 +172,66 @@ def find_state(module: nn.Module) -> object:
 
 _CONTRACT = cast(Any, torch_fully_shard).__wrapped__
 """The function by which torch's contract knows ``fully_shard``."""
+
+
+# -- policies of torch.distributed.fsdp.wrap
+
+
+def as_wrap_policy(policy: object) -> Policy:
+    """Ours, or as ours: torch's ``ModuleWrapPolicy``, ``CustomPolicy``, and functions such as
+    ``size_based_auto_wrap_policy``, also as partials.
+    """
+    if isinstance(policy, TorchModuleWrapPolicy):
+        return by_class(*policy._module_classes)
+    if isinstance(policy, TorchCustomPolicy):
+        return as_policy(_as_predicate(policy._lambda_fn))
+    if callable(policy) and _takes_remainder(policy):
+        return _AutoWrap(policy)
+    return as_policy(policy)
+
+
+def _as_predicate(choose: Callable[[nn.Module], Any]) -> Callable[[nn.Module, str], Any]:
+    """Where torch says ``sharding_strategy``, ours says ``strategy``; an empty dict there chooses nothing."""
+
+    def predicate(module: nn.Module, _: str) -> Any:
+        answer = choose(module)
+        if not isinstance(answer, Mapping):
+            return answer
+        return {"strategy" if key == "sharding_strategy" else key: value for key, value in answer.items()} or False
+
+    return predicate
+
+
+def _takes_remainder(policy: Callable[..., Any]) -> bool:
+    try:
+        return "nonwrapped_numel" in inspect.signature(policy).parameters
+    except ValueError:  # some builtins have none
+        return False
+
+
+@dataclass(frozen=True)
+class _AutoWrap:
+    """A function ``(module, recurse, nonwrapped_numel) -> bool``.
+
+    It is asked with ``recurse=True`` whether to look below a module of so many parameters, and afterwards with
+    ``False`` whether to choose the module, given how many of them no chosen module below has.
+    """
+
+    function: Callable[..., Any]
+
+    def plan(self, scope: Scope) -> list[Group]:
+        return [scope.group([module]) for module in self._chosen(scope.model, scope, set())]
+
+    def _chosen(self, module: nn.Module, scope: Scope, taken: set[nn.Parameter]) -> Iterator[nn.Module]:
+        own = scope.parameters(module)
+        if self.function(module=module, recurse=True, nonwrapped_numel=_numel(own, taken)):
+            for child in module.children():
+                yield from self._chosen(child, scope, taken)
+        chosen = self.function(module=module, recurse=False, nonwrapped_numel=_numel(own, taken))
+        if chosen and module in scope.modules and any(p not in taken for p in own):
+            taken.update(own)
+            yield module
+
+
+def _numel(parameters: list[nn.Parameter], taken: set[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p not in taken)

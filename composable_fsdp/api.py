@@ -9,10 +9,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp.acceptance import as_mesh_dims, as_mixed_precision_policy, as_offload_policy, sharded_by_torch
+from composable_fsdp.acceptance import (
+    as_mesh_dims,
+    as_mixed_precision_policy,
+    as_offload_policy,
+    as_strategy,
+    as_wrap_policy,
+    sharded_by_torch,
+)
+from composable_fsdp.bypass import explain_uncaught
 from composable_fsdp.client_state import client_state, enter_client_states
 from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
+from composable_fsdp.describe import describe_groups
 from composable_fsdp.diagnostics.recording import enable_from_environment
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.initialize import left_alone, materialise, synchronise
@@ -24,8 +33,13 @@ from composable_fsdp.runtime.compile import mark_managed
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp.runtime.parameter import note_taken
+from composable_fsdp.runtime.strangers import plain_places
 from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
 from composable_fsdp.sharding import FullMesh
+from composable_fsdp.strategy import ShardingStrategy, resolve_strategy
+from composable_fsdp.tied import tied_holders
+from composable_fsdp.wrap import PolicyLike
+from composable_fsdp.wrapping import shard_by_policy
 
 __all__ = ["fully_shard", "register_fsdp_forward_method"]
 
@@ -37,6 +51,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 def fully_shard(
     module: Modules,
     *,
+    policy: PolicyLike | None = None,
+    strategy: ShardingStrategy | str | None = None,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
@@ -44,6 +60,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
+    device: torch.device | str | int | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     shared_from: Sequence[nn.Module] = (),
     comm_policy: CommunicationPolicy | CommunicationFunction | None = None,
@@ -62,6 +79,12 @@ def fully_shard(
         module: any module that is called. Its class becomes a subclass of its own class and of ``FSDPModule``. A list
             of modules makes one group, in memory from when the first of them begins to when the last has ended its
             forward; in any one forward some of them may not run.
+        policy: which modules in ``module`` become groups of their own, before the rest becomes that of ``module``: a
+            set of module classes; a function of a module and its name that returns a bool, or keywords for that group;
+            or one of :mod:`composable_fsdp.wrap`, such as ``transformer_blocks()``. Torch's policies are accepted. The
+            other arguments count for all groups. Parameters that several groups use belong to the first of them.
+        strategy: a :class:`ShardingStrategy`, or its name, in place of ``reshard_after_forward``, and of ``mesh`` if
+            that is ``None``: hybrid ones then shard within hosts, as ``LOCAL_WORLD_SIZE`` says. Torch's are accepted.
         mesh: 1-d: shard over it. 2-d: replicate over the first dim, shard over the second; a second dim of size 1 is
             plain data parallelism. ``None``: all ranks of the default process group, on its accelerator if it has one.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
@@ -75,6 +98,8 @@ def fully_shard(
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         ignored_modules: modules to leave alone with all modules below them: their parameters and buffers are not
             sharded, moved, synchronised or reduced. Give them to every call whose module contains them.
+        device: where this rank computes, and to where parameters and buffers are moved from any device they are on: one
+            of the mesh's type, or its index. ``None``: the current one, to which only what is on CPU is moved.
         dp_mesh_dims: ``mesh`` is one of all axes, these are the data-parallel ones, and every parameter is a DTensor on
             ``mesh``, replicated over them.
         shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. They stay
@@ -92,23 +117,47 @@ def fully_shard(
     Raises:
         ConfigurationError: ``module`` or an argument makes no sense; the text says what to do.
         MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank,
-            or cannot be joined with the mesh on which a parameter is a DTensor already.
-        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on meta where
-            ``sync_module_states`` or ``param_init_fn`` needs it not to be. Named in the text.
+            or cannot be joined with the mesh on which a parameter is a DTensor already, or cannot serve ``strategy``,
+            or ``device`` is of another type.
+        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on a device from which
+            nothing is moved unasked, or on meta where ``sync_module_states`` or ``param_init_fn`` needs it not to be.
+            Named in the text.
     """
     enable_from_environment()
+    if policy is not None:
+        options = {
+            "strategy": strategy,
+            "mesh": mesh,
+            "reshard_after_forward": reshard_after_forward,
+            "shard_placement_fn": shard_placement_fn,
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+            "ignored_modules": ignored_modules,
+            "dp_mesh_dims": dp_mesh_dims,
+            "shared_from": shared_from,
+            "comm_policy": comm_policy,
+            "sync_module_states": sync_module_states,
+            "device": device,
+            "param_init_fn": param_init_fn,
+        }
+        shard_by_policy(_as_model(module), as_wrap_policy(policy), fully_shard, options)
+        return module
+    if strategy is not None:
+        resolved = resolve_strategy(as_strategy(strategy), mesh, as_mesh_dims(dp_mesh_dims), reshard_after_forward)
+        mesh, reshard_after_forward = resolved.mesh, resolved.reshard_after_forward
     precision, offload = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
     modules = _as_modules(module)
     for each in modules:
         _check_module(each)
-    axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims))
+    axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     left = left_alone(modules, ignored_params, ignored_modules)
     for each in modules:
         if param_init_fn is not None:
             materialise(each, param_init_fn, left)
-    lenders = [unit_of(owner) for owner in shared_from]
-    collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, lenders)
+    lenders = list(dict.fromkeys((*map(unit_of, shared_from), *tied_holders(modules))))
+    collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, device is not None, lenders)
     if comm_policy is not None:
         collector.communication_of = _as_function(comm_policy)
     sources = collector.collect(modules)
@@ -127,15 +176,19 @@ def fully_shard(
     unit = Unit(_outermost(modules), group, reshard, precision, lenders)
     enter_client_states(unit, modules, install_hooks(unit))
     watch_optimizers()
+    explain_uncaught()
     for each, its_class in zip(modules, classes, strict=True):
         _move_buffers(each, axes.device, left.buffers)
         mark_managed(each.modules())
         unit.attach(each)
         each.__class__ = its_class
+    unit.plain_places = plain_places(modules)
     return module
 
 
-cast(Any, fully_shard).state = client_state  # as with torch's
+_attributes: Any = fully_shard
+_attributes.state = client_state  # as with torch's
+_attributes.groups = describe_groups
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -157,6 +210,13 @@ def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> Communi
             f"comm_policy must be a CommunicationPolicy, or a function of a parameter that returns one, not {policy!r}."
         )
     return policy
+
+
+def _as_model(module: object) -> nn.Module:
+    if isinstance(module, (list, tuple)):
+        raise ConfigurationError("policy= says which modules in a model are groups: pass that model, and no list.")
+    _check_module(module)
+    return cast(nn.Module, module)
 
 
 def _as_modules(module: object) -> list[nn.Module]:
@@ -197,13 +257,17 @@ def _check_module(module: object) -> None:
         )
 
 
-def _axes(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> tuple[DataParallelAxes, FullMesh | None]:
+def _axes(
+    mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, device: torch.device | str | int | None
+) -> tuple[DataParallelAxes, FullMesh | None]:
     """The data-parallel axes, and where they are named dims of it, the mesh with all axes."""
     if dims is None:
-        return data_parallel_axes(mesh if mesh is not None else default_mesh()), None
+        axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
+        return (axes if device is None else axes.on(device)), None
     if mesh is None:
         raise ConfigurationError("dp_mesh_dims names dims of a mesh: pass that mesh as mesh=.")
     axes = named_data_parallel_axes(mesh, dims)
+    axes = axes if device is None else axes.on(device)
     return axes, FullMesh(mesh, dims, axes)
 
 

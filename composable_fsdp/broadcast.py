@@ -57,6 +57,6 @@ def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def fill_(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Overwrites ``tensor``, which may be an expanded one, with ``values`` of its shape from any device."""
     if torch._debug_has_internal_overlap(tensor) == 1:  # expanded: elements share memory, so torch refuses to copy
-        tensor.data = values.to(tensor.device, copy=True)
+        tensor.data = values.to(tensor.device, tensor.dtype, copy=True)
     else:
         tensor.copy_(values)

@@ -2,24 +2,31 @@
 
 Only calls bring parameters into memory. A method that computes with sharded ones ends in an error of ``DTensor``, which
 knows nothing of modules; here it is told which method that was and what to do.
+
+Plain modules inside a sharded one are called without any code of ours, and none is put there for the sake of a message:
+where such an error ends the program, a note in it says which parameter was sharded.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from types import FunctionType
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from composable_fsdp.errors import LifecycleError
-from composable_fsdp.runtime.unit import Unit, unit_of
+from composable_fsdp.runtime.unit import Unit, owners, unit_of
 
-__all__ = ["explaining_methods"]
+__all__ = ["explain_uncaught", "explaining_methods", "explanation_of"]
 
 _MIXED = "got mixed torch.Tensor and DTensor"
+
+_explains_uncaught = False
 
 
 def explaining_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -56,4 +63,60 @@ def _bypassed(method: str, unit: Unit) -> LifecycleError:
         f"{unit.name!r} itself bring them into memory. After fully_shard, call "
         f"composable_fsdp.register_fsdp_forward_method(module, {method!r}); or put module.unshard() before it and "
         "module.reshard() after it."
+    )
+
+
+# -- errors that end the program
+
+
+def explain_uncaught() -> None:
+    """Has ``sys.excepthook`` put a note into errors about sharded parameters. Once is enough."""
+    global _explains_uncaught
+    if _explains_uncaught:
+        return
+    _explains_uncaught = True
+    before = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+        text = explanation_of(error)
+        if text is not None and hasattr(error, "add_note"):
+            error.add_note(text)
+        before(kind, error, stack)
+        if text is not None and not hasattr(error, "add_note"):  # Python 3.10
+            sys.stderr.write(f"{text}\n")
+
+    sys.excepthook = explain
+
+
+def explanation_of(error: BaseException) -> str | None:
+    """Which sharded parameter an error of ``DTensor`` is about, and what to do; ``None`` for any other error.
+
+    That is the innermost one that a function in the traceback has, itself or as a parameter of a module.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, LifecycleError) or _MIXED not in str(error):
+        return None
+    sharded = {id(p.sharded): (p.name, unit) for unit in set(owners().values()) for p in unit.group.parameters}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name != "<module>"]
+    values = (value for frame in reversed(frames) for value in frame.f_locals.values())
+    return next(filter(None, (_told_of(value, sharded) for value in values)), None)
+
+
+def _told_of(value: object, sharded: Mapping[int, tuple[str, Unit]]) -> str | None:
+    """What there is to say of a parameter among ``sharded``, or of a module that has one of its own."""
+    if id(value) in sharded:
+        name, unit = sharded[id(value)]
+        return _advice(repr(name), unit)
+    for name, parameter in value._parameters.items() if isinstance(value, nn.Module) else ():
+        if id(parameter) in sharded:
+            owner = type(value).__name__.removeprefix("FSDP")
+            return _advice(f"{name!r} of this {owner}", sharded[id(parameter)][1])
+    return None
+
+
+def _advice(parameter: str, unit: Unit) -> str:
+    return (
+        f"parameter {parameter} is sharded, being in the group of {unit.name!r} ({unit.class_name}): only calls of "
+        "that module bring it into memory. Call that module; or a method of it after "
+        "composable_fsdp.register_fsdp_forward_method(module, name); or put module.unshard() before and "
+        "module.reshard() after what computes with it."
     )

@@ -3,11 +3,13 @@
 Pipelining ends the accumulation of microbatches itself, and the memory tracker puts functions of its own around ours.
 Both find a module's state with torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``. What they find
 here is a view: it looks everything up in the unit, and keeps only the handles of the hooks that clients exchange. It
-has what ``torch.distributed.pipelining`` and ``FSDPMemTracker`` use, and no more.
+has what ``torch.distributed.pipelining``, ``FSDPMemTracker`` and torch's own ``register_fsdp_forward_method`` and
+``share_comm_ctx`` use, and no more.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp.acceptance import enter_state, find_state
+from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.hooks import HookHandles, hooks_for_clients
@@ -62,6 +65,14 @@ class ClientState:
     def _fsdp_param_group(self) -> ClientGroup | None:
         return next(iter(self._fsdp_param_groups), None)
 
+    @property
+    def _comm_ctx(self) -> Lanes:
+        return iteration_of(self._unit).lanes
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, lanes: Lanes) -> None:
+        iteration_of(self._unit).lanes = lanes
+
     def _root_post_backward_final_callback(self) -> None:
         """Ends a backward: reduces what is left, and waits for it if it is the last one."""
         iteration_of(self._unit).end_backward()
@@ -96,6 +107,14 @@ class ClientGroup:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+
+    @property
+    def comm_ctx(self) -> Lanes:
+        return iteration_of(self._unit).lanes
+
+    @comm_ctx.setter
+    def comm_ctx(self, lanes: Lanes) -> None:
+        iteration_of(self._unit).lanes = lanes
 
     @property
     def fsdp_params(self) -> list[ClientParameter]:
@@ -133,11 +152,22 @@ class ClientGroup:
         if deliver is not None:
             deliver()
             return
-        iteration = iteration_of(self._unit)
-        self._unit.group.gradients.notice()  # zero-bubble schedules add up those of weights themselves
-        iteration.settle_gradients(self._unit, at_end=True)
-        if self._unit.reshard_after_backward:
-            self._unit.group.reshard()
+        unit, iteration = self._unit, iteration_of(self._unit)
+        gradients = unit.group.gradients
+        gradients.notice()  # zero-bubble schedules add up those of weights themselves
+        if gradients.were_summed and not gradients.are_held and iteration.was_reached(unit):
+            warnings.warn(_lost_gradients(unit), stacklevel=2)
+        iteration.settle_gradients(unit, at_end=True)
+        if unit.reshard_after_backward:
+            unit.group.reshard()
+
+
+def _lost_gradients(unit: Unit) -> str:
+    return (
+        f"backward went through {unit.name!r}, but left no gradient on any of its parameters. Pipeline schedules that "
+        "compute the gradients of weights apart from those of inputs, such as zero bubble, look for the parameters "
+        "before backward brings them into memory: shard their stages with reshard_after_forward=False."
+    )
 
 
 class ClientParameter:

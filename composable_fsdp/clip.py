@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
-from composable_fsdp.runtime.unit import find_unit
+from composable_fsdp.placed import units_below
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
@@ -107,8 +107,7 @@ def _parameters(parameters: nn.Module | Tensors) -> list[torch.Tensor]:
 
 def _parameters_at_rest(module: nn.Module) -> list[torch.Tensor]:
     """Each parameter once; where a unit shows its unsharded ones, the sharded ones, which have the gradients."""
-    units = [unit for m in module.modules() if (unit := find_unit(m)) is not None]
-    at_rest = {id(p.unsharded): p.sharded for unit in units for p in unit.group.parameters}
+    at_rest = {id(p.unsharded): p.sharded for unit in units_below(module) for p in unit.group.parameters}
     return list(dict.fromkeys(at_rest.get(id(p), p) for p in module.parameters()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
@@ -18,7 +19,7 @@ from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter,
 from composable_fsdp.runtime.unit import Unit, find_unit, owners
 from composable_fsdp.sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
 
-__all__ = ["Collector", "CommunicationFunction", "PlacementFunction"]
+__all__ = ["Collector", "CommunicationFunction", "PlacementFunction", "elsewhere"]
 
 PlacementFunction = Callable[[nn.Parameter], object]
 CommunicationFunction = Callable[[nn.Parameter], CommunicationPolicy | None]
@@ -37,6 +38,7 @@ class Collector:
         full_mesh: where ``dp_mesh_dims`` was given, the mesh that they are part of.
         placement_of: the user's choice per parameter.
         ignored: ids of parameters to leave alone.
+        moves_all: where modules compute was said, so parameters are taken from any device.
         lenders: units whose parameters these modules may use too.
         communication_of: how each parameter travels.
     """
@@ -45,6 +47,7 @@ class Collector:
     full_mesh: FullMesh | None
     placement_of: PlacementFunction | None
     ignored: Collection[int]
+    moves_all: bool = False
     lenders: Sequence[Unit] = ()
     communication_of: CommunicationFunction = _plain
     _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
@@ -78,13 +81,14 @@ class Collector:
         ]
 
     def _check_devices(self, parameters: Mapping[str, nn.Parameter], modules: Sequence[nn.Module]) -> None:
-        """Shards are made on the mesh's device of what is there, on CPU, or still on meta; nothing else is guessed."""
-        here = self.axes.device.type
-        elsewhere = {n: str(p.device) for n, p in parameters.items() if p.device.type not in ("cpu", "meta", here)}
-        if elsewhere:
+        """Raises where it is not clear that the parameters are to be moved to where modules compute."""
+        here = self.axes.device
+        found = elsewhere({name: parameter.device for name, parameter in parameters.items()}, here)
+        if found and not self.moves_all:
             raise ParameterError(
                 f"these parameters of {', '.join(type(m).__name__ for m in modules)} are neither on CPU nor on {here}, "
-                f"the device of the mesh: {elsewhere}. Move them to one of these first."
+                f"where this rank computes: {found}. Pass device={str(here)!r} to have them moved there; or make "
+                "the device that they are on the current one, before the mesh is built."
             )
 
     def _lent(self, parameter: nn.Parameter) -> tuple[Unit, ShardedParameter] | None:
@@ -117,7 +121,7 @@ class Collector:
         dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
         if mesh is not None:
             if mesh not in self._axes_of:
-                self._axes_of[mesh] = data_parallel_axes(mesh)
+                self._axes_of[mesh] = data_parallel_axes(mesh).on(self.axes.device)
             return shard_over_axes(parameter, self._axes_of[mesh], dim)
         if self.full_mesh is not None:
             return shard_over_full_mesh(name, parameter, self.full_mesh, dim)
@@ -147,8 +151,13 @@ class Collector:
 _HOW_TO_SHARE = (
     "Parameters that are shared must be in one group: leave out fully_shard on the inner module, so that the module "
     "that contains both takes them; or shard the modules that use them as one list; or name the module that owns them: "
-    "fully_shard(..., shared_from=[owner])."
+    "fully_shard(..., shared_from=[owner]); or call tie_groups on the modules that use them, before any fully_shard."
 )
+
+
+def elsewhere(devices: Mapping[str, torch.device], here: torch.device) -> dict[str, str]:
+    """Those of ``devices`` from which nothing is moved to ``here`` unasked: all but CPU and meta."""
+    return {name: str(d) for name, d in devices.items() if d != here and d.type not in ("cpu", "meta")}
 
 
 def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, nn.Module]]:

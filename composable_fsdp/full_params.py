@@ -1,4 +1,5 @@
-"""``unsharded_params``: for a while, whole plain parameters in place of the sharded ones.
+"""``unsharded_params``: for a while, whole plain parameters in place of the sharded ones; ``apply_to_full_params``: the
+same for one group after the other.
 
 Invariants: inside, a sharded parameter is registered nowhere on a rank that shows whole ones; outside, everywhere that
 it was before, and it is the same object. Which collectives a rank makes depends on modules, meshes and arguments alone:
@@ -7,8 +8,9 @@ not on its shards, nor on what the body did or raised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn, cast
 
 import torch
@@ -17,17 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp.broadcast import broadcast_
-from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
+from composable_fsdp.errors import ConfigurationError, ParameterError
+from composable_fsdp.loan import Loan, check_idle
 from composable_fsdp.placed import shardings_of, units_below
 from composable_fsdp.registered import Registered, registered_parameters
 from composable_fsdp.runtime.assemble import iteration_of
-from composable_fsdp.runtime.hooks import is_being_called
-from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.unit import Unit, find_unit
 from composable_fsdp.sharding import ParameterSharding
 from composable_fsdp.whole import agree_on_gradients, keep, keep_gradient, whole_parameter
 
-__all__ = ["unsharded_params"]
+__all__ = ["apply_to_full_params", "unsharded_params"]
 
 
 @contextmanager
@@ -67,7 +68,61 @@ def unsharded_params(
         ConfigurationError: ``rank0_only`` with ``writeback``, where no mesh has all ranks that hold parameters.
     """
     units = units_below(module) if recurse else [unit for unit in [find_unit(module)] if unit is not None]
-    _check_idle(units)
+    with _unsharded(module, units, _Terms(writeback, rank0_only, offload_to_cpu, with_grads)):
+        yield
+
+
+@torch.no_grad()
+def apply_to_full_params(
+    module: nn.Module,
+    fn: Callable[[str, nn.Parameter], object],
+    *,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> None:
+    """Calls ``fn(name, parameter)`` with each sharded parameter of ``module`` whole, and keeps what it writes in place.
+
+    Group by group, each as inside :func:`unsharded_params`, so that memory is needed for one group only. For
+    initialisations, surgery and statistics that need whole tensors; plain parameters are whole anyway, and are not
+    passed. All ranks must call it together. Where ``fn`` raises, groups that were complete before keep what it wrote.
+
+    Args:
+        module: a sharded module, or one that contains some.
+        fn: called without gradients, once for each parameter, with its first name in ``module``. The same on every
+            rank, or with ``rank0_only`` on the first rank alone.
+        writeback: keep what ``fn`` wrote.
+        rank0_only: as for :func:`unsharded_params`.
+        offload_to_cpu: as for :func:`unsharded_params`.
+        with_grads: ``parameter.grad`` is whole as well, and kept with ``writeback``.
+
+    Raises:
+        LifecycleError: during a forward or backward, or inside ``unsharded_params`` for the same modules.
+        ParameterError: parameters are on the meta device.
+        ConfigurationError: ``rank0_only`` with ``writeback``, where no mesh has all ranks that hold parameters.
+    """
+    terms = _Terms(writeback, rank0_only, offload_to_cpu, with_grads)
+    for unit in units_below(module):
+        with _unsharded(module, [unit], terms) as lent:
+            for name, whole in lent.items():
+                fn(name, whole)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """On which parameters are lent: the arguments of :func:`unsharded_params`."""
+
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+
+@contextmanager
+def _unsharded(module: nn.Module, units: Sequence[Unit], terms: _Terms) -> Iterator[dict[str, nn.Parameter]]:
+    """Within, the parameters of ``units`` are whole. Gives those that this rank shows, by their names in ``module``."""
+    check_idle(units)
     for unit in units:
         if unit.iteration is not None:
             iteration_of(unit).drain()
@@ -75,50 +130,28 @@ def unsharded_params(
         unit.group.refresh()
     entries = _sharded_parameters(module, units)
     shardings = _shardings(entries, units)
-    carrier = _Carrier(entries, shardings) if rank0_only and entries else None
-    if carrier is not None and writeback:
+    carrier = _Carrier(entries, shardings) if terms.rank0_only and entries else None
+    if carrier is not None and terms.writeback:
         carrier.check_reach()
-    has_gradient = agree_on_gradients([e.parameter for e in entries]) if with_grads else [False] * len(entries)
+    has_gradient = agree_on_gradients([e.parameter for e in entries]) if terms.with_grads else [False] * len(entries)
     shows = carrier is None or carrier.is_first
     wholes = [
-        whole_parameter(e.parameter, s, g, shows, offload_to_cpu)
+        whole_parameter(e.parameter, s, g, shows, terms.offload_to_cpu)
         for e, s, g in zip(entries, shardings, has_gradient, strict=True)
     ]
-    loan = _Loan(units, entries, wholes)
+    loan = Loan(units, entries, wholes)
     try:
-        yield
+        yield {e.name: whole for e, whole in zip(entries, wholes, strict=True) if whole is not None}
     except BaseException:
         shown = loan.end()
-        if writeback and carrier is not None:
-            carrier.settle(shown, with_grads, raised=True)
+        if terms.writeback and carrier is not None:
+            carrier.settle(shown, terms.with_grads, raised=True)
         raise
     shown = loan.end()
-    if writeback and carrier is not None:
-        carrier.settle(shown, with_grads, raised=False)
-    elif writeback:
-        _keep_own(entries, shardings, shown, with_grads)
-
-
-# -- what is lent, and when it may be
-
-
-def _check_idle(units: Sequence[Unit]) -> None:
-    if torch._C._current_graph_task_id() != -1:
-        raise LifecycleError(
-            "unsharded_params was entered during a backward, whose parameters would be pulled from under it. Enter it "
-            "before the forward or after backward() has returned."
-        )
-    for unit in units:
-        if isinstance(unit.iteration, _OnLoan):
-            raise LifecycleError(
-                f"unsharded_params was entered for {unit.name!r} inside another one for modules of the same root. "
-                "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
-            )
-        if isinstance(unit.iteration, Iteration) and any(map(is_being_called, _of_same_root(unit))):
-            raise LifecycleError(
-                f"unsharded_params was entered during a forward that {unit.name!r} is part of, whose parameters would "
-                "be pulled from under it. Enter it before the forward or after backward() has returned."
-            )
+    if terms.writeback and carrier is not None:
+        carrier.settle(shown, terms.with_grads, raised=False)
+    elif terms.writeback:
+        _keep_own(entries, shardings, shown, terms.with_grads)
 
 
 def _sharded_parameters(module: nn.Module, units: Sequence[Unit]) -> list[Registered]:
@@ -136,53 +169,6 @@ def _sharded_parameters(module: nn.Module, units: Sequence[Unit]) -> list[Regist
 def _shardings(entries: Sequence[Registered], units: Sequence[Unit]) -> list[ParameterSharding]:
     known = shardings_of(units)
     return [known[id(entry.parameter)] for entry in entries]
-
-
-def _of_same_root(unit: Unit) -> list[Unit]:
-    return list(unit.iteration.units.values()) if isinstance(unit.iteration, Iteration) else [unit]
-
-
-class _OnLoan:
-    """Stands in for a unit's iteration while parameters of its root are whole, and refuses what would compute."""
-
-    def abort_forward(self, unit: Unit) -> None:
-        """A forward was refused: there is nothing to undo."""
-
-    def drain(self) -> None:
-        """Nothing is in flight."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise LifecycleError(
-            "a forward, unshard() or another operation of a sharded module came inside unsharded_params, where "
-            "parameters of its root are not sharded. Leave unsharded_params first."
-        )
-
-
-class _Loan:
-    """Whole parameters in the place of the sharded ones, on ranks that show them."""
-
-    def __init__(
-        self, units: Sequence[Unit], entries: Sequence[Registered], wholes: Sequence[nn.Parameter | None]
-    ) -> None:
-        self._entries = entries
-        # All units of the same root: each of them may prefetch those on loan.
-        affected = [u for unit in units for u in _of_same_root(unit)]
-        self._iterations = {unit: unit.iteration for unit in affected}
-        for unit in affected:
-            unit.iteration = _OnLoan()
-        for entry, whole in zip(entries, wholes, strict=True):
-            if whole is not None:
-                entry.put(whole)
-
-    def end(self) -> list[object]:
-        """Puts the sharded parameters back. Returns what was registered in their place, which the body may have set."""
-        shown = [entry.current() for entry in self._entries]
-        for entry in self._entries:
-            entry.put(entry.parameter)
-        for unit, iteration in self._iterations.items():
-            if isinstance(unit.iteration, _OnLoan):
-                unit.iteration = iteration
-        return shown
 
 
 # -- what is kept of it

@@ -17,10 +17,10 @@ from composable_fsdp.comm.agreement import OrderCheck, order_check_from
 from composable_fsdp.comm.alike import check_alike
 from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.mesh import data_parallel_axes
-from composable_fsdp.registered import Registered, registered_parameters
-from composable_fsdp.runtime.unit import find_unit
+from composable_fsdp.registered import Registered, registered_buffers, registered_parameters
+from composable_fsdp.runtime.unit import find_unit, owners
 
-__all__ = ["Left", "left_alone", "materialise", "synchronise", "to_empty"]
+__all__ = ["Left", "give_memory", "left_alone", "materialise", "synchronise", "to_empty"]
 
 M = TypeVar("M", bound=nn.Module)
 InitFunction = Callable[[nn.Module], object]
@@ -46,17 +46,7 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
             has to. Named in the text.
     """
     unfilled = _lost_buffers(module, recurse)
-    shared = [entry for entry in registered_parameters(module) if len(entry.places) > 1]
-    buffers = _shared_buffers(module)
-    cast(Any, module)._apply(
-        lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device), recurse=recurse
-    )
-    for entry in shared:
-        _share_again(entry)
-    for places in buffers:
-        (first, name), *others = places
-        for owner, attribute in others:
-            owner._buffers[attribute] = first._buffers[name]
+    give_memory(module, lambda _: device, recurse=recurse)
     if unfilled:
         warnings.warn(
             f"to_empty: buffers that are not persistent were on the meta device: {unfilled}. They have no values yet, "
@@ -67,6 +57,27 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
     return module
 
 
+def give_memory(
+    module: nn.Module, device_of: Callable[[torch.Tensor], torch.device | str | int], *, recurse: bool = True
+) -> None:
+    """Memory for parameters and buffers on meta, each on its device, to which the others are moved. What is shared
+    stays shared.
+    """
+    shared = [entry for entry in registered_parameters(module) if len(entry.places) > 1]
+    buffers = registered_buffers(module)
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        device = device_of(tensor)
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    cast(Any, module)._apply(place, recurse=recurse)
+    for entry in shared:
+        _share_again(entry)
+    for (first, name), *others in buffers:
+        for owner, attribute in others:
+            owner._buffers[attribute] = first._buffers[name]
+
+
 def _lost_buffers(module: nn.Module, recurse: bool) -> list[str]:
     owners = module.named_modules() if recurse else [("", module)]
     return [
@@ -75,15 +86,6 @@ def _lost_buffers(module: nn.Module, recurse: bool) -> list[str]:
         for name, buffer in owner._buffers.items()
         if buffer is not None and buffer.is_meta and name in owner._non_persistent_buffers_set
     ]
-
-
-def _shared_buffers(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                places.setdefault(id(buffer), []).append((owner, name))
-    return [same for same in places.values() if len(same) > 1]
 
 
 def _share_again(entry: Registered) -> None:
@@ -139,10 +141,13 @@ def left_alone(
 # -- param_init_fn
 
 
-def materialise(module: nn.Module, init: InitFunction, left: Left) -> None:
+def materialise(
+    module: nn.Module, init: InitFunction, left: Left, registered: Iterable[Registered] | None = None
+) -> None:
     """Calls ``init`` on each module that has parameters or buffers of its own on meta; shared ones stay shared.
 
-    Modules in groups that exist already, and ignored ones, are passed over.
+    Modules in groups that exist already, and ignored ones, are passed over. ``registered``, of a model around
+    ``module`` as it was before any of it was materialised, says what is shared with modules elsewhere in it.
 
     Raises:
         ConfigurationError: ``init`` cannot be called.
@@ -150,7 +155,8 @@ def materialise(module: nn.Module, init: InitFunction, left: Left) -> None:
     """
     if not callable(init):
         raise ConfigurationError(f"param_init_fn must be a function of a module, not {type(init).__name__}.")
-    shared = {id(e.parameter): e for e in registered_parameters(module) if len(e.places) > 1}
+    entries = registered_parameters(module) if registered is None else registered
+    shared = {id(e.parameter): e for e in entries if len(e.places) > 1}
     candidates = list(_own_modules(module, left))
     for _, owner in candidates:
         before = {name: shared[id(p)] for name, p in owner._parameters.items() if id(p) in shared}
@@ -201,9 +207,7 @@ def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left, elsewhere: Mapp
         ParameterError: some are on meta, so that there is nothing to send. Named in the text.
         DivergenceError: ranks have other names, shapes or dtypes. On all ranks, with the same text.
     """
-    grouped = left.parameters | {
-        id(p) for m in module.modules() if (unit := find_unit(m)) is not None for p in unit.registered_parameters()
-    }
+    grouped = left.parameters | owners().keys()  # also those lent by groups that are not below ``module``
     parameters = {n: p for n, p in module.named_parameters() if id(p) not in grouped and not is_lazy(p)}
     buffers = {n: b for n, b in module.named_buffers() if id(b) not in left.buffers}
     tensors: dict[str, torch.Tensor] = {**parameters, **buffers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,6 +57,21 @@ class DataParallelAxes:
         if group not in _shard_meshes:
             _shard_meshes[group] = DeviceMesh.from_group(group, self.mesh.device_type)
         return _shard_meshes[group]
+
+    def on(self, device: torch.device | str | int) -> DataParallelAxes:
+        """These axes for a rank that computes on ``device``; an int is the index of one of the mesh's type.
+
+        Raises:
+            MeshError: it is of another type than the mesh's.
+        """
+        kind = self.mesh.device_type
+        chosen = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+        if chosen.type != kind:
+            raise MeshError(
+                f"device={str(chosen)!r} contradicts the mesh, whose ranks compute on {kind}. Leave device out, or "
+                f"build the mesh with init_device_mesh({chosen.type!r}, ...)."
+            )
+        return self if chosen == torch.device(kind) else replace(self, device=chosen)
 
     def smaller_shard_axis(self, size: int) -> Communicator:
         """The ``size`` neighbouring ranks of the shard axis that this rank is among, or all of it where it has no more.

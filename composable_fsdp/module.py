@@ -80,7 +80,12 @@ class FSDPModule(TorchFSDPModule):
 
         Completes collectives in flight, shards every group of the root again, and drops gradients that have not been
         reduced, those accumulated with ``set_requires_gradient_sync(False)`` included. Reduced gradients stay: call
-        ``zero_grad`` as usual.
+        ``zero_grad`` as usual. All ranks must call it: they wait for each other.
+
+        Raises:
+            PeerError: some ranks did not come within the timeout of the process group. Named in the text.
+            DivergenceError: some ranks took the optimizer's step after a backward that failed on others. Load a
+                checkpoint on all of them; nothing else is needed to go on.
         """
         iteration_of(_unit(self)).reset()
 
@@ -225,6 +230,8 @@ class FSDPModule(TorchFSDPModule):
                 now: the first iteration, and what changes later. ``"always"`` compares each time. ``"off"`` trusts
                 the ranks, and does not warn when this one's order changes. The environment variable
                 ``COMPOSABLE_FSDP_ORDER_CHECK`` says it for all roots. Call it on the root, with the same on all ranks.
+                Of several models over one process group, the level of the one that was told, or began its first
+                forward, last counts for all.
 
         Raises:
             ConfigurationError: none of these.
@@ -339,7 +346,8 @@ class FSDPModule(TorchFSDPModule):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _unsupported(
-            "pickling a sharded module", "save its state_dict(), for example with torch.distributed.checkpoint"
+            "pickling a sharded module",
+            "save its state_dict(), or model and optimizer with composable_fsdp.checkpoint.save",
         )
 
 

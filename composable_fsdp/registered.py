@@ -1,4 +1,4 @@
-"""Where parameters are registered on modules: each parameter once, however many names it has."""
+"""Where parameters and buffers are registered on modules: each once, however many names it has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-__all__ = ["Registered", "registered_parameters"]
+__all__ = ["Registered", "registered_buffers", "registered_parameters"]
 
 
 @dataclass
@@ -41,3 +41,13 @@ def registered_parameters(module: nn.Module) -> list[Registered]:
                 name = f"{path}.{attribute}" if path else attribute
                 found.setdefault(id(parameter), Registered(name, parameter)).places.append((owner, attribute))
     return list(found.values())
+
+
+def registered_buffers(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places of each buffer of ``module`` and of modules below it."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                places.setdefault(id(buffer), []).append((owner, name))
+    return list(places.values())

@@ -153,8 +153,6 @@ def train_in_spite_of_kills(plan: Plan, training: Training) -> None:
     options, rank = plan.options, dist.get_rank()
     if checkpoint.latest(plan.folder) is not None:
         training.load(plan.folder)
-    elif not plan.attempt:
-        plan.folder.mkdir(exist_ok=True)
     say(f"attempt {plan.attempt + 1} begins after step {training.step}")
     restarts_left = plan.attempt < plan.last_attempt
     every = plan.kill_every if restarts_left else 0

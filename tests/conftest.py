@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ SECTIONS = load_sections(Path(__file__).with_name("behaviours.toml"))
 
 # A first call into torch outlasts hypothesis' deadline of 200 ms, so that tests would fail by chance.
 settings.register_profile("default", deadline=None)
+
+# A shell has its background jobs ignore Ctrl-C, and what they start inherits that. Tests send it to their processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,6 +4,7 @@
 ``model.<name>``                          parameters, buffers, extra states of modules
 ``optimizer.state.<name>.<key>``          state for the parameter of that name
 ``optimizer.param_groups``                list of dicts, with names in ``params``
+``averages.values.<name>``                moving averages; ``averages.steps`` how many updates they are made of
 ``communication.<name>.residual``         what codecs with error feedback keep; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      what each rank gave as ``extra``; its random number generators
 ========================================  =============================================================
@@ -13,22 +14,25 @@ Names are those of the model before anything wrapped it.
 
 from __future__ import annotations
 
-import io
 import random
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp.checkpoint.ema import ShardedEMA
+from composable_fsdp.checkpoint.local_state import is_plain
 from composable_fsdp.checkpoint.names import tensors_of
+from composable_fsdp.checkpoint.optimizer_offers import Agreed, checksum, packed, state_of
 from composable_fsdp.checkpoint.part import Part
-from composable_fsdp.checkpoint.rekey import members_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.placed import units_below
+from composable_fsdp.runtime.parameter import alias_of
 
 __all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
 
@@ -45,12 +49,14 @@ class Contents:
         objects: anything else, serialised by ``torch.save``. Of a key that several ranks have one rank's is written.
         aliases: further keys of what is in ``parts``.
         paths: of all of these.
+        alike: checksums of plain tensors in ``parts`` that must be the same on all ranks, though nothing else says so.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
+    alike: dict[str, int] = field(default_factory=dict)
 
     def add_tensor(self, path: Path, part: Part) -> None:
         self.parts[self._key(path)] = part
@@ -58,10 +64,13 @@ class Contents:
     def add_alias(self, path: Path, of: Path) -> None:
         self.aliases[self._key(path)] = ".".join(of)
 
+    def add_alike(self, path: Path, value: torch.Tensor) -> None:
+        """A plain tensor, of which one rank's is saved."""
+        self.add_tensor(path, Part(value))
+        self.alike[self._key(path)] = checksum(value)
+
     def add_object(self, path: Path, value: object) -> None:
-        data = io.BytesIO()
-        torch.save(value, data)
-        self.objects[self._key(path)] = data.getvalue()
+        self.objects[self._key(path)] = packed(value)
 
     def _key(self, path: Path) -> str:
         key = ".".join(path)
@@ -69,11 +78,25 @@ class Contents:
         return key
 
 
-def contents_of(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], rank: int) -> Contents:
+def contents_of(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    averages: ShardedEMA | None,
+    extra: Mapping[str, Any],
+    rank: int,
+    agreed: Agreed,
+) -> Contents:
     """All that this rank has to save. Tensors are not copied.
 
+    Args:
+        model: sharded or not.
+        optimizer: over parameters of ``model``.
+        extra: of this rank.
+        rank: this one.
+        agreed: what all ranks have of the optimizer.
+
     Raises:
-        CheckpointError: the model is on the meta device, or the optimizer has parameters that are not the model's.
+        CheckpointError: the model is on the meta device.
     """
     contents = Contents()
     tensors, others = tensors_of(model)
@@ -84,7 +107,11 @@ def contents_of(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[st
     for entry in others:
         contents.add_object(("model", entry.name), entry.value)
     if optimizer is not None:
-        _add_optimizer(contents, model, optimizer)
+        _add_optimizer(contents, model, optimizer, agreed)
+    if averages is not None:
+        for entry in averages.entries():
+            contents.add_tensor(("averages", "values", entry.name), Part(entry.value, entry.sharding))
+        contents.add_object(("averages", "steps"), averages.steps)
     for name, kept in communication_of(model).items():
         contents.add_tensor(("communication", name, "residual"), Part(kept["residual"]))
         contents.add_object(("communication", name, "rounds"), kept["rounds"])
@@ -93,18 +120,18 @@ def contents_of(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[st
     return contents
 
 
-def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer) -> None:
-    groups = []
-    for members, group in zip(members_of(model, optimizer), optimizer.param_groups, strict=True):
-        groups.append({**group, "params": [member.name for member in members]})
-        for member in members:
-            for key, value in optimizer.state.get(member.parameter, {}).items():
-                path = ("optimizer", "state", member.name, str(key))
-                if isinstance(value, torch.Tensor):
-                    contents.add_tensor(path, Part(value, member.sharding))
-                else:
-                    contents.add_object(path, value)
-    contents.add_object(("optimizer", "param_groups"), groups)
+def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, agreed: Agreed) -> None:
+    for member, key, value in state_of(model, optimizer):
+        path = ("optimizer", "state", member.name, key)
+        if (member.name, key) in agreed.shards:
+            contents.add_tensor(path, Part(alias_of(cast(DTensor, member.parameter), value), member.sharding))
+        elif is_plain(value, member) and type(value) is torch.Tensor:
+            contents.add_alike(path, value)
+        elif isinstance(value, torch.Tensor):
+            contents.add_tensor(path, Part(value, member.sharding))
+        else:
+            contents.add_object(path, value)
+    contents.add_object(("optimizer", "param_groups"), agreed.groups)
 
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:

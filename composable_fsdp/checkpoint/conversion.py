@@ -15,7 +15,7 @@ import torch
 from composable_fsdp.checkpoint import contents
 from composable_fsdp.checkpoint.sources import Source, Spec
 
-__all__ = ["Work", "aside_of", "sync"]
+__all__ = ["Work", "aside_of", "aside_path", "sync"]
 
 
 @dataclass
@@ -51,10 +51,17 @@ class Work:
             self.done(part.nbytes)
 
 
+def aside_path(target: Path) -> Path:
+    """Where what is to be at ``target`` is while it is not complete. It is there only during a conversion, or after one
+    that was killed.
+    """
+    return target.parent / f".{target.name}.incomplete"
+
+
 @contextmanager
 def aside_of(target: Path) -> Iterator[Path]:
     """A directory on the same disk, for what is not complete yet. What killed conversions left in it goes."""
-    aside = target.parent / f".{target.name}.incomplete"
+    aside = aside_path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()

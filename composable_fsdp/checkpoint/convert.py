@@ -10,7 +10,7 @@ import torch
 
 from composable_fsdp.checkpoint import contents
 from composable_fsdp.checkpoint.conversion import Work
-from composable_fsdp.checkpoint.convert_to_dcp import write_dcp
+from composable_fsdp.checkpoint.convert_to_dcp import tidy, write_dcp
 from composable_fsdp.checkpoint.convert_to_files import write_safetensors, write_torch
 from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
 from composable_fsdp.checkpoint.sources import Kind, Source, Spec, kind_of, open_source
@@ -76,6 +76,8 @@ def convert(
         raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
     if max_file_bytes < 1:
         raise ConfigurationError(f"max_file_bytes must be at least 1, not {max_file_bytes}.")
+    if to is Kind.DCP:
+        tidy(goal)
     opened = open_source(given, weights_only=weights_only)
     _check_target(goal, to, force)
     if goal.exists() and (goal.samefile(opened.path) or goal.samefile(given)):

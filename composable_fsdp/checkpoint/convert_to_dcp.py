@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from composable_fsdp.checkpoint import contents
-from composable_fsdp.checkpoint.conversion import Work, aside_of, sync
+from composable_fsdp.checkpoint.conversion import Work, aside_of, aside_path, sync
 from composable_fsdp.checkpoint.manifest import Manifest, TensorRecord, library_version
 from composable_fsdp.checkpoint.mapped import view_of
 from composable_fsdp.checkpoint.planners import add_aliases
@@ -22,9 +22,10 @@ from composable_fsdp.checkpoint.reports import dtype_name
 from composable_fsdp.checkpoint.sources import Spec
 from composable_fsdp.checkpoint.storage import ChecksummingWriter
 from composable_fsdp.checkpoint.tree import nested
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.layout.extent import Box
 
-__all__ = ["write_dcp"]
+__all__ = ["tidy", "write_dcp"]
 
 
 def write_dcp(work: Work, target: Path, max_file_bytes: int) -> None:
@@ -60,7 +61,8 @@ def _key(path: contents.Path) -> str:
 
 def _with_extra(work: Work) -> tuple[int, dict[contents.Path, Any]]:
     """The step, and objects in which what has no place in our checkpoints is ``extra``, as ``load`` returns it."""
-    ours = {p: value for p, value in work.objects.items() if p[0] in ("model", "optimizer", "communication", "ranks")}
+    kinds = ("model", "optimizer", "averages", "communication", "ranks")
+    ours = {path: value for path, value in work.objects.items() if path[0] in kinds}
     others = nested((path, value) for path, value in work.objects.items() if path not in ours)
     extra = ours.get(("ranks", "0", "extra"))
     if extra is None and others:
@@ -71,9 +73,30 @@ def _with_extra(work: Work) -> tuple[int, dict[contents.Path, Any]]:
     return step if type(step) is int else 0, ours
 
 
+def tidy(target: Path) -> None:
+    """Puts in order what a conversion left that was killed while it replaced ``target``.
+
+    Raises:
+        CheckpointError: something else has the name that the old one is to have meanwhile.
+    """
+    old = _old(target)
+    if not old.exists():
+        return
+    if not aside_path(target).exists():
+        raise CheckpointError(f"{old} is in the way of a conversion to {target}. Rename or delete it.")
+    if target.exists():
+        shutil.rmtree(old)
+    else:
+        old.rename(target)
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f"{target.name}.old")
+
+
 def _replace_directory(target: Path, new: Path) -> None:
     """An old one is ``….old`` for the moment between two renames; in a folder of checkpoints that counts."""
-    old = target.with_name(f"{target.name}.old")
+    old = _old(target)
     replaces = target.exists() and any(target.iterdir())
     if replaces:
         target.rename(old)

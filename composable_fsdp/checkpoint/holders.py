@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -15,9 +16,14 @@ from composable_fsdp.broadcast import broadcast_
 from composable_fsdp.mesh import default_mesh
 from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["Holders"]
+__all__ = ["Holders", "digest"]
 
 T = TypeVar("T")
+
+
+def digest(value: object) -> str:
+    """The same on two ranks if ``value`` reads the same, in few bytes."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import set_random_state
+from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.folder import MANIFEST, find
 from composable_fsdp.checkpoint.manifest import Manifest, check_file
 from composable_fsdp.checkpoint.progress import progress_bar
@@ -66,15 +67,24 @@ class Loading:
         elif self._ranks.rank == 0:
             logger.warning("%s has no %s: whether it is intact cannot be verified", self.folder, MANIFEST)
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer | None, *, strict: bool, weights_only: bool) -> None:
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        averages: ShardedEMA | None,
+        *,
+        strict: bool,
+        weights_only: bool,
+    ) -> None:
         """Reads what is no tensor, and finds out where tensors go and whether all fits."""
 
         def each() -> _Fit:
             metadata = read_metadata(self.folder)
-            kinds = ["model.", "communication.", f"{self._own}.", *(["optimizer."] if optimizer is not None else [])]
+            kinds = ["model.", "communication.", f"{self._own}."]
+            kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
             keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
             self._objects = read_objects(self.folder, metadata, keys, weights_only=weights_only)
-            self._restore = restore = Restore(model, optimizer, metadata, self._objects)
+            self._restore = restore = Restore(model, optimizer, averages, metadata, self._objects)
             saved = any(key.startswith("communication.") for key in keys)
             return _Fit(restore.misfit, saved, restore.wants_communication, restore.fits_communication)
 

@@ -50,13 +50,14 @@ class Part:
     def nbytes(self) -> int:
         return self.numel * self.value.dtype.itemsize
 
-    def blocks(self) -> dict[tuple[int, ...], torch.Tensor]:
-        """Contiguous blocks of the whole, as views of ``local`` by their offsets. A tensor without elements has one,
-        on every rank, so that it is in the checkpoint too.
+    def blocks(self, local: torch.Tensor | None = None) -> dict[tuple[int, ...], torch.Tensor]:
+        """Contiguous blocks of the whole, by their offsets, as views of ``local`` or of another tensor that stands for
+        it. A tensor without elements has one, on every rank, so that it is in the checkpoint too.
         """
+        memory = self.local if local is None else local
         if 0 in self.shape:
-            return {(0,) * len(self.shape): self.local.new_empty(self.shape)}
-        return {box.offsets: box.of_part(self.local) for box in self.extent.boxes()}
+            return {(0,) * len(self.shape): memory.new_empty(self.shape)}
+        return {box.offsets: box.of_part(memory) for box in self.extent.boxes()}
 
     @contextmanager
     def plain(self, *, write: bool) -> Iterator[torch.Tensor]:

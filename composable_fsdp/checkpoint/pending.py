@@ -42,7 +42,8 @@ class PendingSave(os.PathLike[str]):
         ranks may end before this one has written its part.
 
         Raises:
-            CheckpointError: it failed; the same on all ranks. Raised once: by this, or by the next save or load.
+            CheckpointError: it failed; the same on all ranks. Raised once: by this, or by the next save or load,
+                of safetensors too.
         """
         if self._thread is not None:
             self._thread.join()

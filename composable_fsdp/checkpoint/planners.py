@@ -120,11 +120,11 @@ def add_aliases(metadata: Metadata, results: Iterable[list[WriteResult]], aliase
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads tensors straight into ``parts``, and objects as they were serialised.
+    """Reads tensors straight to where they belong, and objects as they were serialised.
 
     Args:
         metadata: of the checkpoint.
-        parts: of this rank, by key. All keys are in the metadata.
+        blocks: of this rank's parts, by key and offsets. All keys are in the metadata.
         objects: keys to read. What is there is in ``read`` afterwards.
         done: is told the bytes of each piece that has been copied.
     """
@@ -132,14 +132,14 @@ class LoadPlanner(DefaultLoadPlanner):
     def __init__(
         self,
         metadata: Metadata,
-        parts: Mapping[str, Part],
+        blocks: Mapping[str, Mapping[tuple[int, ...], torch.Tensor]],
         objects: Iterable[str] = (),
         done: Callable[[int], None] = lambda count: None,
     ) -> None:
         super().__init__()
         self.read: dict[str, bytes] = {}
         self._saved = metadata.state_dict_metadata
-        self._blocks = {key: part.blocks() for key, part in parts.items()}
+        self._blocks = blocks
         self._objects = list(objects)
         self._done = done
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from composable_fsdp.checkpoint.pending import finish_earlier
 from composable_fsdp.checkpoint.reports import joined, named
 from composable_fsdp.errors import CheckpointError, FSDPError
 
@@ -179,15 +180,24 @@ _meetings: WeakKeyDictionary[dist.ProcessGroup, _Meetings] = WeakKeyDictionary()
 
 
 def meet(call: str, timeout: float) -> Ranks:
-    """Waits until all ranks of the default process group have made the same call.
+    """Waits until all ranks of the default process group have made the same call, and for the save before it.
+
+    An asynchronous save exchanges messages over the same group, in a thread: who has met can be sure that it is over.
 
     Args:
         call: what was called and with what, as errors show it. Must be the same on all ranks.
         timeout: seconds, for the others to come and for every answer afterwards.
 
     Raises:
-        CheckpointError: ranks did not come in time, or made another call. They are named, on every rank that came.
+        CheckpointError: ranks did not come in time, or made another call. They are named, on every rank that came. Or
+            the save before failed, and nobody has seen that yet.
     """
+    ranks = _gathered(call, timeout)
+    ranks.agree(f"the save before {call}", finish_earlier)
+    return ranks
+
+
+def _gathered(call: str, timeout: float) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Ranks(0, 1, None, timeout)
     world = dist.group.WORLD
@@ -223,6 +233,7 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
     all go by that. A rank that comes to a meeting that ended without it goes on to the next.
     """
     store, rank = meetings.store, dist.get_rank()
+    verdict: dict[str, Any]
     size, deadline = dist.get_world_size(), time.monotonic() + timeout
     while True:
         place = f"composable_fsdp/checkpoint/{meetings.number}"
@@ -239,8 +250,9 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
             pause = min(2 * pause, _LONGEST_PAUSE)
             if time.monotonic() > deadline:
                 missing = [r for r in range(size) if not store.check([f"{place}/{r}"])]
-                store.compare_set(f"{place}/verdict", "", json.dumps({"missing": missing}))
-        verdict: dict[str, Any] = json.loads(store.get(f"{place}/verdict"))
+                verdict = {"missing": missing} if missing else _open(store, place, size)
+                store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
+        verdict = json.loads(store.get(f"{place}/verdict"))
         missing = verdict.get("missing", [])
         if missing and rank not in missing:
             raise CheckpointError(

@@ -87,13 +87,7 @@ def leave_common_unexpected(misfits: Sequence[Misfit]) -> None:
 def told(misfits: Mapping[int, Misfit]) -> str:
     """All differences of all ranks, by kind; with the ranks that have it, where that is not all. Empty for none."""
     lines = []
-    kinds = {
-        "missing": "missing",
-        "unexpected": "unexpected",
-        "shapes": "of another shape",
-        "dtypes": "of another dtype",
-    }
-    for kind, title in kinds.items():
+    for kind, title in _TITLES.items():
         entries = _marked({rank: [f"{n}: {what}" for n, what in vars(m)[kind].items()] for rank, m in misfits.items()})
         if entries:
             lines += [f"  {title} ({len(entries)}):", *(f"    {entry}" for entry in entries[:_SHOWN])]

@@ -1,10 +1,11 @@
-"""From a checkpoint into a model and an optimizer: what goes where, whether it fits, and doing it."""
+"""From a checkpoint into a model, an optimizer and averages: what goes where, whether it fits, and doing it."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import communication_of
-from composable_fsdp.checkpoint.names import Entry, plain_name, tensors_of
+from composable_fsdp.checkpoint.ema import ShardedEMA
+from composable_fsdp.checkpoint.local_state import has_shards_shape
+from composable_fsdp.checkpoint.names import plain_name, tensors_of
+from composable_fsdp.checkpoint.param_groups import lacking, restored
 from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.checkpoint.planners import LoadPlanner
 from composable_fsdp.checkpoint.progress import progress_bar
@@ -25,6 +29,7 @@ from composable_fsdp.checkpoint.storage import reader_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.placed import like
+from composable_fsdp.runtime.parameter import alias_of
 
 __all__ = ["Restore", "read_objects"]
 
@@ -53,7 +58,7 @@ def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
 
 
 class Restore:
-    """What ``model`` and ``optimizer`` take from a checkpoint. Nothing changes before :meth:`run`.
+    """What ``model``, ``optimizer`` and ``averages`` take from a checkpoint. Nothing changes before :meth:`run`.
 
     Attributes:
         misfit: how the checkpoint differs from what is wanted.
@@ -62,10 +67,16 @@ class Restore:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, metadata: Metadata, objects: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        averages: ShardedEMA | None,
+        metadata: Metadata,
+        objects: Mapping[str, Any],
     ) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._averages = averages
         self._metadata = metadata
         self._saved = metadata.state_dict_metadata
         self._objects = objects
@@ -79,6 +90,8 @@ class Restore:
         self._match_model()
         if optimizer is not None:
             self._match_optimizer(optimizer)
+        if averages is not None:
+            self._match_averages(averages)
         self.wants_communication = bool(self._communication)
         self.fits_communication = self._matches_communication()
 
@@ -89,7 +102,20 @@ class Restore:
             folder: the checkpoint.
             communication: whether to load the state of codecs.
             show: whether to show a bar.
+
+        Raises:
+            CheckpointError: something cannot be read after all. The model is loaded in part then.
         """
+        try:
+            self._run(folder, communication, show)
+        except Exception as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise CheckpointError(
+                f"{folder} could not be loaded: {type(error).__name__}: {reason}. The model is loaded in part. In "
+                "checkpoints that have a manifest, verify=True finds damage before anything is loaded."
+            ) from error
+
+    def _run(self, folder: Path, communication: bool, show: bool) -> None:
         state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
         if communication:
             for name, each in self._communication.items():
@@ -97,11 +123,15 @@ class Restore:
                 each["rounds"] = self._objects[f"communication.{name}.rounds"]
         total = sum(part.nbytes for part in self._parts.values())
         with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as done:
-            planner = LoadPlanner(self._metadata, self._parts, done=done)
-            reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
+            with ExitStack() as memory:  # of their own for parts that cannot be written to, such as expanded buffers
+                blocks = {k: p.blocks(memory.enter_context(p.plain(write=True))) for k, p in self._parts.items()}
+                planner = LoadPlanner(self._metadata, blocks, done=done)
+                reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
             self._give_to_modules()
         if self._optimizer is not None:
             self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+        if self._averages is not None:
+            self._averages.steps = self._objects.get("averages.steps", self._averages.steps)
         if communication and self._communication:
             CommunicationState(self._model).load_state_dict(self._communication)
 
@@ -115,7 +145,7 @@ class Restore:
                 self.misfit.missing[entry.name] = "an object"
         for entries in tensors:
             entry = next((e for e in entries if f"model.{e.name}" in self._saved), entries[0])
-            if self._match_tensor(entry):
+            if self._match_tensor(f"model.{entry.name}", entry.name, entry.value):
                 value = entry.value
                 if id(value) not in registered:  # a hook made it for the state dict
                     self._by_module[entry.name] = value = value.detach().clone()
@@ -125,17 +155,29 @@ class Restore:
             if key.startswith("model.") and key not in known:
                 self.misfit.unexpected[key.removeprefix("model.")] = _described(saved)
 
-    def _match_tensor(self, entry: Entry) -> bool:
-        saved, wanted, misfit = self._saved.get(f"model.{entry.name}"), entry.value, self.misfit
+    def _match_averages(self, averages: ShardedEMA) -> None:
+        if "averages.steps" not in self._objects:
+            self.misfit.others.append("the checkpoint has no averages.")
+            return
+        prefix = "averages.values."
+        for entry in averages.entries():
+            if self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", entry.value):
+                self._parts[f"{prefix}{entry.name}"] = Part(entry.value, entry.sharding)
+        for key, saved in self._saved.items():
+            if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
+                self.misfit.unexpected[f"average of {key.removeprefix(prefix)}"] = _described(saved)
+
+    def _match_tensor(self, key: str, name: str, wanted: torch.Tensor) -> bool:
+        saved, misfit = self._saved.get(key), self.misfit
         if saved is None:
-            misfit.missing[entry.name] = tensor_text(wanted.dtype, wanted.shape)
+            misfit.missing[name] = tensor_text(wanted.dtype, wanted.shape)
         elif not isinstance(saved, TensorStorageMetadata):
-            misfit.shapes[entry.name] = differ("an object", tuple(wanted.shape))
+            misfit.shapes[name] = differ("an object", tuple(wanted.shape))
         elif saved.size != wanted.shape:
-            misfit.shapes[entry.name] = differ(tuple(saved.size), tuple(wanted.shape))
+            misfit.shapes[name] = differ(tuple(saved.size), tuple(wanted.shape))
         else:
             if saved.properties.dtype != wanted.dtype:
-                misfit.dtypes[entry.name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
+                misfit.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
             return True
         return False
 
@@ -149,11 +191,16 @@ class Restore:
             own, first = [member.name for member in members], len(self._members)
             self._members += members
             saved = by_names.get(frozenset(own))
-            if saved is None and saved_groups:
-                some = ", ".join(own[:3]) + (", …" if len(own) > 3 else "")
-                self.misfit.others.append(f"no param_group of the checkpoint has the parameters of group {i}: {some}")
-            settings = {k: v for k, v in (saved or group).items() if k not in ("params", "param_names")}
-            self._groups.append({**settings, "params": list(range(first, first + len(own)))})
+            self._groups.append(restored(group, saved or {}, range(first, first + len(own))))
+            if saved is not None:
+                self.misfit.others += lacking(optimizer, i, saved)
+            elif saved_groups:
+                self.misfit.others.append(
+                    f"no param_group of the checkpoint has the parameters of group {i}: {_some(own)}"
+                )
+        wanted = {frozenset(member.name for member in members) for members in groups}
+        for names in by_names.keys() - wanted:
+            self.misfit.unexpected[f"param_group of {_some(sorted(names))}"] = f"members: {len(names)}"
         known = {member.name for member in self._members}
         for name in states.keys() - known:
             self.misfit.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
@@ -175,8 +222,7 @@ class Restore:
             for key, full_key in states.get(member.name, {}).items():
                 saved = self._saved[full_key]
                 if isinstance(saved, TensorStorageMetadata):
-                    value = _memory_for(key, saved, member.parameter, existing.get(key))
-                    self._parts[full_key] = Part(value, member.sharding)
+                    value, self._parts[full_key] = _memory_for(key, saved, member, existing.get(key))
                 else:
                     value = self._objects[full_key]
                 state.setdefault(i, {})[key] = value
@@ -209,16 +255,29 @@ def _param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [groups[index] for index in sorted(groups)]
 
 
-def _memory_for(key: str, saved: TensorStorageMetadata, parameter: torch.Tensor, existing: object) -> torch.Tensor:
-    """A tensor for state: of the parameter's shape placed like it, others whole, and single numbers on the CPU."""
-    dtype, shape = saved.properties.dtype, saved.size
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+def _memory_for(key: str, saved: TensorStorageMetadata, member: Member, existing: object) -> tuple[torch.Tensor, Part]:
+    """A tensor for state, and what of the saved one goes there.
+
+    Of the parameter's shape it is placed like it, as a plain shard where the optimizer has that; others are whole, and
+    single numbers on the CPU.
+    """
+    dtype, shape, parameter = saved.properties.dtype, saved.size, member.parameter
     if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
-        return existing
+        return existing, Part(existing, member.sharding)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if shape == parameter.shape and (shape or key != "step"):
-        own = torch.empty_like(local, dtype=dtype, requires_grad=False)
-        return like(parameter, own) if isinstance(parameter, DTensor) else own
-    return torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
+        fits = has_shards_shape(existing, member) and existing.dtype == dtype
+        own = cast(torch.Tensor, existing) if fits else torch.empty_like(local, dtype=dtype, requires_grad=False)
+        if has_shards_shape(existing, member):
+            return own, Part(alias_of(cast(DTensor, parameter), own), member.sharding)
+        placed = like(parameter, own) if isinstance(parameter, DTensor) else own
+        return placed, Part(placed, member.sharding)
+    whole = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
+    return whole, Part(whole)
 
 
 def _described(saved: object) -> str:

@@ -73,7 +73,7 @@ def load_safetensors(
 
     Raises:
         CheckpointError: the same on all ranks: a file is missing or damaged, or the model does not fit, or ranks see
-            different files, or some did not come.
+            different files, or some did not come, or an earlier asynchronous save failed.
     """
     what = "load_safetensors"
     ranks = meet(what, timeout)

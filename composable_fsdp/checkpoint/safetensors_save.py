@@ -72,7 +72,7 @@ def save_safetensors(
     Raises:
         CheckpointError: the same on all ranks, and what was there before is untouched: tensors are on the meta device;
             or ranks have different ones of the same name, or not all of one; or they do not share the storage; or it is
-            full or fails; or some did not come.
+            full or fails; or some did not come; or an earlier asynchronous save failed.
         ConfigurationError: an argument makes no sense, or two tensors would have one name in the files.
     """
     what = "save_safetensors"

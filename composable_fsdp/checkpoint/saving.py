@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint.contents import contents_of
+from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.folder import Writing, complete
 from composable_fsdp.checkpoint.manifest import FileRecord, Manifest, TensorRecord, library_version
+from composable_fsdp.checkpoint.optimizer_offers import agreed, check_alike, offer_of
 from composable_fsdp.checkpoint.planners import SavePlanner, add_aliases
 from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.ranks import Ranks
@@ -25,6 +27,15 @@ from composable_fsdp.checkpoint.reports import dtype_name
 from composable_fsdp.checkpoint.storage import ChecksummingWriter
 
 __all__ = ["Saving"]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """By one rank."""
+
+    plan: SavePlan
+    aliases: Mapping[str, str]
+    alike: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -54,25 +65,33 @@ class Saving:
         self._metadata: Metadata | None = None
         self._writing: Writing | None = None
 
-    def plan(self, model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]) -> None:
+    def plan(
+        self, model: nn.Module, optimizer: Optimizer | None, averages: ShardedEMA | None, extra: Mapping[str, Any]
+    ) -> None:
         """Who writes what, and where to."""
 
-        def each() -> tuple[SavePlan, dict[str, str]]:
-            contents = contents_of(model, optimizer, extra, self._ranks.rank)
-            self._planner = SavePlanner(contents)
-            return self._planner.create_local_plan(), contents.aliases
+        what = f"saving to {self._path}"
+        of_all = self._ranks.exchange(
+            what, lambda: offer_of(model, optimizer), lambda offers: [agreed(offers)] * len(offers)
+        )
 
-        def central(all_of_them: list[tuple[SavePlan, dict[str, str]]]) -> Sequence[tuple[Path, Path, int, SavePlan]]:
-            plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in all_of_them])
-            for _, aliases in all_of_them:
-                self._aliases |= aliases
+        def each() -> _Planned:
+            contents = contents_of(model, optimizer, averages, extra, self._ranks.rank, of_all)
+            self._planner = SavePlanner(contents)
+            return _Planned(self._planner.create_local_plan(), contents.aliases, contents.alike)
+
+        def central(planned: list[_Planned]) -> Sequence[tuple[Path, Path, int, SavePlan]]:
+            check_alike([each.alike for each in planned])
+            plans, self._metadata = self._planner.create_global_plan([each.plan for each in planned])
+            for each in planned:
+                self._aliases |= each.aliases
             step = max(complete(self._path), default=-1) + 1 if self._asked is None else self._asked
             self._writing = writing = Writing(self._path, step)
             plans = ChecksummingWriter(writing.partial).prepare_global_plan(plans)
             return [(writing.final, writing.partial, step, plan) for plan in plans]
 
         with self._abandoned_on_failure():
-            reply = self._ranks.exchange(f"saving to {self._path}", each, central)
+            reply = self._ranks.exchange(what, each, central)
         self.final, self._partial, self.step, self._plan = reply
 
     def stage(self) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.loading import Loading
-from composable_fsdp.checkpoint.pending import PendingSave, finish_earlier
+from composable_fsdp.checkpoint.pending import PendingSave
 from composable_fsdp.checkpoint.progress import wants_progress
 from composable_fsdp.checkpoint.ranks import TIMEOUT, meet
 from composable_fsdp.checkpoint.saving import Saving
@@ -26,6 +27,7 @@ def save(
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     *,
+    averages: ShardedEMA | None = None,
     step: int | None = None,
     keep_last: int | None = None,
     asynchronous: bool = False,
@@ -36,7 +38,8 @@ def save(
 
     It is complete or not there: whenever processes are killed or the disk is full, the earlier ones can be loaded, and
     so can an earlier one of the same step until the new one is complete. Every rank writes what it holds, and of copies
-    one rank each: what differs between ranks must be a DTensor, or have another name on each. The format is that of
+    one rank each: what differs between ranks must be a DTensor, or have another name on each. Plain state of
+    an optimizer counts as a DTensor where it is every rank's shard of one. The format is that of
     ``torch.distributed.checkpoint``, whose ``load`` can read it too, with a manifest of checksums.
 
     Besides parameters, buffers, extra states of modules and the state of the optimizer, by parameter names, a
@@ -48,6 +51,7 @@ def save(
         optimizer: over parameters of ``model``.
         extra: what else training goes on from, such as the position in the data or the state of a scheduler: each
             rank's own. Of numbers, texts, lists, dicts and tensors, or ``load`` needs ``weights_only=False``.
+        averages: of ``model``, from :func:`~composable_fsdp.sharded_ema`.
         step: of the checkpoint; if left out ``extra["step"]`` where that is an int, else one more than the newest.
         keep_last: delete all but so many of the highest steps once this one is complete, which stays in any case.
         asynchronous: copy to host memory and write in a thread, so that only the copying holds up training. The next
@@ -60,7 +64,7 @@ def save(
 
     Raises:
         CheckpointError: it could not be written, or ranks are missing, or an earlier asynchronous save failed. The same
-            on all ranks.
+            on all ranks. Or ranks have different values of what is plain optimizer state for a DTensor.
         ConfigurationError: arguments that make no sense.
     """
     extra, show = dict(extra or {}), wants_progress(False if progress is None and asynchronous else progress)
@@ -71,9 +75,8 @@ def save(
     if step is not None and step < 0:
         raise ConfigurationError(f"step must not be negative, but is {step}.")
     ranks = meet(f"save({os.fspath(path)!r}, step={step})", timeout)
-    ranks.agree("the save before this one", finish_earlier)
     saving = Saving(ranks, Path(path), step, keep_last)
-    saving.plan(model, optimizer, extra)
+    saving.plan(model, optimizer, averages, extra)
     pending = PendingSave(saving.final, saving.step)
     if asynchronous:
         saving.stage()
@@ -88,6 +91,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    averages: ShardedEMA | None = None,
     strict: bool = True,
     verify: bool = True,
     restore_rng: bool = True,
@@ -98,8 +102,12 @@ def load(
     """Loads a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
 
     Each rank reads its part straight into its shards. The state of the optimizer is allocated as the checkpoint has it,
-    and goes through ``optimizer.load_state_dict``; an optimizer that never stepped needs no step first. Everything is
-    checked before anything is changed: if a file is damaged or does not fit, model and optimizer are what they were.
+    and goes through ``optimizer.load_state_dict``; an optimizer that never stepped needs no step first, unless it keeps
+    local shards as plain tensors, of which nothing else tells.
+
+    Everything is checked before anything is changed: if a file is damaged or does not fit, model and optimizer are what
+    they were. Only what no checksum was compared for, by ``verify=False`` or without a manifest, can turn out to be
+    damaged while it is read; the error says then that the model is loaded in part.
 
     Random number generators, and what codecs with error feedback keep, are about single ranks. They are restored on as
     many ranks as saved them; on others they are left as they are.
@@ -110,8 +118,10 @@ def load(
             there is nothing to verify then, which is logged.
         model: sharded or not.
         optimizer: over parameters of ``model``, which may be grouped in another order than when they were saved.
-        strict: refuse any difference between the checkpoint and what is to be loaded. Otherwise what is in both is
-            loaded, in the model's dtypes, and the differences are logged; another shape is refused all the same.
+        averages: to be filled too; of ``model``. Without them those of the checkpoint are left alone.
+        strict: refuse any difference between the checkpoint and what is to be loaded, also settings that the optimizer
+            has defaults for and the saved one, of another class perhaps, lacks. Otherwise what is in both is loaded,
+            in the model's dtypes, and the differences are logged; another shape is refused all the same.
         verify: compare checksums; otherwise only whether files are there, and their sizes. Each file is read by one
             of the ranks for that.
         restore_rng: restore the random number generators.
@@ -124,14 +134,14 @@ def load(
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, newer than this library, or of another model, or ranks
-            are missing. The same on all ranks. Names the file, or lists the differences.
+            are missing, or an earlier asynchronous save failed. The same on all ranks. Names the file, or lists the
+            differences.
     """
     show = wants_progress(progress)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
-    ranks.agree("the save before this load", finish_earlier)
     loading = Loading(ranks, Path(path), show=show)
     loading.check(contents=verify)
-    loading.prepare(model, optimizer, strict=strict, weights_only=weights_only)
+    loading.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
     loading.read()
     if restore_rng:
         loading.restore_random_state()

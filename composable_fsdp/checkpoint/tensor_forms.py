@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from composable_fsdp.broadcast import fill_
 from composable_fsdp.checkpoint.options import Form, Full, Local, Sharded
 from composable_fsdp.checkpoint.reports import Misfit, differ, dtype_name
 from composable_fsdp.placed import extent_of, gather
@@ -79,7 +80,7 @@ def part_for(
 @torch.no_grad()
 def fill(target: torch.Tensor, sharding: ParameterSharding | None, value: torch.Tensor, form: Form | None) -> None:
     """Copies to this rank's part of ``target`` what of ``value`` belongs there. Collective as :func:`part_for`."""
-    local_part(target).copy_(part_for(target, sharding, value.detach(), form))
+    fill_(local_part(target), part_for(target, sharding, value.detach(), form))
 
 
 def _kind(dtype: torch.dtype) -> str:

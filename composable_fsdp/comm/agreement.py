@@ -77,6 +77,8 @@ class Agreement:
         self._before: deque[str] = deque(maxlen=CONTEXT)
         self.number = 0
         """Operations begun so far."""
+        self.compared = 0
+        """How many of them were compared with those of the other ranks, which takes a message."""
 
     def begin(self, operation: str) -> None:
         """``operation`` is next; it says what travels, sizes included.
@@ -88,6 +90,7 @@ class Agreement:
         before = tuple(self._before)
         known = self.level is OrderCheck.OFF or self._successors.get(before) == operation
         if not known or self.level is OrderCheck.ALWAYS:
+            self.compared += 1
             own = crc32(operation.encode())
             if any(other != own for other in self._exchange(own)):
                 raise DivergenceError(order_text(self._tell(operation)))

@@ -16,7 +16,7 @@ from composable_fsdp.comm.shared.connect import connect, reconnect
 from composable_fsdp.comm.shared.engine import Engine
 from composable_fsdp.comm.watch import watch_of_job
 
-__all__ = ["communicator_over", "compare", "duplicate", "position", "reopen"]
+__all__ = ["communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
 # Neither knows the process group that it belongs to, so that it goes with it.
 _known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
@@ -60,6 +60,12 @@ def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
         known = _known.get(group)
         if isinstance(known, Line):
             known.compare(level)
+
+
+def compared(group: dist.ProcessGroup) -> int:
+    """Messages that ranks have exchanged over ``group``, since it last connected, only to compare what comes next."""
+    known = _known.get(group)
+    return known.compared if isinstance(known, Line) else 0
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

@@ -80,8 +80,8 @@ class Line:
 
     def _open(self) -> None:
         self._connection = next(self._numbers)
-        prefix = f"composable_fsdp/line/{self._name}/{self._connection}"
-        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self._place_name = f"{self._name}/{self._connection}"
+        store = dist.PrefixStore(f"composable_fsdp/line/{self._place_name}", dist.distributed_c10d._get_default_store())
         self.backend: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         self._agreement = Agreement(self._compare, self._tell, self._level)
         self._broken = ""
@@ -95,6 +95,11 @@ class Line:
     def position(self) -> str:
         """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
         return "broken" if self._broken else str(self._agreement.number)
+
+    @property
+    def compared(self) -> int:
+        """Operations before which ranks have compared what they are about to do."""
+        return self._agreement.compared
 
     def compare(self, level: OrderCheck) -> None:
         """How much is compared from now on. The same on every rank."""
@@ -111,7 +116,7 @@ class Line:
             raise PeerError(f"ranks {list(self.ranks)} cannot go on together, since {self._broken}")
         sizes = tuple(transfer.input.numel() * transfer.input.itemsize for transfer in transfers)
         self._label = label
-        place = Place(self.ranks, self._agreement.number + 1, label)
+        place = Place(self.ranks, self._agreement.number + 1, label, self._place_name)
         show(label)
         if trace.listeners:
             trace.emit(trace.Operation.COLLECTIVE, label, sum(sizes), position=self._position_of(place))
@@ -135,16 +140,23 @@ class Line:
         begin = time.monotonic()
         if self._watch is not None:
             self._watch.begin_wait(place, self._give_up)
+        done = False
         try:
             for work in works:
                 work.wait()
+            done = True
         except RuntimeError as error:
-            raise self._explained(place, error, time.monotonic() - begin) from error
+            raise self.explained(place, error, time.monotonic() - begin) from error
         finally:
             if self._watch is not None:
-                self._watch.end_wait()
+                self._watch.end_wait(done=done)
 
-    def _explained(self, place: Place, error: RuntimeError, seconds: float) -> FSDPError:
+    def launching(self, place: Place) -> Launching:
+        """A context for what tells gloo to begin ``place``, which may find that a rank has closed its connection."""
+        return Launching(self, place)
+
+    def explained(self, place: Place, error: RuntimeError, seconds: float) -> FSDPError:
+        """What to raise where gloo has failed after ``seconds`` of waiting. The line is of no use any more."""
         watch, found = self._watch, None
         if watch is not None:
             timed_out = seconds >= self._timeout.total_seconds()
@@ -186,8 +198,30 @@ class Line:
         return dict(zip(self.ranks, texts, strict=True))
 
     def _swap(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
-        works = exchange(self.backend, self.rank, [sent] * self.size, received, tag)
-        self.wait(Place(self.ranks, self._agreement.number, self._label), works)
+        place = Place(self.ranks, self._agreement.number, self._label, self._place_name)
+        with self.launching(place):
+            works = exchange(self.backend, self.rank, [sent] * self.size, received, tag)
+        self.wait(place, works)
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """While gloo is told to begin an operation; its errors become ours."""
+
+    line: Line
+    place: Place
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """
+        Raises:
+            PeerError: a rank failed, or is gone.
+            DivergenceError: a rank is about to do something else.
+        """
+        if isinstance(error, RuntimeError):
+            raise self.line.explained(self.place, error, 0.0) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +285,14 @@ class GlooCommunicator:
         backend, rank = self._line.backend, self.rank
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for output, shard in transfers:
-            if shard.nbytes < _DIRECT_PART_BYTES:
-                works.append(backend._allgather_base(output, shard))
-                continue
-            places = output.view(-1, shard.numel()).unbind(0)
-            works += exchange(backend, rank, [shard] * len(places), places, _DATA)
-            own.append((places[rank], shard))
+        with self._line.launching(place):
+            for output, shard in transfers:
+                if shard.nbytes < _DIRECT_PART_BYTES:
+                    works.append(backend._allgather_base(output, shard))
+                    continue
+                places = output.view(-1, shard.numel()).unbind(0)
+                works += exchange(backend, rank, [shard] * len(places), places, _DATA)
+                own.append((places[rank], shard))
 
         def finish() -> None:
             for place, shard in own:
@@ -278,7 +313,8 @@ class GlooCommunicator:
             rows = [full.view(size, -1) for _, full in alike]
             sent = rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
             received = torch.empty_like(sent)
-            works.append(_all_to_all(backend, received.view(-1), sent.view(-1)))
+            with self._line.launching(place):
+                works.append(_all_to_all(backend, received.view(-1), sent.view(-1)))
             columns = torch.split_with_sizes(received, [row.size(1) for row in rows], dim=1)
             sums += [(output, column.unbind(0)) for (output, _), column in zip(alike, columns, strict=True)]
         for output, full in transfers:
@@ -287,7 +323,8 @@ class GlooCommunicator:
             parts = list(full.view(size, -1).unbind(0))
             summands = list(full.new_empty(size - 1, output.numel()).unbind(0))
             summands.insert(rank, parts[rank])
-            works += exchange(backend, rank, parts, summands, _DATA)
+            with self._line.launching(place):
+                works += exchange(backend, rank, parts, summands, _DATA)
             sums.append((output, summands))
 
         def finish() -> None:
@@ -298,13 +335,15 @@ class GlooCommunicator:
 
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
         place = self._line.begin(label, transfers)
-        works = [_all_to_all(self._line.backend, output, full) for output, full in transfers]
+        with self._line.launching(place):
+            works = [_all_to_all(self._line.backend, output, full) for output, full in transfers]
         return Arrival(self._line, place, works)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
         _check_sum(op)
         place = self._line.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
-        works = [self._line.backend.allreduce([tensor]) for tensor in tensors]
+        with self._line.launching(place):
+            works = [self._line.backend.allreduce([tensor]) for tensor in tensors]
         return Arrival(self._line, place, cast(list[Work], works))
 
 

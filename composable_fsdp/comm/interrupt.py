@@ -20,7 +20,7 @@ _NOBODY = -1
 
 
 def listen() -> None:
-    """From now on :func:`has_come` knows, if this is the main thread."""
+    """From now on :func:`has_come` knows, if this is the main thread. What came before was seen to."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -28,6 +28,8 @@ def listen() -> None:
     other = signal.set_wakeup_fd(_writer, warn_on_full_buffer=False)
     if other not in (_NOBODY, _writer):
         signal.set_wakeup_fd(other)
+    else:
+        has_come()
 
 
 def stop_listening() -> None:

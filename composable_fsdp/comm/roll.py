@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -17,11 +17,12 @@ __all__ = ["Place", "Report", "judge", "order_text", "ranks_text", "roll_text"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An operation: its number among those of ``ranks`` that talk to each other, and what it is."""
+    """An operation: its number among those of ``ranks`` over one ``line`` between them, and what it is."""
 
     ranks: tuple[int, ...]
     number: int
     label: str
+    line: str = ""
 
     def __str__(self) -> str:
         return f"{self.label} (operation {self.number} of ranks {list(self.ranks)})"
@@ -60,7 +61,7 @@ class Report:
         values = json.loads(text)
         for name in ("waiting", "last"):
             place = values[name]
-            values[name] = None if place is None else Place(tuple(place["ranks"]), place["number"], place["label"])
+            values[name] = None if place is None else Place(**place | {"ranks": tuple(place["ranks"])})
         return Report(**values)
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_ou
         return PeerError(f"{own} cannot be done: {failed[0]}.{roll_text(others)}")
     for report in reports.values():
         other = report.waiting
-        same = other is not None and other.ranks == own.ranks and other.number == own.number
+        same = other is not None and replace(other, label=own.label) == own
         if other is not None and same and other.label != own.label:
             places = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
             return DivergenceError(order_text(places))

@@ -23,14 +23,15 @@ def show(label: str) -> None:
     if kind == "all-gather":
         group._allgather_base(element, element).wait()
     elif kind == "reduce-scatter":
-        group._reduce_scatter_base(element, element).wait()
+        group._reduce_scatter_base(element, element, dist.ReduceScatterOptions()).wait()
     elif kind == "all-reduce":
         group.allreduce([element]).wait()
 
 
 @functools.cache
 def _one_rank() -> dist.ProcessGroup:
-    group = dist.ProcessGroup(0, 1)
-    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group

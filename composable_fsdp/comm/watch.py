@@ -9,6 +9,7 @@ seconds, whatever the timeout of the process group, and by name.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -16,22 +17,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet  # until Python 3.11 another one than the built-in
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 import torch.distributed as dist
 
 from composable_fsdp import trace
 from composable_fsdp.comm import interrupt
+from composable_fsdp.comm.passes import RunningPass, said_of
 from composable_fsdp.comm.roll import Place, Report, judge, ranks_text
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Watch", "is_in_backward", "known_watch", "watch_of_job"]
+__all__ = ["PATIENCE", "Watch", "known_watch", "watch_of_job"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank asks where the others are."""
@@ -42,6 +43,11 @@ _ANSWER_SECONDS = 1.5
 """In which every rank whose threads run has answered."""
 _STORE_SECONDS = _ANSWER_SECONDS + 1.0
 """For which the thread that trains waits for the one that asks the store, which may not answer any more."""
+
+_STORE_FAILURES = 3
+"""In a row: then the store is gone, with the rank or the launcher that has it."""
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -55,11 +61,17 @@ class _Here:
     last: Place | None = None
     steps: int = 0
     failure: str = ""
-    left: bool = False
+    has_left: bool = False
+    """Whether its program has come to its end."""
     verdict: FSDPError | None = None
-    backward: tuple[int, str] | None = None
-    """The number of the backward that is under way, and how far it is."""
+    passes: dict[RunningPass, None] = field(default_factory=dict)
+    """Under way."""
     interrupt: Callable[[str], None] | None = None
+
+    @property
+    def left(self) -> str:
+        """What is told of a pass that nobody runs any more, if there is one."""
+        return next(filter(None, (each.left for each in list(self.passes))), "")
 
 
 class Watch:
@@ -82,8 +94,7 @@ class Watch:
         """For the thread; ``None`` ends it."""
         self._answered = 0
         self._meetings: dict[tuple[int, ...], int] = {}
-        self._left_backward: tuple[int, str] | None = None
-        """Of which fault listeners know."""
+        self._due = 0.0
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
         _all.add(self)
@@ -97,19 +108,46 @@ class Watch:
         if end is not None:
             interrupt.listen()
 
-    def end_wait(self) -> None:
+    def end_wait(self, *, done: bool) -> None:
         here = self.here
         if here.interrupt is not None:
             interrupt.stop_listening()
-        here.last, here.waiting, here.interrupt = here.waiting, None, None
+        here.last = here.waiting if done else here.last
+        here.waiting = here.interrupt = None
 
-    def reach_in_backward(self, unit: str) -> None:
-        """A backward has come to ``unit``."""
-        self.here.backward = (self.here.steps, unit)
+    def begin_pass(self, begun: RunningPass) -> None:
+        """What failed before is over, if it is a forward."""
+        here = self.here
+        if begun.kind == "forward" and (here.failure or here.verdict or here.passes):
+            self.go_on()
+        here.passes[begun] = None
 
-    def end_backward(self) -> None:
-        self.here.backward = None
-        self.here.steps += 1
+    def end_pass(self, ended: RunningPass | None, steps: int = 0) -> None:
+        """By its end, or by what :meth:`fail` tells of. ``steps``: backwards that its root has completed now."""
+        if ended is not None:
+            self.here.passes.pop(ended, None)
+            self.here.steps = steps or self.here.steps
+
+    def fail(self, failure: str) -> None:
+        """A pass of this rank ended so. Others are told at once, if they look."""
+        if not self.here.failure:
+            self.here.failure = failure
+            self._tell()
+
+    def go_on(self) -> None:
+        """What failed before is over."""
+        here = self.here
+        left = [each for each in here.passes if each.left]
+        if here.failure or here.verdict or left:
+            here.failure, here.verdict = "", None
+            for each in left:
+                del here.passes[each]
+            self._tell()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's last pass ended before its end, here or because of another rank."""
+        return bool(self.here.failure or self.here.verdict or self.here.left)
 
     def find(self, place: Place, lost: str, *, timed_out: bool) -> FSDPError | None:
         """Why the wait for ``place`` has just failed, the transport having said ``lost``. The others are told."""
@@ -122,25 +160,6 @@ class Watch:
         if verdict is not None and self.here.verdict is None:
             self.here.verdict = verdict
             self._tell()
-
-    def fail(self, error: BaseException, where: str) -> None:
-        """A pass of this rank ended in ``error``. Others are told at once, if they look."""
-        if not self.here.failure:
-            self.here.failure = f"raised {type(error).__name__}: {_first_line(error)} in {where}"
-            self._tell()
-
-    def go_on(self) -> None:
-        """This rank begins a new pass: what failed before is over."""
-        here = self.here
-        if here.failure or here.verdict or here.backward is not None:
-            here.failure, here.verdict, here.backward = "", None, None
-            self._tell()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank's last pass ended before its end, here or because of another rank."""
-        here = self.here
-        return bool(here.failure or here.verdict or _left_backward(here.backward))
 
     def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> list[str]:
         """Waits until all of ``ranks`` have come to their next meeting, and gives what each brought, ``own`` here.
@@ -168,10 +187,10 @@ class Watch:
 
     def report(self) -> Report:
         here, waiting = self.here, self.here.waiting
-        failure = here.failure or _left_backward(here.backward)
+        failure = here.failure or here.left
         seconds = time.monotonic() - here.since if waiting is not None else 0.0
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
-        return Report(self.rank, here.steps, waiting, seconds, here.last, failure, here.left, verdict, diverged)
+        return Report(self.rank, here.steps, waiting, seconds, here.last, failure, here.has_left, verdict, diverged)
 
     def call_roll(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Report]:
         """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come."""
@@ -244,7 +263,7 @@ class Watch:
         future = self._request(call)
         end = time.monotonic() + _STORE_SECONDS
         while not future.done() and self._thread.is_alive() and time.monotonic() < end:
-            with suppress(TimeoutError):
+            with suppress(NotYet):
                 return future.result(0.1)
         if not future.done():
             future.cancel()
@@ -252,20 +271,32 @@ class Watch:
         return future.result()
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the store is gone, so there is nobody to tell
-            due = 0.0
-            while True:
-                with suppress(Empty):
-                    request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
-                    if request is None:
-                        return
-                    request()
-                if time.monotonic() >= due:
-                    self._look_out()
-                    self._answer()
-                    if trace.fault_listeners:
-                        self._look_back()
-                    due = time.monotonic() + self._period
+        failures: int | None = 0
+        while failures is not None and failures < _STORE_FAILURES:
+            failures = self._turn(failures)
+
+    def _turn(self, failures: int) -> int | None:
+        """Does what is asked for next, and what is due.
+
+        Returns:
+            How often the store has failed now without a success in between, or ``None`` at the end.
+        """
+        try:
+            with suppress(Empty):
+                request = self._requests.get(timeout=max(0.0, self._due - time.monotonic()))
+                if request is None:
+                    return None
+                request()
+            if time.monotonic() >= self._due:
+                self._due = time.monotonic() + self._period
+                self._look_out()
+                self._answer()
+                if trace.fault_listeners:
+                    self._look_back()
+        except RuntimeError as error:
+            logger.debug("rank %d: the store of the job: %s", self.rank, error)
+            return failures + 1
+        return 0
 
     def _answer(self) -> None:
         called = int(self._store.add("call", 0))
@@ -285,21 +316,21 @@ class Watch:
             error = self.look(place)
             if error is not None and here.waiting is place:
                 self.give_up(error)
-                end(_first_line(error))
+                end(str(error).split("\n", 1)[0])
 
     def _look_back(self) -> None:
-        """Tells of a backward that was left by an exception of this rank, which nobody has told of."""
-        backward = self.here.backward
-        if self.here.verdict is None and backward is not self._left_backward and (left := _left_backward(backward)):
-            self._left_backward = backward
-            trace.tell_fault(None, left)
+        """Tells of passes that were left by an exception of this rank, which nobody has told of."""
+        for each in list(self.here.passes):
+            if not each.is_told and self.here.verdict is None and (left := each.left):
+                each.is_told = True
+                trace.tell_fault(None, left)
 
     def leave(self) -> None:
         """The program has come to its end."""
         if not self.here.failure:
-            self.here.failure, self.here.left = _ending(self.here.backward), True
+            self.here.failure, self.here.has_left = _ending(list(self.here.passes)), True
         told = self._tell()
-        with suppress(RuntimeError, TimeoutError):
+        with suppress(RuntimeError, NotYet):
             told.result(_STORE_SECONDS if self._thread.is_alive() else 0.0)
         self.stop()
 
@@ -312,40 +343,13 @@ class Watch:
         self._thread.join(max(0.0, seconds))
 
 
-def _ending(backward: tuple[int, str] | None) -> str:
+def _ending(passes: Sequence[RunningPass]) -> str:
     """How the program ends: the interpreter keeps the exception that ended it."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return "has come to the end of its program"
-    where = f" in the backward of {backward[1]}" if backward is not None else ""
-    return f"raised {type(error).__name__}: {_first_line(error)}{where}, which ended its program"
-
-
-def _left_backward(backward: tuple[int, str] | None) -> str:
-    """What is told of a backward that nobody runs any more. Autograd does not tell that one was left by an exception.
-    Any thread counts: hooks run in one of autograd's own on accelerators, while another one waits.
-    """
-    if backward is None or any(map(_runs_backward, sys._current_frames().values())):
-        return ""
-    return f"raised in the backward of {backward[1]}"
-
-
-def is_in_backward(thread: int | None) -> bool:
-    """Whether the Python thread of this number has called autograd, and not come back."""
-    return thread is not None and _runs_backward(sys._current_frames().get(thread))
-
-
-def _runs_backward(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not _RUN_BACKWARD:
-        frame = frame.f_back
-    return frame is not None
-
-
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+    where = f" in the {passes[-1].kind} of {passes[-1].unit}" if passes else ""
+    return f"raised {said_of(error)}{where}, which ended its program"
 
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()

@@ -45,10 +45,10 @@ class Box(NamedTuple):
 
     def pieces(self, shape: tuple[int, ...], limit: int) -> Iterator[Box]:
         """The box cut into boxes of which each spans at most ``limit`` elements of the whole of ``shape``, from its
-        first to its last in memory, or is one element. In the order of memory.
+        first to its last in memory, or is one element. In the order of memory. One box stays if it has no elements.
         """
         dim = next((d for d, size in enumerate(self.sizes) if size > 1), None)
-        if dim is None:
+        if dim is None or 0 in self.sizes:
             yield self
             return
         stride = prod(shape[dim + 1 :])

@@ -15,6 +15,7 @@ from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.parameter import find_taken, find_unsharded
 from composable_fsdp.runtime.recovery import set_order_check
 from composable_fsdp.runtime.steps import note_optimizer_step
+from composable_fsdp.runtime.strangers import warn_of_strangers
 from composable_fsdp.runtime.unit import Unit, find_unit
 
 __all__ = ["ROOT_NAME", "assemble", "iteration_of", "name_units", "watch_optimizers"]
@@ -36,6 +37,7 @@ def assemble(root: Unit) -> Iteration:
     A module that ran on its own before its parent did hands its units over to the parent's root.
     """
     watch_optimizers()
+    warn_of_strangers(root)
     units = _units_by_name(root)
     iteration = Iteration(root, units, Lanes(root.group.axes.device))
     set_order_check(units.values(), root.order_check)  # what an earlier model chose for the same process groups is over
@@ -88,7 +90,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
         raise ConfigurationError(
             f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(parameters)} "
             f"parameters have been replaced by sharded ones, such as {stale[0]}, so that its step would change "
-            "nothing. Build the optimizer after the last fully_shard call."
+            "nothing. Build the optimizer after the last fully_shard call, or give this one the sharded parameters: "
+            "composable_fsdp.rekey_optimizer(optimizer, model)."
         )
     unsharded = find_unsharded(parameters)
     if unsharded is not None:

@@ -22,7 +22,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-__all__ = ["OutsideGraphs", "calling_frame", "mark_managed", "module_call_frame"]
+__all__ = ["OutsideGraphs", "calling_frame", "frame_of_call", "mark_managed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,9 +66,9 @@ def mark_managed(modules: Iterable[nn.Module]) -> None:
         marked._fsdp_use_orig_params = True
 
 
-def calling_frame() -> FrameType:
+def calling_frame(depth: int = 2) -> FrameType:
     """The frame that called the hook that calls this, without those that :class:`OutsideGraphs` puts in between."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(depth)
     while frame.f_back is not None and (
         frame.f_code is OutsideGraphs.__call__.__code__ or "_dynamo" in frame.f_code.co_filename
     ):
@@ -76,10 +76,14 @@ def calling_frame() -> FrameType:
     return frame
 
 
-def module_call_frame() -> FrameType:
-    """The innermost frame that runs a module's call, whatever lies between: of a hook, that of the hook's module."""
-    here = sys._getframe(1)
-    frame: FrameType | None = here
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+def frame_of_call(module: nn.Module) -> FrameType:
+    """The frame that runs the call of ``module`` for which a hook was called, maybe through functions of others.
+
+    Where ``module`` is not being called, that of the function that called the hook, as it calls a method in its place.
+    """
+    caller = frame = calling_frame(3)
+    while frame.f_back is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
+            return frame
         frame = frame.f_back
-    return frame or here
+    return caller

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.call import Call
-from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame, module_call_frame
+from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame, frame_of_call
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
 from composable_fsdp.runtime.parameter import alias_of, local_part
 from composable_fsdp.runtime.tensors import shard_of
@@ -161,7 +161,7 @@ class _ModuleHooks:
     def pre_forward_through_others(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        self.begin(module_call_frame())
+        self.begin(frame_of_call(module))
         return self.take_inputs(args, kwargs)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -19,28 +19,30 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
 from composable_fsdp.comm.agreement import OrderCheck
+from composable_fsdp.comm.passes import RunningPass, is_in_backward
 from composable_fsdp.comm.protocol import AliasingCommunicator
-from composable_fsdp.comm.watch import is_in_backward, watch_of_job
+from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
 from composable_fsdp.labels import labelled
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
-from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, reduce_together
-from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.inflight import InFlight
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
-from composable_fsdp.runtime.recovery import has_failed, meet, reconnect
-from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
-from composable_fsdp.runtime.steps import optimizer_steps
+from composable_fsdp.runtime.recovery import Meeting, has_failed, meet, reconnect
+from composable_fsdp.runtime.schedule import ForwardRecord
+from composable_fsdp.runtime.settings import check_settings
+from composable_fsdp.runtime.steps import sharded_steps
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
+from composable_fsdp.runtime.unsharding import Unsharding
 
 __all__ = ["Iteration"]
 
@@ -76,7 +78,6 @@ class Iteration:
         self.is_last_backward = True
         self.post_optimizer_event: Any = None
         """Recorded by the user after the optimizer's step: the first all-gather of the next forward waits for it."""
-        self._scheduler = PrefetchScheduler()
         self._pass = Pass.IDLE
         self._around_backward = Pass.IDLE
         self._outermost: Unit | None = None
@@ -84,9 +85,13 @@ class Iteration:
         self._backwards = 0
         self._graph_task = -1
         """Autograd's number for the backward that is under way."""
-        self._seen_steps = optimizer_steps()
-        """As of the last forward: parameters kept unsharded since before a step are stale."""
+        self._completed = 0
+        """Backwards."""
+        self._steps_when_met = sharded_steps()
+        """As of when ranks last met after a pass that failed."""
         self._watch = watch_of_job()
+        self._forward: RunningPass | None = None
+        self._backward: RunningPass | None = None
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
         """Which began the pass that is under way."""
@@ -97,6 +102,7 @@ class Iteration:
         self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Over which ranks may have shards or full parameters in common memory."""
         self._company = Company(root, units)
+        self._unsharding = Unsharding(root, units, lanes, self._company)
         self._unseen: list[Call] = []
         self._grad_mode = True
         """Of the outermost module's forward."""
@@ -159,10 +165,7 @@ class Iteration:
     def abort_forward(self, unit: Unit, error: BaseException | None) -> None:
         """``unit``'s forward raised: it is sharded again, and once the outermost one's has, everything is."""
         if error is not None:
-            where = f"the {self._pass.value} of {unit.name}"
-            if self._watch is not None:
-                self._watch.fail(error, where)
-            trace.tell_fault(error, where)
+            self._note(error, unit)
         if self._pass is Pass.BACKWARD:
             return
         unit.round = None
@@ -171,6 +174,20 @@ class Iteration:
                 self._back_to_idle()
             else:
                 unit.group.reshard()
+
+    def _note(self, error: BaseException, unit: Unit) -> None:
+        """``error`` came out of ``unit``. Out of the outermost one it ends the forward; until then it may be caught."""
+        in_backward = self._pass is Pass.BACKWARD
+        running = self._backward if in_backward else self._forward
+        if running is None or isinstance(error, _StopRecomputationError):
+            return  # refused before it began, or a checkpoint has recomputed what it needs
+        running.note(error, unit.name)
+        if not in_backward and unit is not self._outermost:
+            return
+        if self._watch is not None and not in_backward:
+            self._watch.fail(running.failure)
+        running.is_told = True
+        trace.tell_fault(error, f"the {running.kind} of {running.raised_in}")
 
     def pre_backward(self, call: Call) -> None:
         """A gradient reached an output of ``call``."""
@@ -182,8 +199,8 @@ class Iteration:
     @labelled("pre_backward", lambda _, call: call.unit.name)
     def _enter_backward(self, call: Call) -> None:
         unit = call.unit
-        if self._watch is not None and unit is not self.root:
-            self._watch.reach_in_backward(unit.name)
+        if self._backward is not None and unit is not self.root:
+            self._backward.unit = unit.name
         call.entered = self._backwards
         call.open()
         if unit.change_check is not None and call.round.seen is not None:
@@ -251,9 +268,12 @@ class Iteration:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, unit, threading.current_thread()
+        self._end_running()
+        self._forward = RunningPass("forward", unit.name, unit.calls_under_way[-1].caller)
         if self._watch is not None:
-            self._watch.go_on()
+            self._watch.begin_pass(self._forward)
         if not self._are_alike:
+            check_settings(self.root, self.units.values())
             check_models(self.root, self.units)
             self._are_alike = True
         if self.post_optimizer_event is not None:
@@ -262,17 +282,7 @@ class Iteration:
         self._record = ForwardRecord()
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
-        self._scheduler.begin_forward()
-        self._company.expect(self._scheduler.expected)
-        steps = optimizer_steps()
-        stepped, self._seen_steps = self._seen_steps != steps, steps
-        for kept in self.units.values():
-            if kept.kept_version is None:
-                continue
-            # A fresh one stays watched: this forward may leave it out, and an optimizer step before the next.
-            if (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version:
-                kept.group.reshard()
-                kept.kept_version = None
+        self._unsharding.begin_forward(each_alone=self._in_step is not None)
 
     def _unshard_in_forward(self, unit: Unit) -> None:
         if self._in_step is not None:
@@ -286,10 +296,8 @@ class Iteration:
         self._reshard_after_forward(unit)
 
     def gather_in_forward(self, unit: Unit) -> None:
-        """Brings ``unit`` into memory, and those on their way that come after it."""
-        names = self._scheduler.forward(unit.name) if unit.group.parameters else ()
-        ahead = unit.forward_prefetch
-        self._unshard(unit, [self.units[name] for name in names] if ahead is None else ahead)
+        """Brings ``unit`` into memory, as the hook before forward does."""
+        self._unsharding.in_forward(unit)
 
     @property
     def _leads_to_backward(self) -> bool:
@@ -300,83 +308,14 @@ class Iteration:
     def _unshard_for_recomputation(self, unit: Unit) -> None:
         if self._in_step is not None:
             self._in_step.check_recomputed(unit)
-        self._unshard(unit, ())
-
-    def _unshard(self, unit: Unit, ahead: Iterable[Unit]) -> None:
-        """Brings ``unit`` into memory, and those of ``ahead`` on their way.
-
-        They are launched before what is needed now arrives, unless that was on its way already: what arrives is in
-        memory twice for a moment, as a message and in its place, and need not meet the next message there.
-        """
-        needed = (unit, *unit.lenders)
-        was_ahead = all(each.group.parameter_state is not ParameterState.SHARDED for each in needed)
-        for each in needed:
-            self._launch_gather(each)
-        if not was_ahead:
-            self._unshard_ahead(ahead)
-        for each in needed:
-            each.group.wait()
-        if was_ahead:
-            self._unshard_ahead(ahead)
-
-    def _unshard_ahead(self, ahead: Iterable[Unit]) -> None:
-        for unit in ahead:
-            if self._fits(unit):
-                self._launch_gather(unit)
-
-    def _launch_gather(self, unit: Unit) -> None:
-        """Gathers ``unit``, along with those of its company to which this pass comes after it."""
-        if unit.group.is_coming:
-            return
-        if self._in_step is not None:
-            unit.group.unshard(self.lanes)
-            return
-        in_backward = self._pass is Pass.BACKWARD
-        groups = [each.group for each in self._company.gathered_with(unit, in_backward=in_backward)]
-        direction = "backward" if in_backward else "forward"
-        unshard_together(groups, self.lanes, f"all-gather of {self._company.name_of(unit)} in {direction}")
-
-    def _fits(self, unit: Unit) -> bool:
-        """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
-        limit = self.root.max_unsharded_bytes
-        if limit is None:
-            return True
-        held = (u for u in self.units.values() if u.group.parameter_state is not ParameterState.SHARDED)
-        return sum(u.group.plan.unsharded_bytes for u in {*held, unit}) <= limit
+        self._unsharding.for_recomputation(unit)
 
     def gather_in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None:
-        """Brings ``unit``, which ended its forward at ``position``, into memory, and on their way those before it."""
-        ahead = unit.backward_prefetch
-        if ahead is None:
-            names = self._scheduler.backward(record, position)
-            ahead = [self.units[name] for name in names if name in self.units]
-        self._unshard(unit, (u for u in ahead if u.unshard_in_backward))
+        """Brings ``unit``, which ended its forward at ``position``, into memory, as the hook before backward does."""
+        self._unsharding.in_backward(unit, record, position)
 
     def _reshard_after_forward(self, unit: Unit) -> None:
-        for done in (unit, *unit.lenders):
-            if not done.is_running and not done.is_lent:
-                self._reshard_as_chosen(done)
-
-    def _reshard_as_chosen(self, unit: Unit) -> None:
-        kind = unit.reshard.kind
-        if kind is ReshardKind.AUTO:
-            keep = (unit is self.root or self._comes_back_at_once(unit)) and self._leads_to_backward
-            kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
-        if kind is ReshardKind.NEVER:
-            unit.note_kept()
-        elif kind is ReshardKind.SMALLER and self._leads_to_backward:
-            unit.note_kept()
-            unit.group.shrink(unit.reshard.mesh_size)
-        else:
-            unit.group.reshard()
-
-    def _comes_back_at_once(self, unit: Unit) -> bool:
-        """Whether backward begins with ``unit``, on a device that would have nothing to do while it is gathered anew.
-
-        Where the host waits, it is freed like the others: the peak of memory often comes with the loss.
-        """
-        expected = self._scheduler.expected
-        return not self.lanes.block_the_host and bool(expected) and expected[-1] == unit.name
+        self._unsharding.after_forward(unit, leads_to_backward=self._leads_to_backward)
 
     def _end_forward_if_outermost(self, unit: Unit) -> None:
         if unit is not self._outermost:
@@ -384,15 +323,14 @@ class Iteration:
         if self._in_step is not None:
             self._in_step.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
+        self._end_running()
         if unit is self.root and self.root.order_check is not OrderCheck.OFF:
             self._order.compare(self._record.ended)
-        self._scheduler.end_forward()
         for other in self.units.values():
             if other.round is not None:  # some modules of its list did not run
                 other.round = None
                 self._reshard_after_forward(other)
-            if other.group.parameter_state is ParameterState.UNSHARDING:
-                other.group.reshard()  # prefetched for a call that did not come
+        self._unsharding.end_forward()
         _wait_for(self._leave_shards("end of forward"))
 
     def _begin_backward(self) -> None:
@@ -400,8 +338,9 @@ class Iteration:
         self._thread = threading.current_thread()
         self._backwards += 1
         self._graph_task = torch._C._current_graph_task_id()
+        self._backward = RunningPass("backward", self.root.name, None)
         if self._watch is not None:
-            self._watch.reach_in_backward(self.root.name)
+            self._watch.begin_pass(self._backward)
         chosen = (unit.reductions_in_flight for unit in self.units.values())
         usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
         self._in_flight.limit = max(filter(None, chosen), default=usual)
@@ -433,8 +372,10 @@ class Iteration:
                 if unit.client_post_backward is not None:
                     unit.client_post_backward(_nothing)  # only now it finds the reduced gradients
         _wait_for(leaving)
+        self._completed += 1
         if self._watch is not None:
-            self._watch.end_backward()
+            self._watch.end_pass(self._backward, self._completed)
+        self._backward = None
         self._pass, self._around_backward = self._around_backward, Pass.IDLE
 
     def _leave_shards(self, occasion: str) -> list[Work]:
@@ -494,16 +435,27 @@ class Iteration:
 
         After a pass that failed, on this rank or another, all ranks must come here. Where they were not at the same
         place, what is in flight is not waited for, and they connect to each other anew.
+
+        Raises:
+            PeerError: some ranks did not come, or cannot be reached any more.
+            DivergenceError: some took an optimizer step in between and others did not. It comes last: once they all
+                have the same parameters, they can go on.
         """
-        if has_failed(self.units.values()) and not meet(self.units.values()):
+        units = self.units.values()
+        meeting = Meeting()
+        if has_failed(units):
+            meeting = meet(units, sharded_steps() - self._steps_when_met)
+            self._steps_when_met = sharded_steps()
+        if not meeting.is_together:
             self._in_flight.abandon()
-            for unit in self.units.values():
+            for unit in units:
                 unit.group.abandon()
-            reconnect(self.units.values())
+            reconnect(units)
         self.drain()
-        for unit in self.units.values():
+        for unit in units:
             unit.group.gradients.drop()
         self._back_to_idle()
+        meeting.check_steps()
 
     def _back_to_idle(self) -> None:
         for unit in self.units.values():
@@ -513,12 +465,24 @@ class Iteration:
         self._company.forget_settled()
         if self._in_step is not None:
             self._in_step.forget_backward()
+        self._end_running()
         self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
 
+    def _end_running(self) -> None:
+        """No pass is under way."""
+        if self._watch is not None:
+            self._watch.end_pass(self._forward)
+            self._watch.end_pass(self._backward)
+        self._forward = self._backward = None
+
+    def was_reached(self, unit: Unit) -> bool:
+        """Whether the last backward came to ``unit`` through an output that its hooks saw."""
+        return unit.entered_backward == self._backwards
+
     def _was_seen(self, unit: Unit) -> bool:
-        """Whether this backward came to ``unit`` through an output that its hooks saw, or need not have."""
+        """The same of this backward; or it need not have."""
         return (
-            unit.entered_backward == self._backwards
+            self.was_reached(unit)
             or not unit.unshard_in_backward
             or unit.group.parameter_state is ParameterState.UNSHARDED
         )

@@ -6,7 +6,8 @@ here long before the others have found out that something failed. Where all fail
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,42 @@ import torch.distributed as dist
 from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.choose import compare, position, reopen
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
+from composable_fsdp.comm.roll import ranks_text
 from composable_fsdp.comm.watch import watch_of_job
+from composable_fsdp.errors import DivergenceError
 from composable_fsdp.runtime.unit import Unit
 
-__all__ = ["has_failed", "meet", "reconnect", "set_order_check"]
+__all__ = ["Meeting", "has_failed", "meet", "reconnect", "set_order_check"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What ranks found out when they met.
+
+    Args:
+        is_together: whether they are at the same place, so that what is in flight will come to its end. Otherwise
+            :func:`reconnect`.
+        steps: by rank, the optimizer steps that it took since the meeting before.
+    """
+
+    is_together: bool = True
+    steps: Mapping[int, int] = field(default_factory=dict)
+
+    def check_steps(self) -> None:
+        """
+        Raises:
+            DivergenceError: some ranks took a step that others did not, so their shards are of different steps.
+        """
+        most = max(self.steps.values(), default=0)
+        behind = [rank for rank, steps in self.steps.items() if steps < most]
+        if behind:
+            ahead = [rank for rank, steps in self.steps.items() if steps == most]
+            raise DivergenceError(
+                f"{ranks_text(ahead)} took an optimizer step after a backward that failed on {ranks_text(behind)}, so "
+                "that shards are of different steps. Load a checkpoint on all ranks. To have steps taken by all or "
+                "none, let ranks meet between backward and the optimizer's step, as composable_fsdp.find_nonfinite("
+                "model) does: it raises where another rank failed."
+            )
 
 
 def has_failed(units: Iterable[Unit]) -> bool:
@@ -26,24 +59,26 @@ def has_failed(units: Iterable[Unit]) -> bool:
     return watch is not None and (watch.has_failed or any(position(group) == "broken" for group in _groups(units)))
 
 
-def meet(units: Iterable[Unit]) -> bool:
+def meet(units: Iterable[Unit], steps: int) -> Meeting:
     """Waits for all ranks that hold parameters of ``units``. All of them must call it.
 
-    Returns:
-        Whether they are at the same place, so that what is in flight will come to its end. Otherwise :func:`reconnect`.
+    Args:
+        steps: that this rank's optimizers took since the meeting before.
 
     Raises:
         PeerError: some have not come within the timeout of the process groups. Named in the text.
     """
     watch, groups = watch_of_job(), _groups(units)
     if watch is None or not groups:
-        return True
-    ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)})
+        return Meeting()
     seconds = max(_timeout(group) for group in groups)
     here = " ".join(map(position, groups))
-    places = watch.meet(ranks, here, seconds, "after a pass has failed all ranks must call reset_iter_state() to go on")
+    occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
+    ranks = _ranks(units)
+    brought = [text.split(" ", 1) for text in watch.meet(ranks, f"{steps} {here}", seconds, occasion)]
     watch.go_on()
-    return "broken" not in here and len(set(places)) == 1
+    is_together = "broken" not in here and len({place for _, place in brought}) == 1
+    return Meeting(is_together, {rank: int(taken) for rank, (taken, _) in zip(ranks, brought, strict=True)})
 
 
 def reconnect(units: Iterable[Unit]) -> None:
@@ -69,6 +104,12 @@ def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
             if channel.smaller is not None:
                 communicators.append(channel.smaller)
     return list(dict.fromkeys(c.group for c in communicators if isinstance(c, GroupCommunicator)))
+
+
+def _ranks(units: Iterable[Unit]) -> list[int]:
+    """All ranks of the meshes of ``units``: the same ones on each, while no rank talks to all of a mesh of two axes."""
+    meshes = {channel.axes.mesh for unit in units for channel in unit.group.channels}
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def _timeout(group: dist.ProcessGroup) -> float:

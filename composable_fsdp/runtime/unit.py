@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -16,9 +16,11 @@ from composable_fsdp.runtime.changes import ChangeCheck, Seen
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.schedule import ForwardRecord
 
-__all__ = ["Accumulation", "Round", "Unit", "find_unit", "owners", "unit_of"]
+__all__ = ["Accumulation", "PlainPlaces", "Round", "Unit", "find_unit", "owners", "unit_of"]
 
 _UNIT_ATTRIBUTE = "_composable_fsdp_unit"
+PlainPlaces = WeakKeyDictionary[nn.Module, set[str]]
+"""Attributes of modules."""
 MERGED_BYTES = 1 << 20
 """Of full parameters of neighbouring small groups that travel together."""
 
@@ -119,6 +121,8 @@ class Unit:
         """Forward calls whose inputs' gradients this backward has not yet reached."""
         self.entered_backward = -1
         """The last backward that reached the unit through an output that its hooks saw."""
+        self.plain_places: PlainPlaces | None = None
+        """Where parameters were plain, and stayed so, when ``fully_shard`` made the unit. Not known of a copy."""
         self.kept_version: int | None = None
         """The group's version when it was last left unsharded between passes."""
         self.kept_frozen = False

@@ -95,9 +95,6 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def clear(self) -> None:
-        self._path.unlink(missing_ok=True)
-
     def note(self, step: int) -> None:
         with self._path.open("a") as file:
             file.write(f"{step}\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from composable_fsdp import (
     ParameterError,
     checkpoint,
     fully_shard,
+    sharded_ema,
 )
 from composable_fsdp.trace import Recorder
 from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
@@ -89,6 +90,30 @@ def move_from_cpu() -> None:
     fully_shard(model, mesh=mesh_on("cuda"))
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
     model(torch.ones(2, 4, device="cuda")).sum().backward()
+    named = fully_shard(nn.Linear(4, 4), mesh=mesh_on("cuda"), device=dist.get_rank())
+    assert named.weight.device == torch.device("cuda", dist.get_rank())
+
+
+def average_weights(device: str) -> None:
+    """Averages on the device and in host memory are the same, and the model computes with either."""
+    mesh, task = mesh_on(device), TASKS["mlp"]
+    model = shard_layers(task.build(), fully_shard, mesh=mesh)
+    here, on_host = sharded_ema(model, 0.5), sharded_ema(model, 0.5, offload_to_cpu=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for ema in (here, on_host):
+        ema.update()
+    values = [[cast(DTensor, average).to_local() for average in ema.averages.values()] for ema in (here, on_host)]
+    assert {local.device.type for local in values[1]} == {"cpu"}
+    for one, other in zip(*values, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+    inputs, _ = task.batch_of(0, dist.get_rank())
+    outputs = []
+    for ema in (here, on_host):
+        with ema.swapped(), torch.no_grad():
+            outputs.append(model(inputs.to(device)))
+    torch.testing.assert_close(*outputs)
 
 
 def train_offloaded(device: str, pin_memory: bool) -> None:

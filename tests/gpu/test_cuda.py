@@ -56,6 +56,12 @@ def test_a_model_built_on_cpu_moves_to_the_devices_of_the_mesh(world_size: int) 
     run_ranks(cases.move_from_cpu, world_size, timeout=180)
 
 
+@pytest.mark.behaviour("A-18")
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_averages_rest_on_the_device_or_in_host_memory(world_size: int) -> None:
+    run_ranks(cases.average_weights, world_size, "cuda", timeout=180)
+
+
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_no_full_parameter_stays_in_device_memory(world_size: int) -> None:

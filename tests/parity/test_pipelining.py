@@ -6,6 +6,7 @@ itself asks the groups to, through the private names of torch's state.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,7 @@ def batch_of(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, target
 
 
-def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int) -> list[nn.Sequential]:
+def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int, reshard: bool | None) -> list[nn.Sequential]:
     """This rank's stages, sharded block by block. Rank 0 of 2 has the first and third of four."""
     count = 2 * per_rank
     size = len(model) // count
@@ -75,16 +76,18 @@ def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int) -> list
     for index in range(mesh["pp"].get_local_rank(), count, 2):
         stage = nn.Sequential(*model[index * size : (index + 1) * size])
         for block in stage:
-            shard(block, mesh=mesh["dp"], reshard_after_forward=False)
-        stages.append(shard(stage, mesh=mesh["dp"], reshard_after_forward=False))
+            shard(block, mesh=mesh["dp"], reshard_after_forward=reshard)
+        stages.append(shard(stage, mesh=mesh["dp"], reshard_after_forward=reshard))
     return stages
 
 
-def train(shard: Shard, schedule: str, mesh: DeviceMesh) -> tuple[list[float], list[torch.Tensor]]:
+def train(
+    shard: Shard, schedule: str, mesh: DeviceMesh, *, reshard: bool | None = False
+) -> tuple[list[float], list[torch.Tensor]]:
     """The losses, where the last stage is, and the trained parameters of this rank's stages."""
     kind = SCHEDULES[schedule]
     per_rank = 2 if issubclass(kind, PipelineScheduleMulti) else 1
-    modules = stages_of(seeded(chain)(), shard, mesh, per_rank)
+    modules = stages_of(seeded(chain)(), shard, mesh, per_rank, reshard)
     pp = mesh["pp"]
     stages = [
         PipelineStage(module, pp.get_local_rank() + 2 * i, 2 * per_rank, torch.device("cpu"), group=pp.get_group())
@@ -118,3 +121,32 @@ def trains_as_with_torch(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_pipeline_of_sharded_stages_trains_as_with_torch(schedule: str) -> None:
     run_ranks(trains_as_with_torch, 4, schedule)
+
+
+def warns_of_lost_gradients() -> None:
+    """Of groups that lost those of all microbatches, as the last stage's do here."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(ours.fully_shard, "interleaved zero bubble", mesh, reshard=None)
+    if mesh["pp"].get_local_rank() == 1:
+        told = [str(each.message) for each in caught if "left no gradient" in str(each.message)]
+        assert told
+        assert told[0].startswith(("backward went through '0', but left", "backward went through '1', but left")), told
+        assert told[0].endswith("shard their stages with reshard_after_forward=False.")
+
+
+def test_weights_that_a_schedule_does_not_find_are_told_of() -> None:
+    run_ranks(warns_of_lost_gradients, 4)
+
+
+def kept_or_freed(schedule: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    kept, freed = (train(ours.fully_shard, schedule, mesh, reshard=reshard) for reshard in (False, True))
+    assert kept[0] == freed[0]
+    assert_close(kept[1], freed[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "interleaved 1F1B"])
+def test_stages_may_be_freed_after_forward(schedule: str) -> None:
+    run_ranks(kept_or_freed, 4, schedule)

@@ -6,11 +6,13 @@ Run as a program, it is one rank of a job without a launcher: what ends it, ends
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import fully_shard
+from composable_fsdp.comm.protocol import Work
 from composable_fsdp.testing import Delay, Drop, Effect, Fault, Kill, Raise, inject_faults
 
 __all__ = ["Layers", "Told", "build", "inflict", "is_last", "run_as_program", "step", "suffer", "told_by"]
@@ -113,12 +116,22 @@ def _leaves_out_gradients(model: Any) -> Callable[[], None]:
     return lambda: setattr(model, "unused", ())
 
 
+def _cut_off(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+    """The connections of this process to other ranks and to the store are cut; it goes on running."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family == socket.AF_INET or connection.type == socket.SOCK_SEQPACKET:
+                connection.shutdown(socket.SHUT_RDWR)
+    return launch()
+
+
 FORWARD, REDUCTION = "all-gather of layers.1 in forward", "reduce-scatter of layers.1"
 
 INFLICTED: dict[str, Callable[[Any], Any]] = {
     "killed in forward": lambda model: _injected(model, Kill(), FORWARD),
     "killed in backward": lambda model: _injected(model, Kill(), REDUCTION),
     "stopped": lambda model: _injected(model, Kill(signal.SIGSTOP), REDUCTION),
+    "cut off": lambda model: _injected(model, _cut_off, REDUCTION),
     "late": lambda model: _injected(model, Delay(SHORT + 4), REDUCTION),
     "leaves out a collective": lambda model: _injected(model, Drop(), FORWARD),
     "fails to launch": lambda model: _injected(model, Raise(MemoryError("no memory for a message")), REDUCTION),

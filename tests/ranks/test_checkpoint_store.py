@@ -146,7 +146,8 @@ def slow(folder: Path) -> None:
                 pending.wait()
     assert latest(folder) is None
     text = refused(lambda: save(folder, model, step=2))  # rank 0 knows of it already, rank 1 does not
-    assert text.startswith(f"the save before this one: rank 1: saving {folder}/step-00000001: rank 0: gone, or did ")
+    before = f"the save before save({str(folder)!r}, step=2)"
+    assert text.startswith(f"{before}: rank 1: saving {folder}/step-00000001: rank 0: gone, or did ")
     assert save(folder, model, step=2).path == latest(folder)
 
 

@@ -47,6 +47,7 @@ def check(name: str, told: Told, limit: float) -> None:
 LOST = {
     "killed in forward": (PATIENT, LIMIT_OF_LOSS),
     "killed in backward": (PATIENT, LIMIT_OF_LOSS),
+    "cut off": (PATIENT, LIMIT_OF_LOSS),
     "stopped": (SHORT, SHORT + LIMIT),
     "late": (SHORT, SHORT + LIMIT),
 }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import DivergenceError, FSDPModule, PeerError, fully_shard
-from composable_fsdp.comm import gloo
+from composable_fsdp.comm.choose import compared
 from composable_fsdp.runtime.order import ExecutionOrderWarning
 from composable_fsdp.testing import run_ranks
 from tests.ranks._sharding import exactly, values_of
@@ -155,21 +155,16 @@ def test_a_difference_in_order_names_what_each_rank_is_about_to_gather(transport
 # -- what is no fault
 
 
-def compared(model: nn.Module, optimizer: torch.optim.Optimizer, play: Callable[[int], None], steps: int) -> list[int]:
+def comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
     """How often ranks compare what they are about to do, by step."""
+    optimizer, group = sgd(model), dist.group.WORLD
+    assert group is not None
     counts: list[int] = []
-    original = gloo.Line._swap
-
-    def counting(*args: Any) -> None:
-        counts[-1] += 1
-        original(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gloo.Line, "_swap", counting)
-        for number in range(steps):
-            counts.append(0)
-            play(number)
-            step(model, optimizer)
+    for number in range(steps):
+        before = compared(group)
+        play(number)
+        step(model, optimizer)
+        counts.append(compared(group) - before)
     return counts
 
 
@@ -181,19 +176,19 @@ def train_and_evaluate() -> None:
             with torch.no_grad():
                 model(torch.ones(1, 64))
 
-    counts = compared(model, sgd(model), evaluate, 8)
+    counts = comparisons(model, evaluate, 8)
     assert max(counts[4:]) <= 4, counts  # where evaluation comes after a step, and a step after that
 
 
 def train() -> None:
     model = build()
-    counts = compared(model, sgd(model), lambda number: None, 6)
+    counts = comparisons(model, lambda number: None, 6)
     assert counts[0] > 0
     assert counts[3:] == [0, 0, 0]
     model.set_order_check("always")
-    assert min(compared(model, sgd(model), lambda number: None, 2)) > 0
+    assert min(comparisons(model, lambda number: None, 2)) > 0
     model.set_order_check("off")
-    assert compared(model, sgd(model), lambda number: None, 2) == [0, 0]
+    assert comparisons(model, lambda number: None, 2) == [0, 0]
     model.set_order_check("first")
 
 

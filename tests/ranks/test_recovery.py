@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from composable_fsdp import DivergenceError, PeerError, fully_shard
-from composable_fsdp.memory import storage
-from composable_fsdp.testing import Fault, Raise, inject_faults, run_ranks
-from tests.ranks._faults import Layers, is_last
-from tests.ranks._sharding import values_of
+from composable_fsdp import DivergenceError, PeerError
+from composable_fsdp.testing import run_ranks
+from tests.ranks._failing_steps import Plan, assert_same, counting_all, fault_of, pair, step
+from tests.ranks._faults import is_last
 from tests.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 FAILING = 2
 """The step that fails, of ``STEPS``."""
 STEPS = 5
-DEPTH = 3
 
-
-@dataclass(frozen=True)
-class Plan:
-    """A point at which a step fails, and how the model is trained.
-
-    Args:
-        point: what fails: ``"before"`` or ``"after"`` the forward of a layer, ``"backward"`` at its output, an
-            ``"operation"`` that is launched, an ``"allocation"`` of full parameters.
-        index: of the layer, the operation or the allocation; counted round.
-        microbatch: in which it happens, of those of the step.
-        alone: whether only the last rank fails by itself.
-    """
-
-    point: str
-    index: int
-    microbatch: int
-    microbatches: int
-    alone: bool
-    reshard: bool
-    prefetch: bool
-    merged: bool
-
+POINTS = ["before", "after", "backward", "gradient", "encode", "decode", "operation", "allocation"]
 
 plans = st.builds(
     Plan,
-    point=st.sampled_from(["before", "after", "backward", "operation", "allocation"]),
+    point=st.sampled_from(POINTS),
     index=st.integers(0, 20),
     microbatch=st.integers(0, 1),
     microbatches=st.integers(1, 2),
@@ -62,101 +30,16 @@ plans = st.builds(
     reshard=st.booleans(),
     prefetch=st.booleans(),
     merged=st.booleans(),
+    encoded=st.booleans(),
 )
 
 
-def build(plan: Plan) -> Any:
-    model: Any = Layers(DEPTH)
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=plan.reshard)
-    fully_shard(model, reshard_after_forward=plan.reshard)
-    if not plan.merged:
-        model.set_max_merged_bytes(0)
-    if plan.prefetch:
-        model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
-        model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
-    return model
-
-
-def batch(number: int, microbatch: int) -> torch.Tensor:
-    seed = 100 * number + 10 * microbatch + dist.get_rank()
-    return torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
-
-
-def step(model: Any, plan: Plan, number: int, around: Callable[[], Any] | None = None) -> None:
-    """Gradients of one step. ``around`` is a context for the microbatch of the plan."""
-    for microbatch in range(plan.microbatches):
-        model.set_requires_gradient_sync(microbatch == plan.microbatches - 1)
-        if around is not None and microbatch == plan.microbatch % plan.microbatches:
-            with around():
-                model(batch(number, microbatch)).square().mean().backward()
-        else:
-            model(batch(number, microbatch)).square().mean().backward()
-
-
-# -- points
-
-
-def _fail(*_: object) -> None:
-    raise ArithmeticError("no luck")
-
-
-@contextmanager
-def failing_layer(layer: nn.Module, point: str) -> Iterator[None]:
-    if point == "before":
-        hook = layer.register_forward_pre_hook(_fail)
-    elif point == "after":
-        hook = layer.register_forward_hook(_fail)
-    else:
-        hook = layer.register_forward_hook(lambda module, args, output: output.register_hook(_fail) and None)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextmanager
-def counting_allocations(failing: int | None = None) -> Iterator[list[int]]:
-    """The sizes of allocations of full parameters; the one with the number ``failing`` fails."""
-    sizes: list[int] = []
-    original = storage.allocate_storage
-
-    def allocate(tensor: torch.Tensor, nbytes: int) -> None:
-        sizes.append(nbytes)
-        if len(sizes) - 1 == failing:
-            raise ArithmeticError("no luck, and no memory")
-        original(tensor, nbytes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "allocate_storage", allocate)
-        yield sizes
-
-
-def fault_of(plan: Plan, model: Any, operations: int, allocations: int) -> Callable[[], Any] | None:
-    """A context in which a microbatch fails; None where there is nothing that could."""
-    if plan.point == "operation":
-        number = plan.index % operations
-        return lambda: inject_faults(model, Fault(Raise(ArithmeticError("no luck on the wire")), number=number))
-    if plan.point == "allocation":
-        return (lambda: counting_allocations(plan.index % allocations)) if allocations else None
-    return lambda: failing_layer(model.layers[plan.index % DEPTH], plan.point)
-
-
 def fail_and_go_on(plan: Plan) -> None:
-    model, undisturbed = build(plan), build(plan)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, undisturbed)]
-    operations: list[str] = []
-    allocations: list[int] = []
-
-    @contextmanager
-    def counting() -> Iterator[None]:
-        with inject_faults(model) as labels, counting_allocations() as sizes:
-            yield
-        operations[:], allocations[:] = labels, sizes
-
+    model, undisturbed, optimizers = pair(plan)
+    counts: dict[str, int] = {}
     for number in range(STEPS):
         if number == FAILING:
-            around = fault_of(plan, model, len(operations), len(allocations))
+            around = fault_of(plan, model, counts)
             fails = around is not None and (is_last() or not plan.alone)
             if around is not None:
                 with pytest.raises(ArithmeticError if fails else (PeerError, DivergenceError)):
@@ -164,14 +47,12 @@ def fail_and_go_on(plan: Plan) -> None:
                 model.reset_iter_state()
                 optimizers[0].zero_grad()
             continue
-        step(model, plan, number, counting)
+        step(model, plan, number, lambda: counting_all(model, counts))
         step(undisturbed, plan, number)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    expected = values_of(undisturbed)
-    for name, value in values_of(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=f"{name} after {plan}")
+    assert_same(model, undisturbed, plan)
 
 
 @pytest.mark.behaviour("H-01", "H-05")
@@ -187,12 +68,26 @@ def test_a_step_that_failed_leaves_nothing_behind(transport: Environment) -> Non
     holds()
 
 
+@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
+@pytest.mark.parametrize("point", ["gradient", "encode", "operation"])
+def test_a_step_that_failed_where_shards_are_replicated_leaves_nothing_behind(
+    point: str, transport: Environment
+) -> None:
+    for alone, index in ((False, 1), (True, -1)):
+        plan = Plan(point, index, 0, 1, alone, True, False, False, encoded=point != "gradient", hybrid=True)
+        run_ranks(fail_and_go_on, 4, plan, environment=transport)
+
+
 NAMED = {
     "in forward": Plan("before", 1, 0, 1, False, True, False, False),
     "in backward": Plan("backward", 1, 0, 1, False, True, False, False),
     "in accumulation": Plan("backward", 0, 1, 2, False, True, False, False),
     "in an allocation, with prefetch in flight": Plan("allocation", 1, 0, 1, False, True, True, False),
     "in a reduction": Plan("operation", -1, 0, 1, False, True, False, False),
+    "in a hook on a gradient": Plan("gradient", 1, 0, 1, False, True, False, False),
+    "in a codec of parameters": Plan("encode", 0, 0, 1, False, True, False, False),
+    "in a codec of gradients": Plan("decode", -1, 0, 1, False, True, False, False),
 }
 
 
@@ -201,54 +96,3 @@ NAMED = {
 def test_what_the_peer_keeps_of_a_failed_step_is_dropped(plan: Plan) -> None:
     run_ranks(fail_and_go_on, 2, plan, environment=COPIES)
     run_ranks(fail_and_go_on, 2, plan, environment=SOCKETS)
-
-
-# -- often
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def fail_often(times: int, *, alone: bool) -> tuple[int, int, int]:
-    """What ``times`` failed steps add: bytes of memory, file descriptors, threads."""
-    plan = Plan("backward", 1, 0, 1, alone, True, False, False)
-    model = build(plan)
-
-    def fail() -> None:
-        fails = is_last() or not alone
-        with pytest.raises(ArithmeticError if fails else PeerError):
-            step(model, plan, 0, (lambda: failing_layer(model.layers[1], "backward")) if fails else None)
-        model.reset_iter_state()
-        model.zero_grad()
-
-    def used() -> tuple[int, int, int]:
-        gc.collect()
-        return resident(), len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    for _ in range(20 if not alone else 2):
-        fail()
-    before = used()
-    for _ in range(times):
-        fail()
-    memory, files, threads = (now - then for now, then in zip(used(), before, strict=True))
-    return memory, files, threads
-
-
-@pytest.mark.behaviour("H-01")
-@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-def test_two_hundred_failed_steps_leak_nothing(transport: Environment) -> None:
-    for memory, files, threads in run_ranks(fail_often, 2, 200, alone=False, environment=transport):
-        assert memory <= 1 << 20
-        assert files == 0
-        assert threads == 0
-
-
-@pytest.mark.behaviour("H-01")
-@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-def test_connections_that_were_given_up_are_freed(transport: Environment) -> None:
-    for memory, files, threads in run_ranks(fail_often, 2, 20, alone=True, environment=transport):
-        assert memory <= 1 << 20
-        assert files == 0
-        assert threads == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import fully_shard
+from composable_fsdp import PlainParameterWarning, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.ranks._models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
 from tests.ranks._sharding import exactly, sharded, train_alike, values_of
@@ -186,3 +187,46 @@ def _half() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_half_and_back_keeps_the_module_usable(ranks: int) -> None:
     run_ranks(_half, ranks)
+
+
+class Adapted(nn.Module):
+    """Computes with a frozen base and, once they are there, with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 4)
+        self.own = nn.Linear(4, 4)
+        self.adapters = nn.ModuleDict()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for adapter in self.adapters.values():
+            x = adapter(x)
+        out: torch.Tensor = self.own(self.head(self.base(x)))
+        return out
+
+
+def adapters_that_come_late(add: bool) -> list[str]:
+    model = Adapted()
+    fully_shard(model.base)
+    fully_shard(model, ignored_modules=[model.own])
+    model.own = nn.Linear(4, 4).requires_grad_(False) if add else model.own
+    if add:
+        model.adapters.update({f"a{i}": nn.Linear(4, 4) for i in range(3)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    assert all(issubclass(warning.category, PlainParameterWarning) for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.behaviour("A-11", "H-02")
+def test_parameters_added_after_sharding_are_named_once_and_ignored_ones_never() -> None:
+    (text,), _ = run_ranks(adapters_that_come_late, 2, add=True)
+    assert text.startswith(
+        "parameters were added to Adapted after fully_shard: ['adapters.a0.weight', 'adapters.a0.bias', "
+        "'adapters.a1.weight', 'adapters.a1.bias', 'adapters.a2.weight'] and 1 more. They are plain and trainable"
+    )
+    assert run_ranks(adapters_that_come_late, 2, add=False) == [[], []]
+    assert run_ranks(adapters_that_come_late, 1, add=True) == [[]], "one rank has no copies that could drift"

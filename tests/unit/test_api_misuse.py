@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parameter import is_lazy
@@ -396,15 +395,3 @@ def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
 def test_every_error_is_ours() -> None:
     for error in (ConfigurationError, MeshError, ParameterError, UnsupportedError):
         assert issubclass(error, FSDPError)
-
-
-@pytest.mark.behaviour("A-13")
-def test_parameters_on_a_device_that_is_not_the_meshs_are_all_named() -> None:
-    elsewhere = nn.Linear(3, 3)
-    with FakeTensorMode():  # the only way to tensors of a device that is not there
-        elsewhere.weight, elsewhere.bias = (nn.Parameter(torch.empty(3, device="cuda")) for _ in range(2))
-    model = nn.Sequential(nn.Linear(3, 3), elsewhere)
-    match = r"of Sequential are neither on CPU nor on cpu.*: \{'1\.weight': 'cuda:0', '1\.bias': 'cuda:0'\}\. Move them"
-    with pytest.raises(ParameterError, match=match):
-        fully_shard(model)
-    assert type(model) is nn.Sequential

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from composable_fsdp import CheckpointError, ConfigurationError
+from composable_fsdp import CheckpointError, ConfigurationError, sharded_ema
 from composable_fsdp.checkpoint import load, optimizer_state_dict, save
 from composable_fsdp.checkpoint.convert import convert
 from composable_fsdp.checkpoint.sources import DcpSource, Kind, open_source
@@ -70,6 +70,34 @@ def test_a_torch_file_becomes_a_checkpoint(tmp_path: Path, case: str) -> None:
     manifest = open_source(tmp_path / "new").manifest
     assert manifest is not None
     assert (manifest.step, manifest.ranks) == (3, 1)
+
+
+@pytest.mark.parametrize("to", [Kind.DCP, Kind.SAFETENSORS])
+def test_tensors_without_elements_are_converted(tmp_path: Path, to: Kind) -> None:
+    state = {"none": torch.zeros(4, 0), "some": torch.ones(3)}
+    torch.save(state, tmp_path / "model.pt")
+    convert(tmp_path / "model.pt", tmp_path / "new", to)
+    convert(tmp_path / "new", tmp_path / "back.pt", Kind.TORCH, model_only=True)
+    assert_same(torch.load(tmp_path / "back.pt"), state)
+
+
+def test_averages_become_a_torch_file_and_come_back(tmp_path: Path) -> None:
+    model, _ = trained()
+    averages = sharded_ema(model, 0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    averages.update()
+    path = save(tmp_path / "run", model, averages=averages).path
+    convert(path, tmp_path / "all.pt", Kind.TORCH)
+    file = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert file["averages"]["steps"] == 1
+    assert_same(file["averages"]["values"], averages.averages)
+    convert(tmp_path / "all.pt", tmp_path / "new", Kind.DCP)
+    fresh = sharded_ema(model, 0.5)
+    load(tmp_path / "new", model, averages=fresh)
+    assert fresh.steps == 1
+    assert_same(fresh.averages, averages.averages)
 
 
 def test_a_plain_state_dict_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
@@ -241,6 +269,47 @@ def test_a_killed_conversion_leaves_what_was_there_and_the_next_one_tidies(tmp_p
     convert(saved, target, to, force=True)
     left = {name for folder in (tmp_path, target) if folder.is_dir() for name in names_in(folder)}
     assert not any(".incomplete" in name for name in left)
+
+
+def killed_between_renames(saved: Path, target: Path) -> None:
+    """Kills a conversion that has put the old target aside, and not the new one in its place."""
+    script = (
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from composable_fsdp.checkpoint.convert import convert\n"
+        "from composable_fsdp.checkpoint.sources import Kind\n"
+        "rename = Path.rename\n"
+        "def renames(old, new):\n"
+        "    if old.parent.suffix == '.incomplete':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return rename(old, new)\n"
+        "Path.rename = renames\n"
+        f"convert({str(saved)!r}, {str(target)!r}, Kind.DCP, force=True)"
+    )
+    killed = subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=False)
+    assert killed.returncode == -signal.SIGKILL
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_conversion_killed_between_its_renames_is_put_in_order(tmp_path: Path, replaced: bool) -> None:
+    model, optimizer = trained()
+    saved = save(tmp_path / "run", model, optimizer).path
+    target, old = tmp_path / "target", tmp_path / "target.old"
+    convert(saved, target, Kind.DCP)
+    killed_between_renames(saved, target)
+    assert names_in(tmp_path) == [".target.incomplete", "run", "target.old"]
+    if replaced:  # it was killed a little later
+        (tmp_path / ".target.incomplete" / "target").rename(target)
+    with pytest.raises(CheckpointError, match=r"target exists already. Pass --force to replace it\.$"):
+        convert(saved, target, Kind.DCP)
+    assert_same(loaded(target), state_of(model))
+    convert(saved, target, Kind.DCP, force=True)
+    assert names_in(tmp_path) == ["run", "target"]
+    old.mkdir()
+    with pytest.raises(CheckpointError, match=r"target\.old is in the way of a conversion.* Rename or delete it\.$"):
+        convert(saved, target, Kind.DCP, force=True)
+    assert_same(loaded(target), state_of(model))
 
 
 # -- memory

@@ -59,6 +59,16 @@ def test_a_module_that_is_not_sharded_has_every_form(form: Any) -> None:
         load_state_dict(other, {name: value for name, value in found.items() if name != "0.bias"}, form)
 
 
+@pytest.mark.behaviour("F-04")
+def test_an_expanded_buffer_is_loaded_into_memory_of_its_own() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    for module, value in ((model, 7.0), (other, 0.0)):
+        module.register_buffer("same", torch.tensor([value]).expand(4))
+    load_state_dict(other, {**state_dict(model), "same": torch.arange(4.0, dtype=torch.float64)})
+    assert torch.equal(other.get_buffer("same"), torch.arange(4.0))
+    assert torch.equal(other.weight, model.weight)
+
+
 @pytest.mark.behaviour("F-09")
 def test_optimizers_of_a_module_that_is_not_sharded() -> None:
     model = nn.Linear(3, 3)

@@ -19,9 +19,17 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composable_fsdp import CheckpointError, ConfigurationError
-from composable_fsdp.checkpoint import latest, load, manifest, save
+from composable_fsdp.checkpoint import (
+    latest,
+    load,
+    load_optimizer_state_dict,
+    manifest,
+    optimizer_state_dict,
+    save,
+)
 from composable_fsdp.checkpoint.folder import Writing
 from composable_fsdp.checkpoint.planners import SavePlanner
+from composable_fsdp.checkpoint.storage import read_metadata
 
 
 class Tied(nn.Module):
@@ -125,6 +133,46 @@ def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
     assert f"{data} has {size} bytes instead of {size + 1}" in refused(tmp_path, verify=False)
 
 
+def damage_last_item(path: Path) -> None:
+    """Overwrites what DCP put around the tensor that was written last, and no size."""
+    metadata = read_metadata(path)
+    item = max(metadata.storage_data.values(), key=lambda item: item.offset)
+    data = bytearray((path / item.relative_path).read_bytes())
+    data[item.offset : item.offset + item.length] = bytes(item.length)
+    (path / item.relative_path).write_bytes(data)
+
+
+@pytest.mark.behaviour("F-12")
+def test_what_only_reading_finds_out_says_that_the_model_is_loaded_in_part(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    saved = save(tmp_path, model, optimizer)
+    damage_last_item(saved.path)
+    other = Tied()
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path, other, torch.optim.AdamW(other.parameters()), verify=False)
+    assert str(raised.value).startswith(f"loading {tmp_path}: {saved.path} could not be loaded: UnpicklingError: ")
+    assert ". The model is loaded in part. In checkpoints that have a manifest, verify=True finds damage " in str(
+        raised.value
+    )
+    assert "__0_0.distcp is damaged" in refused(tmp_path)
+
+
+class Expanded(nn.Linear):
+    """A buffer whose elements share memory."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("same", torch.zeros(1).expand(4))
+
+
+def test_an_expanded_buffer_gets_memory_of_its_own(tmp_path: Path) -> None:
+    model, other = Expanded(), Expanded()
+    model.register_buffer("same", torch.tensor([7.0]).expand(4))
+    save(tmp_path, model)
+    load(tmp_path, other)
+    assert_same(state_of(other), state_of(model))
+
+
 def test_a_checkpoint_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "FORMAT", 2)
     save(tmp_path, *trained())
@@ -206,6 +254,26 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"this AdamW holds parameters that are not the model's, of shapes"):
         save(tmp_path, model, torch.optim.AdamW(nn.Linear(1, 1, bias=False).parameters()))
     assert latest(tmp_path) is None
+
+
+@pytest.mark.behaviour("F-09")
+def test_settings_of_another_optimizer_do_not_fit(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    optimizer.add_param_group({"params": [model.get_parameter("scale")], "lr": 0.5})
+    save(tmp_path, model, optimizer)
+    sgd = torch.optim.SGD([model.first.weight, model.second.bias], lr=9.0, momentum=0.9)
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path, model, sgd)
+    assert "    param_group of scale: members: 1\n" in str(raised.value)
+    assert "  param_group 0 has settings that the saved one lacks: momentum, dampening, nesterov" in str(raised.value)
+    load(tmp_path, model, sgd, strict=False)
+    assert (sgd.param_groups[0]["lr"], sgd.param_groups[0]["momentum"]) == (1e-3, 0.9)
+    model(torch.ones(2, 3)).sum().backward()
+    sgd.step()
+    state = optimizer_state_dict(model, optimizer)
+    with pytest.raises(CheckpointError, match="param_group 0 has settings that the saved one lacks: momentum, dampe"):
+        load_optimizer_state_dict(model, sgd, {**state, "param_groups": state["param_groups"][:1]})
 
 
 def test_parameters_on_the_meta_device(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, ParameterError, fully_shard, to_empty
+from composable_fsdp.checkpoint.names import entries_of
 from tests.ranks._sharding import single_rank
 
 
@@ -146,6 +147,9 @@ def test_ignored_modules_stay_as_and_where_they_are() -> None:
     assert all(buffer is buffers[name] for name, buffer in module.named_buffers())
     assert after["1.0.bias"].is_meta
     assert isinstance(after["0.bias"], DTensor)
+    for state in (module.state_dict(keep_vars=True), {n: e.value for n, e in entries_of(module).items()}):
+        assert {n for n, value in state.items() if isinstance(value, DTensor)} == {"0.bias"}
+        assert all(state[name] is parameter for name, parameter in before.items())
 
 
 @pytest.mark.behaviour("A-11")

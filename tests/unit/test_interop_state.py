@@ -15,6 +15,7 @@ from torch.distributed._composable.contract import _get_registry
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.lifecycle import ParameterState
+from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.unit import unit_of
 from tests.ranks._sharding import single_rank
 
@@ -135,6 +136,36 @@ def test_hooks_come_off_and_go_on_again_with_something_around_them() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(2, 4))
     model(torch.ones(2, 3)).sum().backward()
+
+
+class Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self(x) + self.inner(x)
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def test_torchs_own_registration_of_forward_methods_works_on_ours() -> None:
+    model: Any = fully_shard(Scorer())
+    torch_fsdp.register_fsdp_forward_method(model, "score")
+    for _ in range(2):
+        model.score(torch.ones(2, 3)).sum().backward()
+        assert torch.equal(model.inner.weight.grad.to_local(), torch.full((3, 3), 4.0))
+        assert unit_of(model).group.parameter_state is ParameterState.SHARDED
+        model.zero_grad()
+
+
+def test_torchs_own_share_comm_ctx_works_on_ours() -> None:
+    first, second = chain(), chain()
+    torch_fsdp.share_comm_ctx([first, second])
+    assert iteration_of(unit_of(first)).lanes is iteration_of(unit_of(second)).lanes
 
 
 def test_a_copy_has_a_state_of_its_own() -> None:

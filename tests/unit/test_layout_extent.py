@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.layout.extent import Cut, Extent
+from composable_fsdp.layout.extent import Box, Cut, Extent
 
 SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 
@@ -100,6 +100,12 @@ def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit
             for piece, values in zip(pieces, found, strict=True):
                 part = taken(extent.take(whole), piece.local_offsets, piece.sizes)
                 assert torch.equal(part.reshape(-1), values)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 3), (2, 0, 5)])
+def test_a_box_without_elements_is_one_piece(shape: tuple[int, ...]) -> None:
+    box = Box((0,) * len(shape), (0,) * len(shape), shape)
+    assert list(box.pieces(shape, 7)) == [box]
 
 
 @given(cut_tensors())

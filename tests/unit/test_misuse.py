@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import LifecycleError, ParameterError, fully_shard, register_fsdp_forward_method
+from composable_fsdp import (
+    ConfigurationError,
+    LifecycleError,
+    ParameterError,
+    fully_shard,
+    register_fsdp_forward_method,
+    rekey_optimizer,
+)
+from composable_fsdp.bypass import explanation_of
 from tests.ranks._sharding import single_rank
 
 X = torch.ones(2, 4)
@@ -70,6 +80,52 @@ def test_a_method_that_bypasses_forward_is_named_with_the_way_out(ran: bool) -> 
     assert all(p.grad is not None for p in encoder.parameters())
 
 
+def explanation(compute: Callable[[], object]) -> str | None:
+    with pytest.raises(RuntimeError) as caught:
+        compute()
+    return explanation_of(caught.value)
+
+
+def weighted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a forward"])
+def test_of_a_plain_module_in_a_sharded_one_the_sharded_parameter_is_named(ran: bool) -> None:
+    model = build()
+    if ran:
+        model(X).sum().backward()
+    linear, group = model[0].linear, "'0' (Encoder)" if ran else "'Encoder' (Encoder)"
+    remedy = (
+        f" is sharded, being in the group of {group}: only calls of that module bring it into memory. Call that module;"
+    )
+    text = explanation(lambda: linear(X))
+    assert text is not None
+    assert text.startswith(f"parameter 'weight' of this Linear{remedy}")
+    text = explanation(lambda: weighted(X, linear.weight))
+    assert text is not None
+    assert text.startswith(f"parameter 'linear.weight'{remedy}")
+    assert explanation(model[0].refuse) is None
+
+
+UNCAUGHT = """
+import torch, torch.distributed as dist
+from composable_fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+model[0](torch.ones(1, 4))
+"""
+
+
+@pytest.mark.behaviour("H-02")
+def test_an_error_that_ends_the_program_has_the_explanation() -> None:
+    ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    mixed, told = ended.stderr.index("got mixed torch.Tensor and DTensor"), ended.stderr.index("parameter 'weight' of")
+    assert mixed < told, ended.stderr
+
+
 def test_other_errors_of_methods_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match=r"^a reason of its own$"):
         build()[0].refuse()
@@ -88,6 +144,28 @@ def test_a_sharded_child_may_run_before_its_root() -> None:
     model[0](X).sum().backward()
     model(X).sum().backward()
     assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+
+
+# -- optimizers
+
+
+@pytest.mark.behaviour("H-02")
+def test_an_optimizer_that_was_made_too_early_is_refused_and_can_be_given_the_sharded_parameters() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    fully_shard(model[1])
+    fully_shard(model)
+    model(X).sum().backward()
+    match = (
+        r"^Adam was built before fully_shard: 4 of its 4 parameters have been replaced by sharded ones, such as "
+        r"'0\.weight' of Sequential, .*composable_fsdp\.rekey_optimizer\(optimizer, model\)\.$"
+    )
+    with pytest.raises(ConfigurationError, match=match):
+        optimizer.step()
+    rekey_optimizer(optimizer, model)
+    before = [p.to_local().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 # -- parameters that are changed

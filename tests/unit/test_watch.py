@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composable_fsdp.comm import interrupt
 from composable_fsdp.comm.agreement import CONTEXT, Agreement, OrderCheck, order_check_from
 from composable_fsdp.comm.roll import Place, Report, judge
 from composable_fsdp.comm.watch import Watch
@@ -42,8 +45,9 @@ def test_reports_survive_the_store() -> None:
 @pytest.mark.behaviour("H-03")
 def test_ranks_that_work_or_wait_for_the_same_are_waited_for() -> None:
     assert judge(OWN, reports(a=WAITING, b=Report(1, 3, last=OWN), c=Report(2, 3, OWN, 0.4))) is None
-    elsewhere = Place((1, 2), 3, "all-gather of experts in forward")
-    assert judge(OWN, reports(a=WAITING, b=Report(1, 3, elsewhere, 5.0))) is None
+    other_line = Place(OWN.ranks, OWN.number, "reduce-scatter of layers.3", "another group of the same ranks")
+    for elsewhere in (Place((1, 2), 3, "all-gather of experts in forward"), other_line):
+        assert judge(OWN, reports(a=WAITING, b=Report(1, 3, elsewhere, 5.0))) is None
 
 
 @pytest.mark.behaviour("G-01")
@@ -95,6 +99,47 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
     finally:
         for watch in watches:
             watch.stop()
+
+
+class UnreliableStore:
+    """``store``, whose next ``failures`` operations fail."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.failures = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if self.failures > 0:
+            self.failures -= 1
+            raise dist.DistNetworkError("no route to host")
+        return getattr(self._store, name)
+
+
+@pytest.mark.behaviour("H-03")
+@pytest.mark.parametrize("failures", [2, 30])
+def test_a_store_that_fails_for_a_moment_is_asked_again(failures: int) -> None:
+    store = UnreliableStore(dist.HashStore())
+    watches = [Watch(store, 0, 2), Watch(store._store, 1, 2)]
+    try:
+        store.failures = failures
+        time.sleep(1.2)
+        answers = set(watches[1].call_roll([0, 1], 1.0))
+        assert answers == ({0, 1} if failures == 2 else {1})
+    finally:
+        for watch in watches:
+            watch.stop()
+
+
+def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
+    interrupt.listen()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    interrupt.stop_listening()
+    interrupt.listen()
+    try:
+        assert not interrupt.has_come()
+    finally:
+        interrupt.stop_listening()
 
 
 BUSY_TO_THE_END = """

@@ -118,6 +118,8 @@ class Engine:
         self._seen: dict[int, list[torch.Tensor]] = {peer: [] for peer in wire.peers}
         """By peer, its blocks."""
         self._broken = ""
+        self._looks = False
+        """Whether it has told the watch what it waits for."""
 
     @property
     def position(self) -> str:
@@ -177,13 +179,19 @@ class Engine:
 
     def complete(self, sequence: int) -> None:
         """Returns when the operation ``sequence`` and all before it are done."""
-        reached, since, patience, looked = None, 0.0, PATIENCE, False
+        try:
+            self._wait(sequence)
+        finally:
+            if self._looks and self._watch is not None:
+                self._looks = False
+                self._watch.end_wait(done=self.completed > sequence)
+
+    def _wait(self, sequence: int) -> None:
+        reached, since, patience = None, 0.0, PATIENCE
         while self.completed <= sequence:
             self._check_working()
             self._advance(sequence)
             if self.completed > sequence:
-                if looked and self._watch is not None:
-                    self._watch.end_wait()
                 return
             if reached != (reached := (self.completed, self._running[0].round)):
                 since, patience = time.monotonic(), PATIENCE
@@ -196,7 +204,6 @@ class Engine:
                 self._time_out()
             if self._timeout - left > patience:
                 self._look(self._timeout - left)
-                looked = True
                 patience += PATIENCE
             _sleep([self, *others], min(left, PATIENCE))
 
@@ -274,7 +281,9 @@ class Engine:
         """Asks where the others are after ``seconds`` of waiting, and gives up if they will not come."""
         if self._watch is None or not self._running:
             return
-        place = Place(tuple(self._peers.ranks), self._running[0].sequence, self._running[0].operation.label)
+        line, first = f"{self._name}/{self._connection}", self._running[0]
+        place = Place(tuple(self._peers.ranks), first.sequence, first.operation.label, line)
+        self._looks = True
         self._watch.begin_wait(place, seconds=seconds)
         error = self._watch.look(place)
         if error is not None:

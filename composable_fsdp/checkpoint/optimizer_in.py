@@ -1,116 +1,30 @@
-"""State dicts of optimizers, by the names of parameters.
-
-A tensor of the state that has its parameter's shape lies like the parameter: as a DTensor, or, with optimizers that
-work on local tensors, as a plain tensor of the local shard's shape. Everything else is the same on every rank.
-"""
+"""Loading state dicts of optimizers, in which parameters have names."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from composable_fsdp.checkpoint.forms import SHARDED, comes_from_rank0, streams_from_rank0
-from composable_fsdp.checkpoint.holders import Holders
+from composable_fsdp.checkpoint.forms import streams_from_rank0
+from composable_fsdp.checkpoint.holders import Holders, digest
 from composable_fsdp.checkpoint.names import on_meta, plain_name
 from composable_fsdp.checkpoint.options import Form, Full, Local
+from composable_fsdp.checkpoint.param_groups import lacking, restored
 from composable_fsdp.checkpoint.rekey import Member, members_of
 from composable_fsdp.checkpoint.reports import Misfit, refuse
-from composable_fsdp.checkpoint.tensor_forms import compare, fill, part_for, shown
-from composable_fsdp.errors import CheckpointError
+from composable_fsdp.checkpoint.tensor_forms import compare, fill, part_for
 from composable_fsdp.optim import ELEMENTWISE
 from composable_fsdp.placed import like
 from composable_fsdp.runtime.parameter import local_part
 
-__all__ = ["load_optimizer_state_dict", "optimizer_state_dict"]
-
-
-# -- out
-
-
-def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SHARDED) -> dict[str, Any]:
-    """``{"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}``, with the names of the model.
-
-    Parameters without state are absent from ``"state"``. Tensors that lie like a parameter are in ``form``; the others,
-    such as counts of steps, are as they are. All ranks must call it together.
-
-    Args:
-        model: sharded or not.
-        optimizer: of any class, over parameters of ``model``.
-        form: as for :func:`~composable_fsdp.checkpoint.state_dict`. With ``rank0_only`` the others get an empty dict.
-
-    Raises:
-        CheckpointError: the optimizer has parameters that are not the model's, or ranks have state of different ones.
-    """
-    groups = members_of(model, optimizer)
-    members = [member for group in groups for member in group]
-    tensors = ((member.parameter, member.sharding) for member in members)
-    holders = Holders.of(tensors, all_ranks=comes_from_rank0(form))
-    packed = optimizer.state_dict()
-    ids = [i for group in packed["param_groups"] for i in group["params"]]
-    entries = {m.name: packed["state"][i] for i, m in zip(ids, members, strict=True) if i in packed["state"]}
-    distributed = _distributed(members, entries, holders)
-    state: dict[Any, Any] = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for member in members:
-            shows = not comes_from_rank0(form) or holders.is_source_of(member.parameter)
-            for key, value in distributed.get(member.name, {}).items():
-                found = shown(value, member.sharding, form) if isinstance(value, torch.Tensor) else value
-                if shows:
-                    state.setdefault(member.name, {})[key] = found
-                del found
-    if comes_from_rank0(form) and not holders.is_source_of():
-        return {"state": state} if state else {}
-    state |= {key: value for key, value in packed["state"].items() if key not in set(ids)}
-    named = [
-        {**{k: v for k, v in group.items() if k != "param_names"}, "params": [member.name for member in of_group]}
-        for group, of_group in zip(packed["param_groups"], groups, strict=True)
-    ]
-    return {**packed, "state": state, "param_groups": named}
-
-
-def _distributed(
-    members: Sequence[Member], entries: Mapping[str, Mapping[str, Any]], holders: Holders
-) -> dict[str, dict[str, Any]]:
-    """``entries`` with DTensors for local tensors: those that on every rank have the shape of the rank's shard.
-
-    Raises:
-        CheckpointError: ranks have state of different parameters, so that they would wait for each other.
-    """
-    places = [(m, key, value) for m in members for key, value in entries.get(m.name, {}).items()]
-    plain = [i for i, (member, _, value) in enumerate(places) if _may_be_local(member, value)]
-    fitting = [places[i][2].shape == local_part(places[i][0].parameter).shape for i in plain]
-    found = holders.exchange((_digest([(m.name, str(key)) for m, key, _ in places] + [("", str(plain))]), fitting))
-    if len({digest for digest, _ in found.values()}) > 1:
-        keys = holders.exchange([f"{member.name!r}, {key!r}" for member, key, _ in places])
-        some = {rank: [k for k in has if any(k not in other for other in keys.values())] for rank, has in keys.items()}
-        raise CheckpointError(f"ranks have different state, by rank: {some}. Have all of them make the same steps.")
-    everywhere = [all(flags) for flags in zip(*(flags for _, flags in found.values()), strict=True)]
-    local = {i for i, is_local in zip(plain, everywhere, strict=True) if is_local}
-    distributed: dict[str, dict[str, Any]] = {}
-    for i, (member, key, value) in enumerate(places):
-        shard = like(cast(DTensor, member.parameter), value) if i in local else value
-        distributed.setdefault(member.name, {})[key] = shard
-    return distributed
-
-
-def _may_be_local(member: Member, value: object) -> bool:
-    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim > 0
-    return is_plain and isinstance(member.parameter, DTensor)
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-# -- in
+__all__ = ["load_optimizer_state_dict"]
 
 
 def load_optimizer_state_dict(
@@ -198,7 +112,7 @@ class _Load:
         ids = iter(range(len(self._members)))
         told = self._told()
         groups = [
-            {**group, **_moved(saved, group), "params": [next(ids) for _ in group["params"]]}
+            restored(group, saved, [next(ids) for _ in group["params"]])
             for group, saved in zip(self._optimizer.param_groups, told.groups, strict=True)
         ]
         self._optimizer.load_state_dict({**told.others, "state": state, "param_groups": groups})
@@ -232,7 +146,7 @@ class _Load:
             for key, value in entry.items():
                 self._compare(self._members[name], key, value, report.misfit)
             report.state[name] = {key: _announced(value) for key, value in entry.items()} if self._streams else entry
-        report.digest = _digest([(name, list(entry)) for name, entry in self._given.items()])
+        report.digest = digest([(name, list(entry)) for name, entry in self._given.items()])
         return report
 
     def _match_groups(self, saved: Sequence[Mapping[str, Any]], report: _Report) -> None:
@@ -241,6 +155,8 @@ class _Load:
         by_members = {frozenset(group["params"]): group for group in named}
         wanted = [[member.name for member in group] for group in self._groups]
         report.groups = [by_members.get(frozenset(names), {}) for names in wanted]
+        for index, group in enumerate(report.groups):
+            report.misfit.others += lacking(self._optimizer, index, group) if group else []
         unmatched = [names for names in wanted if frozenset(names) not in by_members]
         left = [group["params"] for members, group in by_members.items() if members not in map(frozenset, wanted)]
         if len(wanted) != len(named):
@@ -314,14 +230,6 @@ def _is_state(state: Any) -> bool:
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
     return all(isinstance(entry, Mapping) for entry in state["state"].values())
-
-
-def _moved(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters, those that are tensors on the devices where they are in ``group``."""
-    are_tensors = {
-        key: isinstance(group.get(key), torch.Tensor) and isinstance(v, torch.Tensor) for key, v in saved.items()
-    }
-    return {key: v.to(group[key].device) if are_tensors[key] else v for key, v in saved.items()}
 
 
 def _announced(value: Any) -> Any:

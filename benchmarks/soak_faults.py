@@ -1,0 +1,208 @@
+"""The faults of ``soak.py``: which comes when, drawn from a seed that all ranks know, and how it is done to a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import Int8
+from composable_fsdp.comm.protocol import Work
+from composable_fsdp.memory import storage
+from composable_fsdp.testing import Fault, Raise, inject_faults
+
+__all__ = ["KILLED_IN_SAVE", "Accident", "FragileInt8", "Planned", "inflict", "kill_soon", "planned", "tell"]
+
+RAISING = ("forward", "forward hook", "backward", "gradient hook", "encode", "decode", "allocation", "operation")
+KILLED, KILLED_IN_SAVE = "killed", "killed while saving"
+SHORT, LONG, TOO_LONG = "stall", "stall beyond patience", "stall beyond timeout"
+WEIGHTS = dict.fromkeys(RAISING, 9) | {KILLED: 2, KILLED_IN_SAVE: 1, SHORT: 8, LONG: 8, TOO_LONG: 2}
+STALLS = {SHORT: (0.1, 0.8), LONG: (1.5, 4.0)}
+"""Seconds. A rank asks after one second where the others are."""
+BEYOND_TIMEOUT = (1.2, 1.5)
+"""Times the timeout of the process group: the others wait as long again for the rank to come back."""
+ALONE = 0.5
+"""The share of exceptions that only one rank raises."""
+OPERATIONS, ALLOCATIONS = 8, 2
+"""So many there are at least in every step, however ranks reach each other."""
+
+
+class Accident(ArithmeticError):
+    """An exception on purpose."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A fault of one step.
+
+    Attributes:
+        kind: a key of ``WEIGHTS``.
+        rank: that it befalls; None if it befalls all.
+        index: which layer, operation or allocation; counted round.
+        seconds: for which the rank stalls.
+        sleeps: whether it then sleeps, so that its other threads go on; else its process is stopped.
+    """
+
+    kind: str
+    rank: int | None
+    index: int
+    seconds: float = 0.0
+    sleeps: bool = False
+
+    @property
+    def name(self) -> str:
+        who = "" if self.kind not in RAISING else ", on all ranks" if self.rank is None else ", on one rank"
+        return self.kind + who
+
+    @property
+    def ends_job(self) -> bool:
+        return self.kind in (KILLED, KILLED_IN_SAVE)
+
+    @property
+    def fails_step(self) -> bool:
+        """Whether every rank must raise."""
+        return self.kind not in (SHORT, LONG, KILLED_IN_SAVE)
+
+    def befalls(self, rank: int) -> bool:
+        return self.rank in (None, rank)
+
+
+def planned(seed: int, attempt: int, ranks: int, every: int, timeout: float) -> Iterator[tuple[int, Planned]]:
+    """Faults, each with the number of steps until it comes, ``every`` in the mean. Without end."""
+    draw = random.Random(f"soak/{seed}/{attempt}")
+    while True:
+        (kind,) = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        rank = None if kind in RAISING and draw.random() > ALONE else draw.randrange(ranks)
+        low, high = STALLS.get(kind, [timeout * times for times in BEYOND_TIMEOUT])
+        seconds = draw.uniform(low, high) if "stall" in kind else 0.0
+        yield draw.randint(1, 2 * every - 1), Planned(kind, rank, draw.randrange(100), seconds, draw.random() < 0.5)
+
+
+def tell(event: str, **values: object) -> None:
+    """One line for the driver, which a kill right afterwards does not take back."""
+    os.write(1, (json.dumps({"event": event, "at": time.monotonic(), **values}) + "\n").encode())
+
+
+def kill_soon(longest: float, moment: int) -> None:
+    """Ends this process within ``longest`` seconds; when, ``moment`` says, a number from 0 to 99."""
+    timer = threading.Timer(longest * moment / 100, _die)
+    timer.daemon = True
+    timer.start()
+
+
+def _die() -> None:
+    tell("happens")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class FragileInt8:
+    """``Int8``, whose methods can be made to raise."""
+
+    codec: Int8
+
+    def payload_bytes(self, numel: int) -> int:
+        return self.codec.payload_bytes(numel)
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.codec.encode(rows)
+
+    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        return self.codec.decode(payload, numel)
+
+
+# -- how each is done, as a context around a step
+
+
+def inflict(model: Any, fault: Planned) -> AbstractContextManager[object]:
+    """A context in which ``fault`` happens to a rank that it befalls. For all ranks; ``model`` has ``layers``."""
+    layer, turn = model.layers[fault.index % len(model.layers)], fault.index // len(model.layers) % 2
+    befallen = fault.befalls(dist.get_rank())
+    if fault.kind in (KILLED, SHORT, LONG, TOO_LONG, "operation"):
+        effect = {KILLED: _killed, "operation": Raise(Accident("on the wire"))}.get(fault.kind, _Stalled(fault))
+        return inject_faults(model, Fault(_told(effect), number=fault.index % OPERATIONS, rank=fault.rank))
+    if not befallen or fault.kind == KILLED_IN_SAVE:
+        return ExitStack()
+    if fault.kind == "allocation":
+        return _raising_at(storage, "allocate_storage", fault.index % ALLOCATIONS)
+    if fault.kind in ("encode", "decode"):
+        return _raising_at(FragileInt8, fault.kind, turn)
+    return _hooked(layer, fault.kind)
+
+
+@contextmanager
+def _raising_at(owner: object, name: str, number: int) -> Iterator[None]:
+    """The call with that number, from 0, of the function ``name`` raises."""
+    original, calls = getattr(owner, name), iter(range(1 << 30))
+
+    def function(*args: Any) -> Any:
+        if next(calls) == number:
+            _fail()
+        return original(*args)
+
+    with mock.patch.object(owner, name, function):
+        yield
+
+
+@contextmanager
+def _hooked(layer: nn.Module, kind: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        if kind == "forward":
+            handles = [layer.register_forward_pre_hook(_fail)]
+        elif kind == "forward hook":
+            handles = [layer.register_forward_hook(_fail)]
+        elif kind == "backward":
+            handles = [layer.register_forward_hook(lambda module, args, output: output.register_hook(_fail) and None)]
+        else:
+            handles = [p.register_post_accumulate_grad_hook(_fail) for p in layer.parameters()]
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
+
+
+def _fail(*_: object) -> None:
+    tell("happens")
+    raise Accident("on purpose")
+
+
+Launch = Callable[[], Work]
+
+
+def _told(effect: Callable[[Launch, Sequence[torch.Tensor]], Work]) -> Callable[[Launch, Sequence[torch.Tensor]], Work]:
+    def run(launch: Launch, outputs: Sequence[torch.Tensor]) -> Work:
+        tell("happens")
+        return effect(launch, outputs)
+
+    return run
+
+
+def _killed(launch: Launch, outputs: Sequence[torch.Tensor]) -> Work:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return launch()
+
+
+@dataclass(frozen=True)
+class _Stalled:
+    """The rank sleeps, or stops until the driver, which it tells, lets it go on."""
+
+    fault: Planned
+
+    def __call__(self, launch: Launch, outputs: Sequence[torch.Tensor]) -> Work:
+        if self.fault.sleeps:
+            time.sleep(self.fault.seconds)
+        else:
+            tell("stops", seconds=self.fault.seconds)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return launch()

@@ -1,0 +1,150 @@
+"""Which units of a root are brought into memory when, ahead of their turn too, and which stay there after forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from composable_fsdp.lifecycle import ParameterState
+from composable_fsdp.memory.lanes import Lanes
+from composable_fsdp.policy import ReshardKind
+from composable_fsdp.runtime.company import Company
+from composable_fsdp.runtime.group import unshard_together
+from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
+from composable_fsdp.runtime.steps import optimizer_steps
+from composable_fsdp.runtime.unit import Unit
+
+__all__ = ["Unsharding"]
+
+
+class Unsharding:
+    """Gathers units when they are needed, and those that the scheduler expects next. Final.
+
+    Args:
+        root: whose choices count for all.
+        units: all below it, by name.
+        lanes: where to launch.
+        company: who is gathered with whom.
+    """
+
+    def __init__(self, root: Unit, units: Mapping[str, Unit], lanes: Lanes, company: Company) -> None:
+        self._root = root
+        self._units = units
+        self._lanes = lanes
+        self._company = company
+        self._scheduler = PrefetchScheduler()
+        self._each_alone = False
+        """Whether ranks may run different units, so that none may be gathered on the way of another."""
+        self._seen_steps = optimizer_steps()
+        """As of the last forward: parameters kept unsharded since before a step are stale."""
+
+    # -- passes
+
+    def begin_forward(self, *, each_alone: bool) -> None:
+        """A forward begins; with ``each_alone``, one in which ranks may run different units."""
+        self._each_alone = each_alone
+        self._scheduler.begin_forward()
+        self._company.expect(self._scheduler.expected)
+        steps = optimizer_steps()
+        stepped, self._seen_steps = self._seen_steps != steps, steps
+        for kept in self._units.values():
+            if kept.kept_version is None:
+                continue
+            # A fresh one stays watched: this forward may leave it out, and an optimizer step before the next.
+            if (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version:
+                kept.group.reshard()
+                kept.kept_version = None
+
+    def end_forward(self) -> None:
+        """The forward ran to its end."""
+        self._scheduler.end_forward()
+        for unit in self._units.values():
+            if unit.group.parameter_state is ParameterState.UNSHARDING:
+                unit.group.reshard()  # prefetched for a call that did not come
+
+    # -- into memory
+
+    def in_forward(self, unit: Unit) -> None:
+        """Brings ``unit`` into memory, and those on their way that come after it."""
+        names = self._scheduler.forward(unit.name) if unit.group.parameters else ()
+        ahead = unit.forward_prefetch
+        self._bring(unit, [self._units[name] for name in names] if ahead is None else ahead, "forward")
+
+    def in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None:
+        """Brings ``unit``, which ended its forward at ``position``, into memory, and on their way those before it."""
+        ahead = unit.backward_prefetch
+        if ahead is None:
+            names = self._scheduler.backward(record, position)
+            ahead = [self._units[name] for name in names if name in self._units]
+        self._bring(unit, (u for u in ahead if u.unshard_in_backward), "backward")
+
+    def for_recomputation(self, unit: Unit) -> None:
+        """Brings ``unit``, which computes again within backward, into memory."""
+        self._bring(unit, (), "backward")
+
+    def _bring(self, unit: Unit, ahead: Iterable[Unit], direction: str) -> None:
+        """Those of ``ahead`` are launched before what is needed now arrives, unless that was on its way already: what
+        arrives is in memory twice for a moment, as a message and in its place, and need not meet the next one there.
+        """
+        needed = (unit, *unit.lenders)
+        was_ahead = all(each.group.parameter_state is not ParameterState.SHARDED for each in needed)
+        for each in needed:
+            self._launch(each, direction)
+        if not was_ahead:
+            self._launch_ahead(ahead, direction)
+        for each in needed:
+            each.group.wait()
+        if was_ahead:
+            self._launch_ahead(ahead, direction)
+
+    def _launch_ahead(self, ahead: Iterable[Unit], direction: str) -> None:
+        for unit in ahead:
+            if self._fits(unit):
+                self._launch(unit, direction)
+
+    def _launch(self, unit: Unit, direction: str) -> None:
+        """Gathers ``unit``, along with those of its company to which this pass comes after it."""
+        if unit.group.is_coming:
+            return
+        if self._each_alone:
+            unit.group.unshard(self._lanes)
+            return
+        together = self._company.gathered_with(unit, in_backward=direction == "backward")
+        label = f"all-gather of {self._company.name_of(unit)} in {direction}"
+        unshard_together([each.group for each in together], self._lanes, label)
+
+    def _fits(self, unit: Unit) -> bool:
+        """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
+        limit = self._root.max_unsharded_bytes
+        if limit is None:
+            return True
+        held = (u for u in self._units.values() if u.group.parameter_state is not ParameterState.SHARDED)
+        return sum(u.group.plan.unsharded_bytes for u in {*held, unit}) <= limit
+
+    # -- out of memory
+
+    def after_forward(self, unit: Unit, *, leads_to_backward: bool) -> None:
+        """``unit`` has computed: frees it and those of which it borrows, where that is chosen and nobody needs them."""
+        for done in (unit, *unit.lenders):
+            if not done.is_running and not done.is_lent:
+                self._reshard(done, leads_to_backward=leads_to_backward)
+
+    def _reshard(self, unit: Unit, *, leads_to_backward: bool) -> None:
+        kind = unit.reshard.kind
+        if kind is ReshardKind.AUTO:
+            keep = (unit is self._root or self._comes_back_at_once(unit)) and leads_to_backward
+            kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
+        if kind is ReshardKind.NEVER:
+            unit.note_kept()
+        elif kind is ReshardKind.SMALLER and leads_to_backward:
+            unit.note_kept()
+            unit.group.shrink(unit.reshard.mesh_size)
+        else:
+            unit.group.reshard()
+
+    def _comes_back_at_once(self, unit: Unit) -> bool:
+        """Whether backward begins with ``unit``, on a device that would have nothing to do while it is gathered anew.
+
+        Where the host waits, it is freed like the others: the peak of memory often comes with the loss.
+        """
+        expected = self._scheduler.expected
+        return not self._lanes.block_the_host and bool(expected) and expected[-1] == unit.name

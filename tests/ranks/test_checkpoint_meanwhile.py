@@ -1,0 +1,63 @@
+"""What is called while an asynchronous save is being written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from threading import Timer
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
+from composable_fsdp.testing import run_ranks
+from tests.ranks._checkpoint_worlds import raising_alike
+from tests.ranks.test_checkpoint_store import Gate
+
+
+def everything(folder: Path) -> None:
+    """Rank 1's disk is slow: it is still writing when rank 0 calls what comes next."""
+    model, slow = nn.Linear(3, 3), dist.get_rank() == 1
+    save_safetensors(model, folder / "files")
+    calls = {
+        "save": lambda: save(folder / "run", model),
+        "load": lambda: load(folder / "run", model),
+        "save_safetensors": lambda: save_safetensors(model, folder / "files"),
+        "load_safetensors": lambda: load_safetensors(model, folder / "files"),
+    }
+    for call in calls.values():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            gate = Gate(monkeypatch)
+            pending = save(folder / "run", model, asynchronous=True, timeout=20)
+            Timer(0.3 if slow else 0, gate.opened.set).start()
+            call()
+        assert pending.done()
+        assert latest(folder / "run") is not None
+
+
+@pytest.mark.behaviour("F-11", "F-12")
+def test_whatever_comes_next_waits_for_the_save(tmp_path: Path) -> None:
+    run_ranks(everything, 2, tmp_path, timeout=60)
+
+
+def failed(folder: Path) -> None:
+    model = nn.Linear(3, 3)
+    save_safetensors(model, folder / "files")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = Gate(monkeypatch)
+        pending = save(folder / "run", model, asynchronous=True, timeout=1)
+        if dist.get_rank() == 0:
+            gate.opened.set()
+            while not pending.done():
+                time.sleep(0.01)
+        dist.barrier()
+        gate.opened.set()
+        with raising_alike(rf"^the save before load_safetensors: .*saving {folder}/run/step-00000000: rank [01]: gone"):
+            load_safetensors(model, folder / "files")
+    load_safetensors(model, folder / "files")
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_failure_of_the_save_is_raised_by_what_comes_next(tmp_path: Path) -> None:
+    run_ranks(failed, 2, tmp_path, timeout=60)

@@ -1,0 +1,59 @@
+"""Where parameters and buffers go, and what is said where that is not clear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from composable_fsdp import MeshError, ParameterError, fully_shard
+from composable_fsdp.collect import elsewhere
+from tests.ranks._sharding import single_rank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@pytest.mark.behaviour("A-13")
+def test_parameters_on_a_device_that_is_not_the_meshs_are_all_named() -> None:
+    other = nn.Linear(3, 3)
+    with FakeTensorMode():  # the only way to tensors of a device that is not there
+        other.weight, other.bias = (nn.Parameter(torch.empty(3, device="cuda")) for _ in range(2))
+    model = nn.Sequential(nn.Linear(3, 3), other)
+    match = (
+        r"of Sequential are neither on CPU nor on cpu.*: \{'1\.weight': 'cuda:0', '1\.bias': 'cuda:0'\}\. "
+        r"Pass device='cpu' to have"
+    )
+    with pytest.raises(ParameterError, match=match):
+        fully_shard(model)
+    assert type(model) is nn.Sequential
+
+
+@pytest.mark.behaviour("A-13")
+def test_only_what_is_on_cpu_or_meta_is_moved_unasked() -> None:
+    devices = {name: torch.device(name) for name in ("cpu", "meta", "cuda:0", "cuda:1", "xpu:0")}
+    assert elsewhere(devices, torch.device("cuda:1")) == {"cuda:0": "cuda:0", "xpu:0": "xpu:0"}
+
+
+@pytest.mark.behaviour("A-13")
+@pytest.mark.parametrize("device", ["cuda:1", torch.device("cuda:1"), "meta"], ids=repr)
+def test_a_device_that_contradicts_the_mesh_is_refused(device: torch.device | str) -> None:
+    match = (
+        rf"^device='{device}' contradicts the mesh, whose ranks compute on cpu\. Leave device out, or build the mesh"
+    )
+    with pytest.raises(MeshError, match=match):
+        fully_shard(nn.Linear(3, 3), device=device)
+
+
+@pytest.mark.behaviour("A-13")
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), 0], ids=repr)
+def test_the_device_of_the_mesh_may_be_named(device: torch.device | str | int) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), device=device)
+    model(torch.ones(2, 3)).sum().backward()
+    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cpu"}

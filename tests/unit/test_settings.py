@@ -1,0 +1,75 @@
+"""What counts for all groups under a root is checked when the first forward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import ConfigurationError, fully_shard
+from composable_fsdp.runtime.unit import unit_of
+from tests.ranks._models import Chain
+from tests.ranks._sharding import sharded, single_rank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def onto_meta(layer: Any) -> None:
+    group = unit_of(layer).group
+    group.axes = replace(group.axes, device=torch.device("meta"))
+
+
+@pytest.mark.behaviour("B-04")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda layer: layer.set_order_check("off"),
+            "the order check of 'layers.1' (Linear) is off, but that of 'root' (Chain), which contains it, is first, "
+            "and one counts for all. Call set_order_check on the root.",
+        ),
+        (
+            lambda layer: layer.set_max_unsharded_bytes(0),
+            "the max_unsharded_bytes of 'layers.1' (Linear) is 0, but that of 'root' (Chain), which contains it, is "
+            "None, and one counts for all. Call set_max_unsharded_bytes on the root only.",
+        ),
+        (
+            lambda layer: layer.set_max_merged_bytes(7),
+            "the max_merged_bytes of 'layers.1' (Linear) is 7, but that of 'root' (Chain), which contains it, is "
+            "1048576, and one counts for all. Call set_max_merged_bytes on the root only.",
+        ),
+        (
+            onto_meta,
+            "the device of 'layers.1' (Linear) is meta, but that of 'root' (Chain), which contains it, is cpu, and one "
+            "counts for all. Give all of them meshes of one device type.",
+        ),
+    ],
+)
+def test_the_first_forward_names_both_modules_and_values(change: Callable[[Any], object], text: str) -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    change(model.layers[1])
+    with pytest.raises(ConfigurationError) as caught:
+        model(torch.ones(1, 8))
+    assert str(caught.value) == text
+
+
+@pytest.mark.behaviour("B-04")
+def test_what_the_root_is_told_counts_for_all_and_an_error_that_is_mended_is_over() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    root, layer = sharded(model), sharded(model.layers[0])
+    root.set_order_check("always")
+    root.set_max_unsharded_bytes(0)
+    root.set_max_merged_bytes(0)
+    layer.set_max_merged_bytes(5)
+    with pytest.raises(ConfigurationError, match=r"the max_merged_bytes of 'layers\.0'"):
+        model(torch.ones(1, 8))
+    layer.set_max_merged_bytes(0)
+    model(torch.ones(1, 8)).sum().backward()
