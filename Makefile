@@ -5,7 +5,10 @@ PY ?= $(shell python3.11 -c 'print("python3.11")' 2>/dev/null || echo python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+CLIENTS_PIP = $(CLIENTS_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_READY := $(CLIENTS_VENV)/.ready
 TORCHRUN = $(BIN)/torchrun --standalone --nproc-per-node 2
 TRAIN = $(TORCHRUN) examples/train_text.py --verify --overwrite
 
@@ -15,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test check format docs behaviours bench bench-quick clean
+.PHONY: help install demo demo-short quantized elastic test check format docs behaviours bench bench-quick clients clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -67,9 +70,22 @@ bench: $(READY) ## run all benchmarks, then make benchmarks/RESULTS.md; an hour 
 bench-quick: $(READY) ## small forms of all benchmarks, into runs/bench-quick: do they run?
 	$(BIN)/python benchmarks/run_all.py --quick $(BENCH_ARGS)
 
+# A venv of its own, since these libraries narrow each other's versions; torch first and alone, and still there after.
+$(CLIENTS_READY): pyproject.toml constraints.txt clients/constraints.txt
+	$(PY) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_PIP) install -c constraints.txt $$(grep '^torch==' constraints.txt)
+	@$(CLIENTS_VENV)/bin/python -m pip freeze | grep '^torch==' > $(CLIENTS_VENV)/torch-first
+	$(CLIENTS_PIP) install -c constraints.txt -c clients/constraints.txt -e '.[clients-all]'
+	@$(CLIENTS_VENV)/bin/python -m pip freeze | grep '^torch==' | diff $(CLIENTS_VENV)/torch-first - \
+		|| { echo "a client had another torch installed"; exit 1; }
+	@touch $@
+
+clients: $(CLIENTS_READY) ## run other libraries' programs on torch's FSDP2 and on ours, and compare (CLIENTS_ARGS=...)
+	$(CLIENTS_VENV)/bin/python clients/run_all.py $(CLIENTS_ARGS)
+
 behaviours: $(READY) ## run the tests, then say which rows of tests/behaviours.toml they show
 	$(BIN)/python -m pytest -q --behaviours $(TEST_ARGS)
 
 clean: ## remove caches and build output; .venv and runs/ stay
 	rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . -path './$(VENV)' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . \( -path './$(VENV)' -o -path './$(CLIENTS_VENV)' \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

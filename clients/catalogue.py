@@ -47,4 +47,27 @@ CLIENTS = (
     Client("peft, then sharded", "peft_lora.py", "peft"),
     Client("peft on a sharded model", "peft_lora.py --after", "peft"),
     Client("trl SFTTrainer with LoRA", "trl_sft.py", "trl", note=ON_CPU),
+    *(
+        Client(f"torchao {recipe}", f"torchao_recipes.py {recipe}", "torchao")
+        for recipe in ("float8", "int8", "int8-mixed", "nf4")
+    ),
+    Client("torchao adamw8bit", "torchao_recipes.py adamw8bit", "torchao", note="its step runs eagerly, not compiled"),
+    Client(
+        "torchtitan parallelize_llama",
+        "torchtitan_llama.py",
+        "torchtitan",
+        note="sums forced, for gloo on fsdp2; scaled dot product attention, as flex attention has no backward on CPU",
+    ),
+    Client("torch pipelining, 1F1B", "pipelining.py", "torch", ranks=4),
+    Client("torch pipelining, interleaved", "pipelining.py --interleaved", "torch", ranks=4),
+    Client("torch profiler", "profiler.py", "torch"),
+    Client("torch FSDPMemTracker", "mem_tracker.py", "torch"),
+    Client(
+        "torchrun elastic",
+        "elastic.py",
+        "torch",
+        launcher="--max-restarts 2 --monitor-interval 0.2",
+        environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        note="a store of its own for each attempt: gloo finds addresses of killed ranks in a shared one",
+    ),
 )

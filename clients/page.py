@@ -11,9 +11,10 @@ __all__ = ["page_of"]
 
 HEAD = """# Clients
 
-Made by `clients/run_all.py` (`make clients`) from [{source}](results/{source}); do not edit. Each program trains {steps}
-steps on torch's FSDP2 and on this library, not a line of it changed. *Same*: losses, and whatever else the program
-compares, are equal to the last bit, on every rank. *Rounding*: the largest relative difference is below 1e-5.
+Made by `clients/run_all.py` (`make clients`) from [{source}](results/{source}); do not edit. What the columns mean is
+in [docs/clients.md](../docs/clients.md).
+
+<!-- table -->
 
 """
 COLUMNS = ("client", "version", "ranks", "sharded modules", "last loss", "ours against fsdp2", "note")
@@ -23,9 +24,8 @@ def page_of(rows: Sequence[Mapping[str, Any]], source: str) -> str:
     """Markdown of ``rows``, which are in the file ``source``."""
     notes = {client.name: client.note for client in CLIENTS}
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(_cells(row, notes[row["client"]]) for row in rows)]
-    steps = max((len(losses) for row in rows for losses in row["ours"]["losses"][:1]), default=0)
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return HEAD.format(source=source, steps=steps) + table + "\n"
+    return HEAD.format(source=source) + table + "\n"
 
 
 def _cells(row: Mapping[str, Any], note: str) -> tuple[str, ...]:
@@ -37,6 +37,6 @@ def _cells(row: Mapping[str, Any], note: str) -> tuple[str, ...]:
         str(row["ranks"]),
         str(ours["sharded"].get("ours", 0)),
         f"{ours['losses'][0][-1]:.4f}" if ours["losses"] else "–",
-        row["verdict"],
+        row["verdict"].replace("|", "\\|"),
         "; ".join(filter(None, [note, *shown])),
     )

@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -88,7 +89,10 @@ def run(client: Client, library: str) -> Run:
             problem = "it ended without telling its losses"
         if problem:
             output.seek(0)
-            return Run(seconds, "\n".join([problem, *output.read().splitlines()[-LAST_LINES:]]))
+            said = output.read()
+            errors = re.findall(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception): .*)", said, re.MULTILINE)
+            reason = f": {errors[0]}" if errors else ""
+            return Run(seconds, "\n".join([problem + reason, *said.splitlines()[-LAST_LINES:]]))
         of_ranks = [json.loads(path.read_text()) for path in told]
     losses, same = ([each[key] for each in of_ranks] for key in ("losses", "same"))
     return Run(seconds, "", losses, of_ranks[0]["sharded"], same, of_ranks[0]["shown"])

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from text.launch import choose_device, from_rank_0, launch
 from text.options import new_parser
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from composable_fsdp import clip_grad_norm_, fully_shard
 from composable_fsdp.checkpoint import Full, state_dict
+from composable_fsdp.wrap import transformer_blocks
 
 SEQ = 64
 CORPUS = Path(__file__).read_bytes()
@@ -54,13 +55,6 @@ def make_model(layers: int) -> LlamaForCausalLM:
         use_cache=False,
     )
     return LlamaForCausalLM(config)
-
-
-def shard(model: LlamaForCausalLM, mesh: DeviceMesh) -> None:
-    """One group per decoder layer, one for the rest."""
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 def draw(batch: int, generator: torch.Generator, device: torch.device) -> Tensor:
@@ -104,7 +98,8 @@ def run() -> int:
     device = choose_device(options.device)
     disable_progress_bar()
     model = make_model(options.layers)
-    shard(model, init_device_mesh(device.type, (dist.get_world_size(),)))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, policy=transformer_blocks())  # a group per decoder layer, one for the rest
     train(model, options, device)
     whole = state_dict(model, Full(rank0_only=True, offload_to_cpu=True))
     from_rank_0(lambda: model.save_pretrained(options.out, state_dict=whole))
