@@ -100,6 +100,20 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
 
 
 @pytest.mark.behaviour("H-03", "H-05")
+def test_a_rank_that_is_gone_is_not_waited_for_once_another_one_has_said_so() -> None:
+    store = dist.HashStore()
+    watches = [Watch(dist.PrefixStore("watch", store), rank, 3) for rank in range(2)]
+    try:
+        watches[1].give_up(PeerError("rank 2 is gone"))
+        begin = time.monotonic()
+        assert watches[0].call_roll([0, 1, 2], 30.0)[1].verdict == "rank 2 is gone"
+        assert time.monotonic() - begin < 10.0
+    finally:
+        for watch in watches:
+            watch.stop()
+
+
+@pytest.mark.behaviour("H-03", "H-05")
 def test_no_thread_is_in_the_store_when_the_program_has_come_to_its_end() -> None:
     before = set(threading.enumerate())
     watch = Watch(dist.PrefixStore("watch", dist.HashStore()), 0, 2)
