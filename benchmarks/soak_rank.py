@@ -223,9 +223,8 @@ def train(settings: Settings) -> None:
             else:
                 training.advance()
             training.step += 1
-            if training.step % settings.save_every == 0 or in_save is not None:
+            if training.step % settings.save_every == 0 or training.step == settings.steps or in_save is not None:
                 training.save(in_save)
-        tell("round", number=training.round)
         if is_over(settings):
             return
         training.begin_anew()

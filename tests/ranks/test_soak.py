@@ -22,6 +22,6 @@ def test_training_survives_fault_after_fault(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {row["what"]: row["count"] for row in json.loads(out.read_text())["rows"]}
     assert counts["problems"] == 0
-    assert counts["rounds"] == 1
+    assert counts["steps"] >= 60
     assert counts["all faults"] >= 10
     assert counts["states of a rank compared with the undisturbed round"] >= 2
