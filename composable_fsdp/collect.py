@@ -110,9 +110,7 @@ class Collector:
                 f"parameter {place} is the same tensor as {parameter.name!r} of {unit.name}, which has been sharded "
                 f"already. {_HOW_TO_SHARE}"
             )
-        unit.group.reshard()
-        parameter.owners = (*parameter.owners, (owner, attribute))
-        unit.group.tensors.register()
+        unit.group.register_at(parameter, [(owner, attribute)])
 
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
         """How ``parameter`` is cut, once it is clear that it can be."""

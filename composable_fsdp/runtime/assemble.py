@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.iteration import Iteration
+from composable_fsdp.runtime.late_ties import join_ties
 from composable_fsdp.runtime.parameter import find_taken, find_unsharded
 from composable_fsdp.runtime.recovery import set_order_check
 from composable_fsdp.runtime.steps import note_optimizer_step
@@ -39,6 +40,7 @@ def assemble(root: Unit) -> Iteration:
     watch_optimizers()
     warn_of_strangers(root)
     units = _units_by_name(root)
+    join_ties(list(units.values()))
     iteration = Iteration(root, units, Lanes(root.group.axes.device))
     set_order_check(units.values(), root.order_check)  # what an earlier model chose for the same process groups is over
     for former in {iteration_of(unit) for unit in units.values() if unit.iteration is not None}:

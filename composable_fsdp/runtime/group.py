@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from weakref import ref
 
 import torch
+from torch import nn
 
 from composable_fsdp import trace
 from composable_fsdp.errors import LifecycleError
@@ -111,6 +112,19 @@ class ParameterGroup:
         self.check_nothing_held()
         self.reshard()
         self.tensors.build()
+
+    def give_up(self, parameter: ShardedParameter) -> None:
+        """Goes on without ``parameter``, whose places are no longer its own."""
+        self.check_nothing_held()
+        self.reshard()
+        self.tensors.parameters.remove(parameter)
+        self.tensors.build()
+
+    def register_at(self, parameter: ShardedParameter, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Registers ``parameter`` of this group also at these modules, under these names."""
+        self.reshard()
+        parameter.owners = (*parameter.owners, *places)
+        self.tensors.register()
 
     def check_nothing_held(self) -> None:
         """New tensors know nothing of gradients that the old ones hold."""

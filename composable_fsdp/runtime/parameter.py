@@ -207,8 +207,9 @@ class ShardedParameter:
         if other is not None and other is not self:
             raise ParameterError(
                 f"parameter {self.name!r} and parameter {other.name!r} of another group have become the same tensor "
-                "(tied weights?). Shared parameters must be in one group: tie them before fully_shard, and shard the "
-                "modules that use them as one list, or give the second call shared_from=[...]."
+                "(tied weights?). Tie them before the first forward; where they are cut differently, before "
+                "fully_shard, and shard the modules that use them as one list, or give the second call "
+                "shared_from=[...]."
             )
         self.sharded = new
         self._mark(new)

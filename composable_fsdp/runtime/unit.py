@@ -136,6 +136,12 @@ class Unit:
             self.attach(module)
         _units.add(self)
 
+    def borrow_from(self, lender: Unit) -> None:
+        """``lender`` holds a parameter that these modules use too."""
+        if lender not in self.lenders:
+            self.lenders = (*self.lenders, lender)
+            lender.borrowers.append(self)
+
     def note_kept(self) -> None:
         """The group is left unsharded between passes."""
         self.kept_version = self.group.tensors.version

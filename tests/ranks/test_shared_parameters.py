@@ -49,6 +49,17 @@ def lend_the_head(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+def tie_when_sharded(model: nn.Module, *, head: bool, **options: Any) -> nn.Module:
+    """As transformers does once it has loaded a checkpoint. With ``head`` in a group that is then empty."""
+    assert isinstance(model, Transformer)
+    model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
+    for module in (model.embedding, *model.layers, *([model.head] if head else [])):
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+    model.head.weight = model.embedding.weight
+    return model
+
+
 class Borrowers(nn.Module):
     """Every layer uses the first one's weight, two of them the second one's bias besides."""
 
@@ -99,6 +110,8 @@ def lend_into_a_unit(model: nn.Module, **options: Any) -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[..., nn.Module]]] = {
     "embedding to head": (tied_transformer, "tied", lend_the_embedding),
     "head to embedding": (tied_transformer, "tied", lend_the_head),
+    "tied when sharded": (tied_transformer, "tied", partial(tie_when_sharded, head=True)),
+    "tied when sharded, in the root": (tied_transformer, "tied", partial(tie_when_sharded, head=False)),
     "to many": (seeded(Borrowers), "chain", lend_to_many),
     "to a list around it": (seeded(Borrowers), "chain", lend_to_a_list_around_the_owner),
     "into a unit": (seeded(nested), "chain", lend_into_a_unit),
@@ -196,13 +209,16 @@ def share_without_saying_so() -> None:
 
 
 def tie_after_sharding() -> None:
+    """Too late: after a forward, and between two calls."""
     model = TASKS["transformer"].build()
     assert isinstance(model, Transformer)
     fully_shard(model.embedding)
     fully_shard(model.head)
     fully_shard(model)
-    model.head.weight = model.embedding.weight
     tokens, _ = TASKS["transformer"].batch_of(0, dist.get_rank())
+    with torch.no_grad():
+        model(tokens)
+    model.head.weight = model.embedding.weight
     with pytest.raises(ParameterError, match=r"'weight' and parameter 'weight' of another group.*shared_from"):
         model(tokens)
 

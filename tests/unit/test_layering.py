@@ -67,6 +67,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "runtime.call",
         "runtime.company",
         "runtime.instep",
+        "runtime.late_ties",
         "runtime.manifest",
         "runtime.order",
         "runtime.recovery",
