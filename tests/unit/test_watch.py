@@ -147,7 +147,6 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(failures: int) -> None:
             watch.stop()
 
 
-<<<<<<< HEAD
 def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
     interrupt.listen()
     with pytest.raises(KeyboardInterrupt):
@@ -176,17 +175,6 @@ def test_threads_that_ask_the_store_have_ended_when_python_ends() -> None:
     """Otherwise C++ ends the process, with SIGABRT: of many threads that do nothing else, some are always there."""
     done = subprocess.run([sys.executable, "-c", BUSY_TO_THE_END], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
-=======
-@pytest.mark.behaviour("H-03", "H-05")
-def test_no_thread_is_in_the_store_when_the_program_has_come_to_its_end() -> None:
-    before = set(threading.enumerate())
-    watch = Watch(dist.PrefixStore("watch", dist.HashStore()), 0, 2)
-    (thread,) = set(threading.enumerate()) - before
-    begin = time.monotonic()
-    watch.leave()
-    assert not thread.is_alive()
-    assert time.monotonic() - begin < 2.0
->>>>>>> soak
 
 
 # -- agreement
