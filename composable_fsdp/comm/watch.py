@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
+from zlib import crc32
 
 import torch.distributed as dist
 
@@ -168,7 +169,8 @@ class Watch:
             PeerError: some have not come in ``seconds``. Named in the text.
         """
         number = self._meetings[tuple(ranks)] = self._meetings.get(tuple(ranks), 0) + 1
-        keys = {rank: f"meeting/{min(ranks)}-{max(ranks)}-{len(ranks)}/{number}/{rank}" for rank in ranks}
+        name = f"meeting/{crc32(repr(tuple(ranks)).encode()):08x}"
+        keys = {rank: f"{name}/{number}/{rank}" for rank in ranks}
         store = self._store
         try:
             self._ask(lambda: store.set(keys[self.rank], own))
@@ -177,7 +179,10 @@ class Watch:
                 if time.monotonic() > end:
                     raise PeerError(f"{occasion}, and in {seconds:g} s {ranks_text(missing)} did not.")
                 time.sleep(0.02)
-            return self._ask(lambda: [store.get(key).decode() for key in keys.values()])
+            brought = self._ask(lambda: [store.get(key).decode() for key in keys.values()])
+            if number > 1:  # who has come to this one has left that
+                self._request(lambda: store.delete_key(f"{name}/{number - 1}/{self.rank}"))
+            return brought
         except RuntimeError as error:
             if isinstance(error, FSDPError):
                 raise

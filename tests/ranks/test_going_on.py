@@ -137,7 +137,7 @@ def fail_often(times: int, *, alone: bool) -> tuple[int, int, int]:
         gc.collect()
         return resident(), len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    for _ in range(20 if not alone else 2):
+    for _ in range(times if not alone else 2):  # the allocator takes as long to settle
         fail()
     before = used()
     for _ in range(times):
