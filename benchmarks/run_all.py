@@ -1,6 +1,6 @@
 """Runs every benchmark, one after the other and each under a timeout, then makes ``RESULTS.md`` of what they wrote.
 
-    python benchmarks/run_all.py           # into benchmarks/results, about an hour on two idle cores
+    python benchmarks/run_all.py           # into benchmarks/results, about two hours on two idle cores
     python benchmarks/run_all.py --quick   # into runs/bench-quick: does everything run?
 
 One that fails or takes too long is named at the end, and does not keep the others from running.
@@ -87,6 +87,7 @@ BENCHMARKS = [
         )
     ),
     Benchmark("network", "network.py", minutes=30),
+    Benchmark("soak", "soak.py", minutes=60),
 ]
 
 

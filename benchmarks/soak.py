@@ -73,7 +73,6 @@ class Record:
     """The ``"saved"`` events of each process."""
     problems: list[str] = field(default_factory=list)
     attempts: int = 0
-    rounds: int = 0
     compared: int = 0
 
 
@@ -123,8 +122,6 @@ class Attempt:
             case "saved":
                 self._saved[event.rank].append(event)
                 self._compare(event)
-            case "round":
-                self.record.rounds += event.rank == 0
             case "ends":
                 self.is_last = True
 
@@ -172,7 +169,7 @@ def soak(settings: Settings, minutes: float) -> Record:
     reference = Attempt(record, Job(undisturbed, "0"))
     reference.run()
     record.reference = {(e.rank, e.values["step"]): e.values["digest"] for life in record.lives for e in life}
-    record.lives, record.rounds, record.compared = [], 0, 0
+    record.lives, record.compared = [], 0
     end = time.monotonic() + 60 * minutes
     is_last = False
     while not is_last and len(record.problems) < TOO_MANY:
@@ -187,7 +184,7 @@ def soak(settings: Settings, minutes: float) -> Record:
         record.attempts += 1
         print(
             f"attempt {record.attempts}, {transport}, ended after {time.monotonic() - begin:.0f} s; so far "
-            f"{len(record.faults)} faults, {record.rounds} rounds, {len(record.problems)} problems",
+            f"{len(record.faults)} faults, {len(record.problems)} problems",
             flush=True,
         )
     return record
@@ -211,7 +208,6 @@ def rows_of(record: Record) -> list[dict[str, Any]]:
     counted = {
         "all faults": len(record.faults),
         "steps": sum(life[-1].values["steps"] for life in record.lives if life[0].rank == 0),
-        "rounds": record.rounds,
         "attempts": record.attempts,
         "states of a rank compared with the undisturbed round": record.compared,
         "problems": len(record.problems),
@@ -248,7 +244,7 @@ def main() -> int:
     options.add_argument("--timeout", type=float, default=8, help="of the process group, in seconds")
     arguments = options.parse_args()
     minutes, steps, fault_every = (
-        (0.1, 50, 6) if arguments.quick else (arguments.minutes, arguments.steps, arguments.fault_every)
+        (0.0, 60, 3) if arguments.quick else (arguments.minutes, arguments.steps, arguments.fault_every)
     )
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(

@@ -31,8 +31,10 @@ SHORT, LONG, TOO_LONG = "stall", "stall beyond patience", "stall beyond timeout"
 WEIGHTS = dict.fromkeys(RAISING, 9) | {KILLED: 2, KILLED_IN_SAVE: 1, SHORT: 8, LONG: 8, TOO_LONG: 2}
 STALLS = {SHORT: (0.1, 0.8), LONG: (1.5, 4.0)}
 """Seconds. A rank asks after one second where the others are."""
-BEYOND_TIMEOUT = (1.2, 1.5)
-"""Times the timeout of the process group: the others wait as long again for the rank to come back."""
+BEYOND_TIMEOUT = (3.0, 4.5)
+"""Seconds more than the timeout of the process group, after which others look around for up to two more, and then wait
+as long again for the rank to come back.
+"""
 ALONE = 0.5
 """The share of exceptions that only one rank raises."""
 OPERATIONS, ALLOCATIONS = 8, 2
@@ -85,7 +87,7 @@ def planned(seed: int, attempt: int, ranks: int, every: int, timeout: float) -> 
     while True:
         (kind,) = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
         rank = None if kind in RAISING and draw.random() > ALONE else draw.randrange(ranks)
-        low, high = STALLS.get(kind, [timeout * times for times in BEYOND_TIMEOUT])
+        low, high = STALLS.get(kind, [timeout + more for more in BEYOND_TIMEOUT])
         seconds = draw.uniform(low, high) if "stall" in kind else 0.0
         yield draw.randint(1, 2 * every - 1), Planned(kind, rank, draw.randrange(100), seconds, draw.random() < 0.5)
 

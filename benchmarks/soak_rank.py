@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from soak_faults import KILLED_IN_SAVE, Accident, FragileInt8, Planned, inflict, kill_soon, planned, tell
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import CommunicationPolicy, FSDPError, Int8, checkpoint, find_nonfinite, fully_shard
@@ -50,7 +51,7 @@ class Settings:
     fault_every: int
     """Steps from a fault to the next in the mean; 0: none."""
     timeout: float
-    """Seconds, of the process group."""
+    """Seconds, of the process group over which the model is sharded."""
 
     def encoded(self) -> str:
         return json.dumps(asdict(self))
@@ -75,13 +76,13 @@ class Layers(nn.Module):
         return x
 
 
-def build() -> Any:
+def build(mesh: DeviceMesh) -> Any:
     model: Any = Layers()
     codec = FragileInt8(Int8())
     for index, layer in enumerate(model.layers):
         encoded = CommunicationPolicy(all_gather=codec, reduce_scatter=codec, min_numel=1) if index == 1 else None
-        fully_shard(layer, comm_policy=encoded)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh, comm_policy=encoded)
+    fully_shard(model, mesh=mesh)
     model.set_max_merged_bytes(0)
     return model
 
@@ -92,7 +93,8 @@ class Training:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.rank = dist.get_rank()
-        self.model = build()
+        group = dist.new_group(timeout=timedelta(seconds=settings.timeout))
+        self.model = build(DeviceMesh.from_group(group, "cpu"))
         self.initial = [_local(p).detach().clone() for p in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.step = self.round = self.taken = 0
@@ -221,9 +223,8 @@ def train(settings: Settings) -> None:
             else:
                 training.advance()
             training.step += 1
-            if training.step % settings.save_every == 0 or in_save is not None:
+            if training.step % settings.save_every == 0 or training.step == settings.steps or in_save is not None:
                 training.save(in_save)
-        tell("round", number=training.round)
         if is_over(settings):
             return
         training.begin_anew()
@@ -240,7 +241,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     settings = Settings(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout))
+    dist.init_process_group("gloo")
+    dist.barrier()  # ranks that import torch are not late
     train(settings)
     tell("ends")
     dist.barrier()

@@ -101,6 +101,8 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_ou
     if not lost:
         return None
     late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
+    if timed_out and not missing and not late:  # all are there by now
+        late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
     return PeerError(
         f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{roll_text(reports)}\n  {lost}"
     )

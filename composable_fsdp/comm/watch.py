@@ -193,7 +193,9 @@ class Watch:
         return Report(self.rank, here.steps, waiting, seconds, here.last, failure, here.has_left, verdict, diverged)
 
     def call_roll(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Report]:
-        """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come."""
+        """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come, or one that
+        says for all why nobody can go on.
+        """
         found = {self.rank: self.report()}
         wanted = [rank for rank in ranks if rank != self.rank]
         with suppress(RuntimeError):  # the store is gone with the rank that has it
@@ -204,6 +206,8 @@ class Watch:
         number = int(self._store.add("call", 1))
         end = time.monotonic() + seconds
         while len(found) <= len(wanted) and time.monotonic() < end:
+            if any(found[rank].verdict for rank in wanted if rank in found):
+                return
             self._answer()  # others may be calling too
             for rank in wanted:
                 if rank not in found and (report := self._fresh(rank, number)) is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -32,12 +32,11 @@ from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.company import Company
-from composable_fsdp.runtime.gradients import GroupGradients, reduce_together
-from composable_fsdp.runtime.inflight import InFlight
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
 from composable_fsdp.runtime.recovery import Meeting, has_failed, meet, reconnect
+from composable_fsdp.runtime.reductions import Reductions
 from composable_fsdp.runtime.schedule import ForwardRecord
 from composable_fsdp.runtime.settings import check_settings
 from composable_fsdp.runtime.steps import sharded_steps
@@ -45,12 +44,6 @@ from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 from composable_fsdp.runtime.unsharding import Unsharding
 
 __all__ = ["Iteration"]
-
-_REDUCTIONS_ON_HOST = 1
-_REDUCTIONS_ON_STREAMS = 2
-"""On the wire at once, with the memory of each. A stream that waits for the oldest makes all that follows wait, the
-gathers that are launched next included, so there one more is let go on.
-"""
 
 
 class Pass(Key):
@@ -97,12 +90,12 @@ class Iteration:
         """Which began the pass that is under way."""
         self._are_alike = False
         """Whether all ranks have built the same, as far as it was asked."""
-        self._in_flight = InFlight()
         axes = (channel.axes.shard for unit in units.values() for channel in unit.group.channels)
         self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Over which ranks may have shards or full parameters in common memory."""
         self._company = Company(root, units)
         self._unsharding = Unsharding(root, units, lanes, self._company)
+        self._reductions = Reductions(units.values(), lanes, self._company)
         self._unseen: list[Call] = []
         self._grad_mode = True
         """Of the outermost module's forward."""
@@ -244,8 +237,7 @@ class Iteration:
             and self._was_seen(unit)
             and torch._C._current_graph_task_id() == self._graph_task
         ):
-            self._in_flight.make_room()
-            self._in_flight.add(unit.group.gradients.reduce_batch(self.lanes))
+            self._reductions.send_batch(unit)
 
     def _last_gradient(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient: reduction need not wait for anything else."""
@@ -341,9 +333,7 @@ class Iteration:
         self._backward = RunningPass("backward", self.root.name, None)
         if self._watch is not None:
             self._watch.begin_pass(self._backward)
-        chosen = (unit.reductions_in_flight for unit in self.units.values())
-        usual = _REDUCTIONS_ON_HOST if self.lanes.block_the_host else _REDUCTIONS_ON_STREAMS
-        self._in_flight.limit = max(filter(None, chosen), default=usual)
+        self._reductions.begin_backward()
         Variable._execution_engine.queue_callback(self.end_backward)
 
     @labelled("root_post_backward_callback", lambda self: self.root.name)
@@ -398,37 +388,17 @@ class Iteration:
             return
         if gradients.is_new and not self._was_seen(unit):  # those held since an earlier backward are right
             raise _unseen_output(unit)
+        alone = self._in_step is not None
         if unit.client_post_backward is None:
-            self._deliver(unit, at_end)
+            self._reductions.send(unit, at_end=at_end, alone=alone)
         else:
-            unit.client_post_backward(functools.partial(self._deliver, unit, at_end))
-
-    def _deliver(self, unit: Unit, at_end: bool) -> None:
-        """Does with the gradients of ``unit`` what was chosen."""
-        gradients = unit.group.gradients
-        if unit.accumulation is Accumulation.UNSHARDED:
-            gradients.hold()
-            return
-        if self._in_step is not None or not self._company.reduces(unit):
-            self._reduce((gradients,), partial=unit.keeps_partial)
-            return
-        together = [each.group.gradients for each in self._company.settle(unit, at_end=at_end)]
-        for member in together:
-            if member.state is not GradientState.LOCAL:
-                member.contribute()
-        if together:
-            self._reduce(together, partial=False)
-
-    def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
-        for launch in reduce_together(members, self.lanes, partial=partial):
-            self._in_flight.make_room()
-            self._in_flight.add(launch())
+            unit.client_post_backward(functools.partial(self._reductions.send, unit, at_end=at_end, alone=alone))
 
     # -- endings
 
     def drain(self) -> None:
         """Completes everything in flight: afterwards all reduced gradients are set."""
-        self._in_flight.drain()
+        self._reductions.drain()
 
     def reset(self) -> None:
         """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced.
@@ -447,7 +417,7 @@ class Iteration:
             meeting = meet(units, sharded_steps() - self._steps_when_met)
             self._steps_when_met = sharded_steps()
         if not meeting.is_together:
-            self._in_flight.abandon()
+            self._reductions.abandon()
             for unit in units:
                 unit.group.abandon()
             reconnect(units)

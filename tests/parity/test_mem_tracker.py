@@ -22,6 +22,8 @@ WIDTH = 256
 BLOCKS = 3
 BLOCK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 MODEL_BYTES = BLOCKS * BLOCK_BYTES
+ALIGNMENT = 4096
+"""Bytes that the places of parameters in messages take beyond the parameters themselves."""
 Snapshots = dict[str, list[dict[str, int]]]
 
 
@@ -84,7 +86,9 @@ def sees_what_torch_has() -> None:
         assert [s["Unsharded Param"] for s in states["After Pre-Forward"]] == [BLOCK_BYTES], name
         assert [s["Unsharded Param"] for s in states["After Post-Forward"]] == [0], name
         assert states["Before Post-Backward"][0]["Unsharded Grad"] >= BLOCK_BYTES, name
-        assert states["Peak Backward"][0]["Total"] <= 1.1 * torchs_modules[name]["Peak Backward"][0]["Total"], name
+        arriving = BLOCK_BYTES // 2  # the other rank's part, which lies beside our own until it is added up
+        peak_of_torch = torchs_modules[name]["Peak Backward"][0]["Total"]
+        assert states["Peak Backward"][0]["Total"] <= peak_of_torch + arriving + ALIGNMENT, name
 
 
 def gradients_are_the_same() -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +28,25 @@ from composable_fsdp import fully_shard
 from composable_fsdp.comm.protocol import Work
 from composable_fsdp.testing import Delay, Drop, Effect, Fault, Kill, Raise, inject_faults
 
-__all__ = ["Layers", "Told", "build", "inflict", "is_last", "run_as_program", "step", "suffer", "told_by"]
+__all__ = [
+    "AWAY",
+    "PATIENT",
+    "SHORT",
+    "Layers",
+    "Told",
+    "build",
+    "inflict",
+    "is_last",
+    "run_as_program",
+    "step",
+    "suffer",
+    "told_by",
+]
 
 PATIENT, SHORT = 60.0, 3.0
 """Timeouts of the process group in seconds: one that no test reaches, and one that stragglers do."""
+AWAY = SHORT + 4.0
+"""Seconds for which a straggler is: it does not come back while the others ask for it."""
 
 
 class Layers(nn.Module):
@@ -116,6 +132,13 @@ def _leaves_out_gradients(model: Any) -> Callable[[], None]:
     return lambda: setattr(model, "unused", ())
 
 
+def _stopped(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
+    """The process stops until the shell that it leaves behind lets it go on."""
+    with subprocess.Popen(["/bin/sh", "-c", f"sleep {AWAY}; kill -CONT {os.getpid()}"]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return launch()
+
+
 def _cut_off(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
     """The connections of this process to other ranks and to the store are cut; it goes on running."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -130,9 +153,9 @@ FORWARD, REDUCTION = "all-gather of layers.1 in forward", "reduce-scatter of lay
 INFLICTED: dict[str, Callable[[Any], Any]] = {
     "killed in forward": lambda model: _injected(model, Kill(), FORWARD),
     "killed in backward": lambda model: _injected(model, Kill(), REDUCTION),
-    "stopped": lambda model: _injected(model, Kill(signal.SIGSTOP), REDUCTION),
+    "stopped": lambda model: _injected(model, _stopped, REDUCTION),
     "cut off": lambda model: _injected(model, _cut_off, REDUCTION),
-    "late": lambda model: _injected(model, Delay(SHORT + 4), REDUCTION),
+    "late": lambda model: _injected(model, Delay(AWAY), REDUCTION),
     "leaves out a collective": lambda model: _injected(model, Drop(), FORWARD),
     "fails to launch": lambda model: _injected(model, Raise(MemoryError("no memory for a message")), REDUCTION),
     "raises in forward": lambda model: _on_last(lambda: _raises_in_forward(model)),

@@ -99,7 +99,7 @@ def kill_once(folder: Path, round_: int, chance: random.Random) -> None:
         time.sleep(0.005)
     time.sleep(chance.uniform(0, 0.15))
     for child in children if chance.random() < 0.6 else chance.sample(children, 1):
-        os.kill(child, signal.SIGKILL)
+        os.kill(child, chance.choice([signal.SIGKILL, signal.SIGTERM]))
     time.sleep(0.02)
     for child in children:
         os.kill(child, signal.SIGKILL)

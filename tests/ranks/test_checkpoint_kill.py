@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.behaviour("F-12")
+@pytest.mark.behaviour("F-12", "H-05")
 def test_killed_saves_leave_the_checkpoint_before_them(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.ranks._kill_saver", str(tmp_path), "30", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

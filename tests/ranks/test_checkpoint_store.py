@@ -96,7 +96,7 @@ def failures(folder: Path) -> None:
     )
 
 
-@pytest.mark.behaviour("F-12")
+@pytest.mark.behaviour("F-12", "H-05")
 def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
     run_ranks(failures, 2, tmp_path / "run")
 

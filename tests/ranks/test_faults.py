@@ -21,7 +21,7 @@ import pytest
 
 from composable_fsdp.testing import run_ranks
 from tests.golden import assert_golden
-from tests.ranks._faults import PATIENT, SHORT, Told, suffer
+from tests.ranks._faults import AWAY, PATIENT, SHORT, Told, suffer
 from tests.transports import IN_COMMON, SOCKETS, Environment
 
 ROOT = Path(__file__).parents[2]
@@ -44,26 +44,31 @@ def check(name: str, told: Told, limit: float) -> None:
 
 # Faults after which the rank is gone, or was given up
 
-LOST = {
-    "killed in forward": (PATIENT, LIMIT_OF_LOSS),
-    "killed in backward": (PATIENT, LIMIT_OF_LOSS),
-    "cut off": (PATIENT, LIMIT_OF_LOSS),
-    "stopped": (SHORT, SHORT + LIMIT),
-    "late": (SHORT, SHORT + LIMIT),
-}
 
-
-@pytest.mark.behaviour("H-03", "H-05")
-@over_both
-@pytest.mark.parametrize("fault", LOST)
-def test_a_rank_that_is_lost_is_named(fault: str, transport: str) -> None:
-    timeout, limit = LOST[fault]
-    (told,) = run_ranks(suffer, 2, fault, timeout, environment=BOTH[transport], lost=[1])
+def check_lost(fault: str, transport: str, told: Told, limit: float) -> None:
     # Of several operations under way, which one is the first to fail is chance.
     check(f"{fault}, {transport}", replace(told, text=OPERATION.sub("OPERATION", told.text)), limit)
     assert told.kind == "PeerError"
     assert "rank 1" in told.text
     assert "layers." in told.text
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+@over_both
+@pytest.mark.parametrize("fault", ["killed in forward", "killed in backward", "cut off"])
+def test_a_rank_that_is_lost_is_named(fault: str, transport: str) -> None:
+    (told,) = run_ranks(suffer, 2, fault, PATIENT, environment=BOTH[transport], lost=[1])
+    check_lost(fault, transport, told, LIMIT_OF_LOSS)
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+@over_both
+@pytest.mark.parametrize("fault", ["stopped", "late"])
+def test_a_rank_that_is_given_up_is_named_and_told_when_it_comes_back(fault: str, transport: str) -> None:
+    told, own = run_ranks(suffer, 2, fault, SHORT, environment=BOTH[transport])
+    check_lost(fault, transport, told, SHORT + LIMIT)
+    assert own.kind == "PeerError"
+    assert own.seconds < AWAY + LIMIT
 
 
 @pytest.mark.behaviour("H-03", "H-05")

@@ -60,7 +60,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.gathering", "runtime.reduction"),
     ("runtime.tensors",),
     ("runtime.gradients",),
-    ("runtime.group", "runtime.inflight"),
+    ("runtime.group",),
     ("runtime.changes", "runtime.schedule"),
     ("runtime.unit",),
     (
@@ -74,7 +74,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
         "runtime.settings",
         "runtime.strangers",
     ),
-    ("runtime.unsharding",),
+    ("runtime.reductions", "runtime.unsharding"),
     ("runtime.iteration",),
     ("runtime.assemble",),
     ("runtime.hooks",),

@@ -73,6 +73,9 @@ def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
     late = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2))
     assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, late, lost="timed out"))
     assert judge(OWN, late) is None
+    back = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2, OWN, 0.1))
+    assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, back, lost="late", timed_out=True))
+    assert "cannot be done: a connection was lost." in str(judge(OWN, back, lost="closed"))
 
 
 @pytest.mark.behaviour("H-05")
@@ -96,6 +99,20 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
                 watches[0].meet([0, 1], "here", 1.0, "all must come")
         assert time.monotonic() - begin < 10
         assert set(watches[0].call_roll([0, 1], 10.0)) == {0, 1}
+    finally:
+        for watch in watches:
+            watch.stop()
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_rank_that_is_gone_is_not_waited_for_once_another_one_has_said_so() -> None:
+    store = dist.HashStore()
+    watches = [Watch(dist.PrefixStore("watch", store), rank, 3) for rank in range(2)]
+    try:
+        watches[1].give_up(PeerError("rank 2 is gone"))
+        begin = time.monotonic()
+        assert watches[0].call_roll([0, 1, 2], 30.0)[1].verdict == "rank 2 is gone"
+        assert time.monotonic() - begin < 10.0
     finally:
         for watch in watches:
             watch.stop()

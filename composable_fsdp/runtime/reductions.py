@@ -1,0 +1,101 @@
+"""When gradients leave: which units' go together, and how many reductions are on the wire at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+from composable_fsdp.lifecycle import GradientState
+from composable_fsdp.memory.lanes import Lanes
+from composable_fsdp.runtime.company import Company
+from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
+from composable_fsdp.runtime.unit import Accumulation, Unit
+
+__all__ = ["Reductions"]
+
+_ON_HOST = 1
+_ON_STREAMS = 2
+"""On the wire at once, with the memory of each. A stream that waits for the oldest makes all that follows wait, the
+gathers that are launched next included, so there one more is let go on.
+"""
+
+
+class Reductions:
+    """Those of the units of one root, in the order of their launch. Each has memory until it is complete. Final.
+
+    Args:
+        units: all below the root.
+        lanes: where to launch.
+        company: whose gradients go together.
+    """
+
+    def __init__(self, units: Collection[Unit], lanes: Lanes, company: Company) -> None:
+        self._units = units
+        self._lanes = lanes
+        self._company = company
+        self._limit = 1
+        self._in_flight: deque[PendingReduction] = deque()
+
+    def begin_backward(self) -> None:
+        """What was chosen by now counts."""
+        chosen = (unit.reductions_in_flight for unit in self._units)
+        self._limit = max(filter(None, chosen), default=_ON_HOST if self._lanes.block_the_host else _ON_STREAMS)
+
+    def send_batch(self, unit: Unit) -> None:
+        """Sends the gradients of ``unit``'s next batch, all of which are there."""
+        self._make_room()
+        self._add(unit.group.gradients.reduce_batch(self._lanes))
+
+    def send(self, unit: Unit, *, at_end: bool, alone: bool) -> None:
+        """Does with the gradients of ``unit`` what was chosen.
+
+        Args:
+            at_end: the backward is over: nobody waits for companions any more.
+            alone: whether none may go with those of others.
+        """
+        gradients = unit.group.gradients
+        if unit.accumulation is Accumulation.UNSHARDED:
+            gradients.hold()
+            return
+        if alone or not self._company.reduces(unit):
+            self._reduce((gradients,), partial=unit.keeps_partial)
+            return
+        together = [each.group.gradients for each in self._company.settle(unit, at_end=at_end)]
+        for member in together:
+            if member.state is not GradientState.LOCAL:
+                member.contribute()
+        if together:
+            self._reduce(together, partial=False)
+
+    def drain(self) -> None:
+        """Completes all: afterwards their gradients are set."""
+        self._start()
+        while self._in_flight:
+            self._in_flight.popleft().complete()
+
+    def abandon(self) -> None:
+        """Forgets those that will not come to their end."""
+        self._in_flight.clear()
+
+    def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
+        for launch in reduce_together(members, self._lanes, partial=partial):
+            self._make_room()
+            self._add(launch())
+
+    def _make_room(self) -> None:
+        """Completes the oldest ones, before the next one takes memory."""
+        while len(self._in_flight) >= self._limit:
+            self._in_flight.popleft().complete()
+
+    def _add(self, reduction: PendingReduction) -> None:
+        self._start()
+        self._in_flight.append(reduction)
+
+    def _start(self) -> None:
+        """Launches what had to wait for a first stage. One that raises, in a codec say, is gone: recovery would only
+        raise again.
+        """
+        for _ in range(len(self._in_flight)):
+            reduction = self._in_flight.popleft()
+            reduction.start()
+            self._in_flight.append(reduction)
