@@ -11,8 +11,8 @@ __all__ = ["page_of"]
 
 HEAD = """# Clients
 
-Made by `clients/run_all.py` (`make clients`) from [{source}](results/{source}); do not edit. What the columns mean is
-in [docs/clients.md](../docs/clients.md).
+Made by `clients/run_all.py` (`make clients`) from [{source}](results/{source}); do not edit.
+What the columns mean is in [docs/clients.md](../docs/clients.md).
 
 <!-- table -->
 
@@ -30,13 +30,14 @@ def page_of(rows: Sequence[Mapping[str, Any]], source: str) -> str:
 
 def _cells(row: Mapping[str, Any], note: str) -> tuple[str, ...]:
     ours = row["ours"]
+    last = next((f"{losses[-1]:.4f}" for losses in ours["losses"] if losses), "–")  # stages before the last have none
     shown = [f"{key}: {value}" for key, value in ours["shown"].items()]
     return (
         row["client"],
         row["version"],
         str(row["ranks"]),
         str(ours["sharded"].get("ours", 0)),
-        f"{ours['losses'][0][-1]:.4f}" if ours["losses"] else "–",
+        last,
         row["verdict"].replace("|", "\\|"),
         "; ".join(filter(None, [note, *shown])),
     )

@@ -28,7 +28,7 @@ def main() -> None:
             losses.append(loss.item())
     labels = {event.key for event in profiled.key_averages() if event.key.startswith("FSDP::")}
     groups = sorted({found[1] for label in labels if (found := re.fullmatch(r"FSDP::\w+ \((\d+)\)", label))})
-    tell([model], losses, shown={"labels that begin with FSDP::": len(labels)}, named=groups)
+    tell([model], losses, shown={"FSDP labels": len(labels)}, named=groups)
 
 
 if __name__ == "__main__":
