@@ -194,9 +194,10 @@ def train() -> None:
 
 
 @pytest.mark.behaviour("G-03", "G-04")
-def test_ranks_compare_what_is_new_and_no_more() -> None:
-    run_ranks(train, 2, environment=SOCKETS)
-    run_ranks(train_and_evaluate, 2, environment=SOCKETS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_compare_what_is_new_and_no_more(ranks: int) -> None:
+    run_ranks(train, ranks, environment=SOCKETS)
+    run_ranks(train_and_evaluate, ranks, environment=SOCKETS)
 
 
 def drift() -> None:
@@ -220,8 +221,9 @@ def drift() -> None:
 
 @pytest.mark.behaviour("G-02")
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-def test_an_order_that_changes_on_all_ranks_is_told_once(transport: Environment) -> None:
-    run_ranks(drift, 2, environment=transport)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_order_that_changes_on_all_ranks_is_told_once(ranks: int, transport: Environment) -> None:
+    run_ranks(drift, ranks, environment=transport)
 
 
 def wrong_level() -> None:
