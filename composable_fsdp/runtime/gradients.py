@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -192,6 +193,10 @@ class GroupGradients:
         return self.state
 
 
+Portion: TypeAlias = Sequence[tuple[GroupGradients, Sequence[int]]]
+"""Batches of some groups that are reduced at once."""
+
+
 def reduce_together(
     members: Sequence[GroupGradients], lanes: Lanes, *, partial: bool = False
 ) -> list[Callable[[], PendingReduction]]:
@@ -218,9 +223,7 @@ def reduce_together(
 
 @labelled("post_backward_reduce", lambda portion, lanes, **_: all_of([member.name for member, _ in portion]))
 @without_grad
-def _launch(
-    portion: Sequence[tuple[GroupGradients, Sequence[int]]], lanes: Lanes, *, partial: bool, ends_round: bool
-) -> PendingReduction:
+def _launch(portion: Portion, lanes: Lanes, *, partial: bool, ends_round: bool) -> PendingReduction:
     begin = trace.now() if trace.listeners else None
     members = [member for member, _ in portion]
     jobs = [member.jobs_of(batches) for member, batches in portion]
@@ -232,7 +235,7 @@ def _launch(
             moved = reduce_traffic([job.bucket for job in of_member], were_summed=member.were_summed)
             trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)
         member.begin_reduction(pending, partial=partial, ends_round=ends_round)
-    return PendingReduction(members, pending, partial=partial, ends_round=ends_round)
+    return PendingReduction(portion, pending, partial=partial, ends_round=ends_round)
 
 
 class PendingReduction:
@@ -240,16 +243,21 @@ class PendingReduction:
 
     def __init__(
         self,
-        members: Sequence[GroupGradients],
+        portion: Portion,
         pending: Pending[list[ReducedBucket]],
         *,
         partial: bool,
         ends_round: bool,
     ) -> None:
-        self._members = members
+        self._members = [member for member, _ in portion]
+        self._portion = portion
         self._pending = pending
         self._partial = partial
         self._ends_round = ends_round
+
+    def has(self, gradients: GroupGradients, batch: int) -> bool:
+        """Whether ``batch`` of ``gradients`` is part of it."""
+        return any(member is gradients and batch in batches for member, batches in self._portion)
 
     def start(self) -> None:
         """Launches a second stage that had to wait for the first."""

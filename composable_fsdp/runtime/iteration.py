@@ -95,7 +95,7 @@ class Iteration:
         """Over which ranks may have shards or full parameters in common memory."""
         self._company = Company(root, units)
         self._unsharding = Unsharding(root, units, lanes, self._company)
-        self._reductions = Reductions(units.values(), lanes, self._company)
+        self._reductions = Reductions(units.values(), lanes, self._company, self._unsharding)
         self._unseen: list[Call] = []
         self._grad_mode = True
         """Of the outermost module's forward."""
@@ -203,7 +203,8 @@ class Iteration:
         for reached in (unit, *unit.lenders):
             reached.entered_backward = self._backwards
         if unit.unshard_in_backward:
-            self.gather_in_backward(unit, call.round.record, call.round.position)
+            batches = not call.round.ends_unseen and self._sends_batches(unit)
+            self._unsharding.in_backward(unit, call.round.record, call.round.position, sends_batches=batches)
 
     def post_backward(self, call: Call) -> None:
         """The gradients of ``call``'s inputs are complete, and so all that this call adds to its unit's parameters."""
@@ -224,20 +225,15 @@ class Iteration:
                     done.group.reshard()
 
     def _batch_of_gradients(self, unit: Unit) -> None:
-        """All gradients of ``unit``'s next batch are there: they need not wait for the rest of the group.
-
-        Not where other units' collectives come in between: a rank that does not use the batch sends it at the end.
-        """
-        if (
-            self._pass is Pass.BACKWARD
-            and not (unit.has_nested_units or unit.lenders or unit.borrowers)
-            and self._in_step is None
-            and unit.accumulation is Accumulation.REDUCE
-            and not unit.keeps_partial
-            and self._was_seen(unit)
-            and torch._C._current_graph_task_id() == self._graph_task
-        ):
+        """All gradients of ``unit``'s next batch are there: they need not wait for the rest of the group."""
+        if self._pass is Pass.BACKWARD and self._sends_batches(unit) and self._was_seen(unit):
             self._reductions.send_batch(unit)
+
+    def _sends_batches(self, unit: Unit) -> bool:
+        """Whether ``unit``'s gradients go in batches now: not in step, nor in a backward within this one."""
+        if not unit.sends_batches or self._in_step is not None:
+            return False
+        return torch._C._current_graph_task_id() == self._graph_task
 
     def _last_gradient(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient: reduction need not wait for anything else."""
@@ -303,8 +299,8 @@ class Iteration:
         self._unsharding.for_recomputation(unit)
 
     def gather_in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None:
-        """Brings ``unit``, which ended its forward at ``position``, into memory, as the hook before backward does."""
-        self._unsharding.in_backward(unit, record, position)
+        """Brings ``unit``, which ended its forward at ``position``, into memory in step with other ranks."""
+        self._unsharding.in_backward(unit, record, position, sends_batches=False)
 
     def _reshard_after_forward(self, unit: Unit) -> None:
         self._unsharding.after_forward(unit, leads_to_backward=self._leads_to_backward)
@@ -345,6 +341,7 @@ class Iteration:
             if call.entered != self._backwards:
                 raise _unseen_output(call.unit)
         self._unseen.clear()
+        self._unsharding.end_backward()
         self._company.forget_settled()
         for unit in self.units.values():
             unit.open_calls = 0

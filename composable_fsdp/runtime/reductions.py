@@ -10,6 +10,7 @@ from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
 from composable_fsdp.runtime.unit import Accumulation, Unit
+from composable_fsdp.runtime.unsharding import Unsharding
 
 __all__ = ["Reductions"]
 
@@ -27,12 +28,14 @@ class Reductions:
         units: all below the root.
         lanes: where to launch.
         company: whose gradients go together.
+        unsharding: what gathers units, some of them after a reduction.
     """
 
-    def __init__(self, units: Collection[Unit], lanes: Lanes, company: Company) -> None:
+    def __init__(self, units: Collection[Unit], lanes: Lanes, company: Company, unsharding: Unsharding) -> None:
         self._units = units
         self._lanes = lanes
         self._company = company
+        self._unsharding = unsharding
         self._limit = 1
         self._in_flight: deque[PendingReduction] = deque()
 
@@ -90,6 +93,9 @@ class Reductions:
     def _add(self, reduction: PendingReduction) -> None:
         self._start()
         self._in_flight.append(reduction)
+        if self._unsharding.comes_after(reduction):
+            self._make_room()  # for a gather instead: gradients and what comes next need not meet in memory
+            self._unsharding.launch_postponed()
 
     def _start(self) -> None:
         """Launches what had to wait for a first stage. One that raises, in a codec say, is gone: recovery would only

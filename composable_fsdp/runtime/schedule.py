@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["ForwardRecord", "Lockstep", "PrefetchScheduler", "Turn", "merge_adjacent", "prefetch_targets"]
+__all__ = [
+    "ForwardRecord",
+    "Lockstep",
+    "PrefetchScheduler",
+    "Turn",
+    "batch_before_prefetch",
+    "merge_adjacent",
+    "prefetch_targets",
+]
 
 PREFETCH_LIMIT = 1
 """Groups ahead of the one that runs. One is enough to keep the wire busy; each more costs its unsharded size."""
@@ -24,6 +32,22 @@ def prefetch_targets(order: Sequence[str], position: int, *, step: int, limit: i
             ahead.append(order[position])
         position += step
     return tuple(ahead)
+
+
+def batch_before_prefetch(num_batches: int, nbytes: int, ahead: int) -> int | None:
+    """The batch of a group's gradients after which backward gathers what comes next; ``None``: when it begins.
+
+    The last one that leaves while the group still computes: what comes next then meets no gradients but the last
+    batch's in memory. It has the rest of the group's backward to arrive in.
+
+    Args:
+        num_batches: of the group's gradients.
+        nbytes: of its full parameters.
+        ahead: bytes that what comes next takes in memory. Less than a batch is not worth the later start.
+    """
+    if num_batches < 2 or ahead * num_batches < nbytes:
+        return None
+    return num_batches - 2
 
 
 def merge_adjacent(order: Sequence[str], nbytes: Mapping[str, int], limit: int) -> dict[str, tuple[str, ...]]:
@@ -65,6 +89,10 @@ class ForwardRecord:
         reached = range(self._lowest - 1, position - 1, -1)
         self._lowest = min(self._lowest, position)
         return reached
+
+    def is_first(self, group: str, position: int) -> bool:
+        """Whether ``group``, which ended at ``position``, had not ended before: backward does not come to it again."""
+        return self.ended.index(group) == position
 
     def append(self, group: str) -> int:
         """Notes the end of ``group``'s forward and returns its position."""

@@ -197,6 +197,17 @@ class Unit:
         return replicates or self.accumulation is Accumulation.SHARDED
 
     @property
+    def sends_batches(self) -> bool:
+        """Whether gradients go in several batches, each as soon as it is complete.
+
+        Not where other units' collectives come in between: a rank that does not use the batch sends it at the end.
+        """
+        shares = self.has_nested_units or self.lenders or self.borrowers
+        if len(self.group.plan.batches) == 1 or shares:
+            return False
+        return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
+
+    @property
     def may_have_company(self) -> bool:
         """Whether its parameters may be gathered, and its gradients reduced, together with those of other units."""
         shares = self.lenders or self.borrowers

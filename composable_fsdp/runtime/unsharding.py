@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from composable_fsdp.lifecycle import ParameterState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.company import Company
+from composable_fsdp.runtime.gradients import PendingReduction
 from composable_fsdp.runtime.group import unshard_together
-from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler
+from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler, batch_before_prefetch
 from composable_fsdp.runtime.steps import optimizer_steps
 from composable_fsdp.runtime.unit import Unit
 
 __all__ = ["Unsharding"]
+
+
+class Postponed(NamedTuple):
+    """Units to gather right after ``batch`` of the gradients of ``unit`` was launched."""
+
+    unit: Unit
+    batch: int
+    ahead: Sequence[Unit]
 
 
 class Unsharding:
@@ -34,6 +44,7 @@ class Unsharding:
         self._scheduler = PrefetchScheduler()
         self._each_alone = False
         """Whether ranks may run different units, so that none may be gathered on the way of another."""
+        self._postponed: Postponed | None = None
         self._seen_steps = optimizer_steps()
         """As of the last forward: parameters kept unsharded since before a step are stale."""
 
@@ -42,6 +53,7 @@ class Unsharding:
     def begin_forward(self, *, each_alone: bool) -> None:
         """A forward begins; with ``each_alone``, one in which ranks may run different units."""
         self._each_alone = each_alone
+        self._postponed = None  # of a backward that died
         self._scheduler.begin_forward()
         self._company.expect(self._scheduler.expected)
         steps = optimizer_steps()
@@ -61,6 +73,10 @@ class Unsharding:
             if unit.group.parameter_state is ParameterState.UNSHARDING:
                 unit.group.reshard()  # prefetched for a call that did not come
 
+    def end_backward(self) -> None:
+        """Autograd has come to its end: batches that only now go have nothing more to gather after them."""
+        self._postponed = None
+
     # -- into memory
 
     def in_forward(self, unit: Unit) -> None:
@@ -69,13 +85,54 @@ class Unsharding:
         ahead = unit.forward_prefetch
         self._bring(unit, [self._units[name] for name in names] if ahead is None else ahead, "forward")
 
-    def in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None:
-        """Brings ``unit``, which ended its forward at ``position``, into memory, and on their way those before it."""
-        ahead = unit.backward_prefetch
-        if ahead is None:
+    def in_backward(self, unit: Unit, record: ForwardRecord, position: int, *, sends_batches: bool) -> None:
+        """Brings ``unit``, which ended its forward at ``position``, into memory, and on their way those before it.
+
+        Where the host waits, these may come after a batch of ``unit``'s gradients (``batch_before_prefetch``). Whether
+        they do, and whether they fit, is decided here: alike on all ranks, whatever parameters each has used. They
+        follow the launch of that batch, ahead of the rest or at the end, and come before that of the next one: so the
+        order of collectives is the same too. Where backward comes to another unit first, that gathers what it needs.
+
+        Args:
+            unit: to which backward has come.
+            record: of the forward.
+            position: in ``record``.
+            sends_batches: whether ``unit``'s gradients go in batches, before backward comes to other units.
+        """
+        chosen = unit.backward_prefetch
+        may_wait = sends_batches and chosen is None and record.is_first(unit.name, position)
+        if chosen is None:
             names = self._scheduler.backward(record, position)
-            ahead = [self._units[name] for name in names if name in self._units]
-        self._bring(unit, (u for u in ahead if u.unshard_in_backward), "backward")
+            chosen = [self._units[name] for name in names if name in self._units]
+        ahead = [each for each in chosen if each.unshard_in_backward]
+        batch = self._batch_before(ahead, unit) if may_wait else None
+        self._bring(unit, ahead if batch is None else (), "backward")
+        if batch is not None:
+            self._postponed = Postponed(unit, batch, [each for each in ahead if self._fits(each)])
+
+    def _batch_before(self, ahead: Sequence[Unit], unit: Unit) -> int | None:
+        """The batch of ``unit``'s gradients after which ``ahead`` come; ``None``: they come before all.
+
+        Where part of the group is frozen, too few gradients come to make room for. Modules of a list need not
+        run one after the other.
+        """
+        plan = unit.group.plan
+        if not self._lanes.block_the_host or len(unit.modules) > 1 or plan.num_trainable < len(plan.specs):
+            return None
+        needed = sum(each.group.plan.unsharded_bytes for each in ahead)
+        return batch_before_prefetch(len(plan.batches), plan.full_bytes, needed)
+
+    def comes_after(self, reduction: PendingReduction) -> bool:
+        """Whether :meth:`launch_postponed` is to follow the launch of ``reduction``."""
+        postponed = self._postponed
+        return postponed is not None and reduction.has(postponed.unit.group.gradients, postponed.batch)
+
+    def launch_postponed(self) -> None:
+        """Gathers what waited for a batch of gradients."""
+        postponed, self._postponed = self._postponed, None
+        assert postponed is not None
+        for unit in postponed.ahead:
+            self._launch(unit, "backward")
 
     def for_recomputation(self, unit: Unit) -> None:
         """Brings ``unit``, which computes again within backward, into memory."""

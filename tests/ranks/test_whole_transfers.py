@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import MixedPrecisionPolicy, communication_report, fully_shard
@@ -24,6 +21,7 @@ from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests.ranks._peak import peak_above_idle
 from tests.ranks._spy import COMMUNICATORS
 from tests.transports import COPIES, IN_COMMON, SOCKETS
 
@@ -245,19 +243,6 @@ def count_what_moves() -> None:
 
 def test_the_trace_and_the_report_say_what_moves() -> None:
     run_ranks(count_what_moves, 4, environment=COPIES)
-
-
-def peak_above_idle(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that a step takes beyond what there was before it, by every allocation of torch in it."""
-    for _ in range(2):  # until the order is known
-        model(x).sum().backward()
-        model.zero_grad()
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("step"):
-        model(x).sum().backward()
-    events = profiler.profiler.kineto_results.events()
-    sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    return int(max(accumulate(nbytes for _, nbytes in sorted(sizes, key=lambda size: size[0]))))
 
 
 def test_at_4096_ranks_a_step_takes_no_memory_for_padding() -> None:

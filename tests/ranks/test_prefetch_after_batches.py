@@ -1,0 +1,275 @@
+"""On CPU, backward gathers the next group once the large group that runs has sent most of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.ranks._peak import peak_above_idle
+from tests.ranks.test_gradient_batches import WIDTH, Tower, batch, play
+from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment
+
+ORDER = (Operation.UNSHARD, Operation.WAIT, Operation.REDUCE, Operation.REDUCED)
+BATCHES = 4
+
+
+def towers(number: int = 3, *, ready: bool = True) -> Any:
+    """Groups of four batches each, one after the other. ``ready``: in one forward they have shown their order."""
+    blocks = [Tower() for _ in range(number)]
+    model: Any = nn.Sequential(*blocks)
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model)
+    if ready:
+        play(model, 0, dist.get_rank())
+        model.zero_grad()
+    return model
+
+
+def backward_of(model: nn.Module) -> list[str]:
+    """What the groups did in a backward."""
+    loss = model(batch(1, dist.get_rank())).square().mean()
+    with Recorder() as recorder:
+        loss.backward()
+    return [str(event) for event in recorder if event.operation in ORDER]
+
+
+def gather_after_a_batch() -> None:
+    loss = towers()(batch(1, dist.get_rank())).square().mean()
+    with Recorder() as recorder:
+        loss.backward()
+    sent = ["reduce {0}", "reduced {0}"] * (BATCHES - 1)
+    assert_trace(
+        recorder,
+        *("unshard 2", "wait 2"),
+        *(line.format(2) for line in sent),
+        *("unshard 1", "reduce 2", "wait 1", "reduced 2"),  # on its way while the last batch is computed
+        *(line.format(1) for line in sent),
+        *("unshard 0", "reduce 1", "wait 0", "reduced 1"),
+        *(line.format(0) for line in sent),
+        *("reduce 0", "reduced 0"),
+        operations=ORDER,
+    )
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_the_next_group_is_gathered_when_all_batches_but_the_last_are_reduced(transport: Environment) -> None:
+    run_ranks(gather_after_a_batch, 2, environment=transport)
+
+
+def first_reduction_of(group: str, events: list[str]) -> int:
+    return events.index(f"reduce {group}")
+
+
+def choose_the_next_group() -> None:
+    model = towers()
+    model[2].set_modules_to_backward_prefetch([model[1]])
+    events = backward_of(model)
+    assert events.index("unshard 1") < first_reduction_of("2", events)
+    assert events.index("unshard 0") > first_reduction_of("1", events), "of which no list was set"
+
+
+def freeze_part() -> None:
+    model = towers(ready=False)
+    model[2].floors[0].bias.requires_grad_(False)
+    play(model, 0, dist.get_rank())
+    events = backward_of(model)
+    assert events.index("unshard 1") < first_reduction_of("2", events)
+
+
+def accumulate() -> None:
+    model = towers()
+    model.set_requires_gradient_sync(False)
+    assert backward_of(model) == ["unshard 2", "unshard 1", "wait 2", "wait 1", "unshard 0", "wait 0"]
+    model.set_requires_gradient_sync(True)
+    events = backward_of(model)
+    assert events.index("unshard 1") > first_reduction_of("2", events)
+
+
+def share_memory() -> None:
+    """Where shards are the full parameters, these take no memory that gradients could use."""
+    events = backward_of(towers())
+    assert events.index("unshard 1") < first_reduction_of("2", events)
+
+
+def bound_what_is_unsharded() -> None:
+    model = towers()
+    model.set_max_unsharded_bytes(0)
+    events = backward_of(model)
+    assert events.index("unshard 1") > max(i for i, event in enumerate(events) if event == "reduce 2")
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize(
+    ("case", "transport"),
+    [
+        (choose_the_next_group, SOCKETS),
+        (freeze_part, SOCKETS),
+        (accumulate, SOCKETS),
+        (share_memory, TRANSPORTS["in common"]),
+        (bound_what_is_unsharded, SOCKETS),
+    ],
+)
+def test_choices_come_before_the_wait_for_batches(case: Callable[[], None], transport: Environment) -> None:
+    run_ranks(case, 2, environment=transport)
+
+
+class Around(nn.Module):
+    """Large layers before and after another one: ``outer`` are one layer that runs twice, or two."""
+
+    def __init__(self, outer: int) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList([Tower() for _ in range(outer)])
+        self.first, self.between = Tower(), Tower()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer[-1](self.between(self.outer[0](self.first(x))))
+        return out
+
+
+def come_to_a_group_twice(outer: int, ahead: str) -> None:
+    model = Around(outer)
+    fully_shard(list(model.outer))
+    for layer in (model.first, model.between):
+        fully_shard(layer)
+    fully_shard(model)
+    play(model, 0, dist.get_rank())
+    events = backward_of(model)
+    assert events[1] == f"unshard {ahead}", "the gradients of what was gathered first come after both runs"
+
+
+@pytest.mark.parametrize(("outer", "ahead"), [(1, "between"), (2, "first")], ids=["one module", "a list"])
+def test_a_group_to_which_backward_comes_again_has_the_next_one_gathered_at_once(outer: int, ahead: str) -> None:
+    run_ranks(come_to_a_group_twice, 2, outer, ahead, environment=SOCKETS)
+
+
+class FromInputs(nn.Module):
+    """Of the last layer nothing shows when backward is done with it, as its inputs need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Tower(), Tower()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.first(x) + self.last(x)
+        return out
+
+
+def end_unseen() -> None:
+    model = FromInputs()
+    for layer in (model.first, model.last):
+        fully_shard(layer)
+    fully_shard(model)
+    play(model, 0, dist.get_rank())
+    events = backward_of(model)
+    assert events.index("unshard first") < first_reduction_of("last", events)
+
+
+def test_where_some_batches_may_go_at_the_end_of_backward_nothing_waits_for_them() -> None:
+    run_ranks(end_unseen, 2, environment=SOCKETS)
+
+
+class Apart(Tower):
+    """Backward does not come to its inputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach())
+
+
+class Beside(nn.Module):
+    """A layer, and one beside what comes out of it, of which the gradients are not complete before all are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.apart = Tower(), Apart()
+        self.apart.used = [0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        out: torch.Tensor = x + self.apart(x)
+        return out
+
+
+def send_batches_at_the_end() -> None:
+    model = Beside()
+    fully_shard(model.first)
+    fully_shard(model.apart)
+    fully_shard(model)
+    play(model, 0, dist.get_rank())
+    events = backward_of(model)
+    assert events.index("wait first") < first_reduction_of("apart", events)
+    assert events.count("unshard first") == 1, "not once more behind a batch that goes at the end"
+
+
+def test_batches_that_go_at_the_end_of_backward_are_followed_by_no_gather() -> None:
+    run_ranks(send_batches_at_the_end, 2, environment=SOCKETS)
+
+
+ROUTES = {"all": [0, 1, 2, 3], "not the first batch": [0, 1, 2], "not the third": [0, 2, 3], "not the last": [1, 2, 3]}
+
+
+def use_different_parameters(route: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = towers(), nn.Sequential(*(Tower() for _ in range(3)))
+
+    def follow_route(blocks: Any, of_rank: int) -> None:
+        for block in blocks:
+            block.used = ROUTES[route if of_rank == 1 else "all"]
+
+    expected: dict[str, torch.Tensor] = {}
+    for other in range(size):
+        reference.zero_grad()
+        follow_route(reference, other)
+        play(reference, 1, other)
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / size
+    follow_route(model, rank)
+    with Recorder() as recorder:
+        play(model, 1, rank)
+    own = [event.group for event in recorder if event.operation is Operation.COLLECTIVE]
+    everyones = [own] * size
+    dist.all_gather_object(everyones, own)
+    assert all(others == own for others in everyones)
+    backward = [label for label in own if not label.endswith("in forward")]
+    between = backward.index("all-gather of 1 in backward")
+    assert backward[between - BATCHES + 1 : between + 2].count("reduce-scatter of 2") == BATCHES
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_ranks_that_use_different_parameters_gather_the_next_group_at_the_same_place(
+    route: str, transport: Environment
+) -> None:
+    run_ranks(use_different_parameters, 2, route, environment=transport)
+
+
+@pytest.mark.behaviour("C-03")
+def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
+    """Besides two unsharded groups there are gradients of one batch, and the shards of the gradients so far."""
+    ranks, number = 4, 5
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        model = towers(number, ready=False)
+        full_bytes = sum(4 * parameter.numel() for parameter in model[0].parameters())
+        peak = peak_above_idle(model, torch.zeros(1, WIDTH))
+    finally:
+        dist.destroy_process_group()
+    gradient_shards = (number - 1) * full_bytes // ranks
+    batch_bytes = full_bytes // BATCHES
+    assert 0 <= peak - 2 * full_bytes - gradient_shards - batch_bytes <= batch_bytes // 4, "activations take the rest"
