@@ -59,6 +59,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.messages", "runtime.traffic"),
     ("runtime.gathering", "runtime.reduction"),
     ("runtime.tensors",),
+    ("runtime.joined",),
     ("runtime.gradients",),
     ("runtime.group",),
     ("runtime.changes", "runtime.schedule"),
