@@ -91,8 +91,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("module",),
     ("broadcast", "placed", "registered"),
     ("loan", "whole"),
-    ("clip", "communication", "full_params", "initialize", "nonfinite", "optim"),
-    ("communication_state", "describe", "wrapping"),
+    ("clip", "communication", "full_params", "initialize", "nonfinite", "twins"),
+    ("communication_state", "describe", "optim", "wrapping"),
     (
         "checkpoint.options",
         "checkpoint.param_groups",
