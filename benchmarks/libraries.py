@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -20,9 +19,17 @@ import composable_fsdp
 LIBRARIES: dict[str, ModuleType] = {"ours": composable_fsdp, "fsdp2": fsdp2}
 
 
-def shard(library: ModuleType, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, *, bf16: bool) -> None:
+def shard(
+    library: ModuleType,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    bf16: bool,
+    **options: Any,
+) -> None:
     """Makes a group of each of ``blocks`` and one of the rest; with ``bf16``, gradients are reduced in fp32."""
-    options: dict[str, Any] = {"mesh": mesh}
+    options["mesh"] = mesh
     if bf16:
         options["mp_policy"] = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in blocks:
@@ -30,11 +37,11 @@ def shard(library: ModuleType, model: nn.Module, blocks: Sequence[nn.Module], me
     library.fully_shard(model, **options)
 
 
-def prefetch_explicitly(blocks: Sequence[Any]) -> None:
-    """Each of ``blocks`` fetches its neighbour ahead: FSDP2's documented way to overlap more."""
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+def prefetch_explicitly(blocks: Sequence[Any], ahead: int = 1) -> None:
+    """Each of ``blocks`` fetches the next ``ahead`` before they run: FSDP2's documented way to overlap more."""
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[place + 1 : place + 1 + ahead]))
+        block.set_modules_to_backward_prefetch(list(blocks[max(0, place - ahead) : place][::-1]))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py
 
-One group of 200 parameters on the fake process group, so nothing is sent. Variants take turns. "local" is what this
+One group of equal parameters on the fake process group, so nothing is sent. Variants take turns. "local" is what this
 library offers for it. The last rows are why clipping takes no single norm of a flat store: its error in fp32.
 """
 
@@ -21,16 +21,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import clip_grad_norm_, fully_shard, local_optimizer
 
 WORLD = 2
-PARAMETERS = 200
+SIZES = {16: 200, 16384: 200, 1 << 20: 6}
+"""Elements of a shard, and how many of them."""
 OPTIONS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 class Scales(nn.Module):
     """One group of equal vectors."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, count: int) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(torch.ones(numel) for _ in range(PARAMETERS))
+        self.scales = nn.ParameterList(torch.ones(numel) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([(x * scale).sum() for scale in self.scales]).sum()
@@ -38,19 +39,19 @@ class Scales(nn.Module):
 
 def sharded(numel: int) -> nn.Module:
     """With shards of ``numel`` elements, and gradients as a backward leaves them."""
-    model = fully_shard(Scales(numel * WORLD))
+    model = fully_shard(Scales(numel * WORLD, SIZES[numel]))
     model(torch.randn(numel * WORLD)).backward()
     return model
 
 
 def plain(numel: int) -> list[nn.Parameter]:
-    parameters = [nn.Parameter(torch.ones(numel)) for _ in range(PARAMETERS)]
+    parameters = [nn.Parameter(torch.ones(numel)) for _ in range(SIZES[numel])]
     for parameter in parameters:
         parameter.grad = torch.randn(numel)
     return parameters
 
 
-def microseconds(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def microseconds(variants: dict[str, Callable[[], Any]], rounds: int, count: int) -> dict[str, list[float]]:
     """CPU time of each call, per parameter: nothing here waits for anybody."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 2):
@@ -58,7 +59,7 @@ def microseconds(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[st
             begin = time.process_time()
             variant()
             if turn >= 2:
-                samples[name].append((time.process_time() - begin) * 1e6 / PARAMETERS)
+                samples[name].append((time.process_time() - begin) * 1e6 / count)
     return samples
 
 
@@ -72,7 +73,7 @@ def steps(numel: int, option: str, rounds: int) -> dict[str, Any]:
         "DTensor": make(models[0].parameters()),
         "local": local_optimizer(make(models[1].parameters())),
     }
-    taken = microseconds({name: optimizer.step for name, optimizer in optimizers.items()}, rounds)
+    taken = microseconds({name: optimizer.step for name, optimizer in optimizers.items()}, rounds, SIZES[numel])
     return {
         "what": f"AdamW {option}",
         "local/DTensor": ratios(taken["local"], taken["DTensor"]),
@@ -83,7 +84,7 @@ def steps(numel: int, option: str, rounds: int) -> dict[str, Any]:
 def clips(numel: int, rounds: int) -> dict[str, Any]:
     """``flat`` is the floor: one norm and one multiplication for all gradients, neither found nor checked."""
     lists = plain(numel), list(sharded(numel).parameters()), list(sharded(numel).parameters())
-    flat = torch.randn(numel * PARAMETERS)
+    flat = torch.randn(numel * SIZES[numel])
     taken = microseconds(
         {
             "plain": lambda: nn.utils.clip_grad_norm_(lists[0], 1.0),
@@ -92,6 +93,7 @@ def clips(numel: int, rounds: int) -> dict[str, Any]:
             "flat": lambda: flat.mul_(torch.clamp(1.0 / torch.linalg.vector_norm(flat), max=1.0)),
         },
         rounds,
+        SIZES[numel],
     )
     return {
         "what": "clip",
@@ -117,11 +119,11 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     rounds = 5 if arguments.quick else arguments.rounds
     rows: list[dict[str, Any]] = []
-    for numel in (16, 16384):
+    for numel, count in SIZES.items():
         of_size = [*(steps(numel, option, rounds) for option in OPTIONS), clips(numel, rounds)]
-        rows += [{"elements": numel, **row} for row in of_size]
-    columns = ["elements", "what", "plain us", "DTensor us", "local us", "flat us", "local/DTensor"]
-    publish("optimizer step and clipping, per parameter", {"parameters": PARAMETERS}, columns, rows, arguments.out)
+        rows += [{"elements": numel, "parameters": count, **row} for row in of_size]
+    columns = ["elements", "parameters", "what", "plain us", "DTensor us", "local us", "flat us", "local/DTensor"]
+    publish("optimizer step and clipping, per parameter", {"ranks": WORLD}, columns, rows, arguments.out)
     for numel in (10**5, 10**6, 10**7, 3 * 10**7):
         print("  ".join(f"{n} {v:.1e}" if isinstance(v, float) else f"{n} {v}" for n, v in norm_errors(numel).items()))
     dist.destroy_process_group()

@@ -270,6 +270,8 @@ class Bucket:
         if not self._decodes or self.plan.codec is None:
             if layout is self.plan.gather and self._runs:
                 torch._foreach_copy_(self._run_places, [self._run_source(run, received) for run in self._runs])
+            elif layout is self.plan.gather and layout.in_chunks and len(self._row_places) == 1:
+                self._row_places[0].copy_(received)  # half of what the operation for several costs
             elif layout is self.plan.gather and layout.in_chunks:
                 torch.split_with_sizes_copy(received, layout.packed_widths, dim=1, out=self._row_places)
             else:

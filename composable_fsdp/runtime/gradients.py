@@ -19,9 +19,9 @@ from composable_fsdp.labels import labelled
 from composable_fsdp.layout.reduction import Reduction, plan_reduction
 from composable_fsdp.lifecycle import GRADIENT_TRANSITIONS, GradientOperation, GradientState, advance
 from composable_fsdp.memory.lanes import Lanes, Pending
-from composable_fsdp.runtime.bucket import AnyBucket
+from composable_fsdp.runtime.joined import Joiner
 from composable_fsdp.runtime.messages import all_of
-from composable_fsdp.runtime.reduction import Job, launch_reduction
+from composable_fsdp.runtime.reduction import Job, Reducible, launch_reduction
 from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors
 from composable_fsdp.runtime.traffic import reduce_traffic
@@ -54,6 +54,8 @@ class GroupGradients:
         self.were_summed = False
         """Whether any rank may hold sums of several microbatches."""
         self._pending_partial: Pending[list[ReducedBucket]] | None = None
+        self._keeps_partial = False
+        """Whether the next reduction has sums over the shard axis to add."""
 
     def follow_choices(self, other: GroupGradients) -> None:
         """Takes over what was chosen for ``other``."""
@@ -114,6 +116,7 @@ class GroupGradients:
             parameter.drop_gradient()
         for bucket in self._tensors.buckets:
             bucket.scatter.drop_partial()
+        self._keeps_partial = False
         self._pending_partial = None  # complete by now, or ended by an exception, which waiting again would repeat
         self.were_summed = False
         self._advance(GradientOperation.DROP)
@@ -131,7 +134,7 @@ class GroupGradients:
         batch = self._launched
         self._launched += 1
         self._arrived[batch] = 0
-        return _launch([(self, [batch])], lanes, partial=False, ends_round=False)
+        return _launch([(self, [batch])], lanes, None, partial=False, ends_round=False)
 
     def take_rest(self) -> list[int]:
         """Begins the end of a round: the batches still to go, the late ones last; none where nothing was there."""
@@ -153,17 +156,29 @@ class GroupGradients:
 
     def jobs_of(self, batches: Sequence[int]) -> list[Job]:
         """What is to be reduced of ``batches``. Takes the gradients."""
+        return self._jobs([bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches])
+
+    def jobs_with(self, others: Sequence[GroupGradients], joiner: Joiner) -> list[Job]:
+        """The same of all of this group and of ``others`` in one message; none where they cannot share one."""
+        choices = self._choices
+        if self._keeps_partial or self.all_reduce_hook is not no_hook or any(o._choices != choices for o in others):
+            return []
+        return self._jobs(joiner.join([self._tensors, *(other._tensors for other in others)]))
+
+    @property
+    def _choices(self) -> tuple[object, ...]:
+        return self.divide_factor, self.sum_only, self.were_summed, self._keeps_partial, self.all_reduce_hook
+
+    def _jobs(self, buckets: Sequence[Reducible]) -> list[Job]:
         jobs = []
-        for bucket in self._tensors.buckets:
-            if bucket.plan.batch not in batches:
-                continue
+        for bucket in buckets:
             reduction = self._reduction(bucket)
             scatter = bucket.scatter.prepare(reduction, were_summed=self.were_summed)
             if scatter is not None:
                 jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook))
         return jobs
 
-    def _reduction(self, bucket: AnyBucket) -> Reduction:
+    def _reduction(self, bucket: Reducible) -> Reduction:
         return plan_reduction(
             bucket.plan.sum_dtype,
             bucket.channel.axes.num_ranks,
@@ -176,6 +191,7 @@ class GroupGradients:
         """``pending`` has been launched."""
         if ends_round:
             self.were_summed = False
+            self._keeps_partial = partial
         if partial:
             self._pending_partial = pending
 
@@ -198,13 +214,14 @@ Portion: TypeAlias = Sequence[tuple[GroupGradients, Sequence[int]]]
 
 
 def reduce_together(
-    members: Sequence[GroupGradients], lanes: Lanes, *, partial: bool = False
+    members: Sequence[GroupGradients], lanes: Lanes, joiner: Joiner | None = None, *, partial: bool = False
 ) -> list[Callable[[], PendingReduction]]:
     """Ends this round: what launches the gradients that are left of it, to be called one after the other.
 
     Args:
         members: of one group, batch by batch; of several, all at once. Those that have no gradients take no part.
         lanes: where to launch.
+        joiner: what several go in one message with, where they can.
         partial: only over the shard axis, all at once. The result is kept, in the reduce dtype, and part of a later
             reduction.
     """
@@ -216,23 +233,33 @@ def reduce_together(
         ((member, rest),) = taken
         portions = [[(member, [batch])] for batch in rest]
     return [
-        functools.partial(_launch, portion, lanes, partial=partial, ends_round=portion is portions[-1])
+        functools.partial(_launch, portion, lanes, joiner, partial=partial, ends_round=portion is portions[-1])
         for portion in portions
     ]
 
 
-@labelled("post_backward_reduce", lambda portion, lanes, **_: all_of([member.name for member, _ in portion]))
+@labelled("post_backward_reduce", lambda portion, *_, **__: all_of([member.name for member, _ in portion]))
 @without_grad
-def _launch(portion: Portion, lanes: Lanes, *, partial: bool, ends_round: bool) -> PendingReduction:
+def _launch(
+    portion: Portion,
+    lanes: Lanes,
+    joiner: Joiner | None,
+    *,
+    partial: bool,
+    ends_round: bool,
+) -> PendingReduction:
     begin = trace.now() if trace.listeners else None
     members = [member for member, _ in portion]
-    jobs = [member.jobs_of(batches) for member, batches in portion]
+    jobs = members[0].jobs_with(members[1:], joiner) if joiner is not None and len(members) > 1 and not partial else []
+    if not jobs:
+        jobs = [job for member, batches in portion for job in member.jobs_of(batches)]
     device = members[0]._tensors.device
     name = all_of([member.name for member in members])
-    pending = launch_reduction(lanes, [job for of_member in jobs for job in of_member], device, name, partial=partial)
-    for member, of_member in zip(members, jobs, strict=True):
+    pending = launch_reduction(lanes, jobs, device, name, partial=partial)
+    for member, batches in portion:
         if trace.listeners:
-            moved = reduce_traffic([job.bucket for job in of_member], were_summed=member.were_summed)
+            own = [bucket for bucket in member._tensors.buckets if bucket.plan.batch in batches]
+            moved = reduce_traffic(own, were_summed=member.were_summed)
             trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)
         member.begin_reduction(pending, partial=partial, ends_round=ends_round)
     return PendingReduction(portion, pending, partial=partial, ends_round=ends_round)

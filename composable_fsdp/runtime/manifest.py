@@ -29,7 +29,7 @@ def check_models(root: Unit, units: Mapping[str, Unit]) -> None:
         return
     every = dict.fromkeys([root.group.axes, *(c.axes for unit in units.values() for c in unit.group.channels)])
     for axes in every:
-        lines = [_surroundings(root, axes), *_lines(units, axes)]
+        lines = _lines(root, units, axes)
         check_alike(lines, (axes.shard, axes.replicate), axes.device, f"the model under {root.class_name}")
 
 
@@ -41,7 +41,8 @@ def _surroundings(root: Unit, axes: DataParallelAxes) -> str:
     )
 
 
-def _lines(units: Mapping[str, Unit], axes: DataParallelAxes) -> Iterator[str]:
+def _lines(root: Unit, units: Mapping[str, Unit], axes: DataParallelAxes) -> Iterator[str]:
+    yield _surroundings(root, axes)
     for name, unit in units.items():
         parameters = [p for p in unit.group.parameters if p.sharding.axes == axes]
         if not parameters and unit.group.axes != axes:

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from composable_fsdp.comm.c10d import Together
 from composable_fsdp.comm.protocol import Communicator
 from composable_fsdp.grad_mode import without_grad
+from composable_fsdp.layout.plan import BucketPlan
 from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
-from composable_fsdp.runtime.bucket import AnyBucket
+from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.exchange import EncodedAllReduce, Exchange, Parcel
 from composable_fsdp.runtime.messages import together
-from composable_fsdp.runtime.scatter import ReducedBucket, Scatter
+from composable_fsdp.runtime.scatter import GradientScatter, ReducedBucket, Scatter
 
-__all__ = ["Job", "launch_reduction"]
+__all__ = ["Job", "Reducible", "launch_reduction"]
+
+
+class Reducible(Protocol):
+    """What a reduction asks of a bucket."""
+
+    @property
+    def plan(self) -> BucketPlan: ...
+
+    @property
+    def channel(self) -> Channel: ...
+
+    @property
+    def scatter(self) -> GradientScatter: ...
 
 
 class Job(NamedTuple):
     """One bucket's part of a reduction. ``hook`` is called with its sum before that is divided."""
 
-    bucket: AnyBucket
+    bucket: Reducible
     reduction: Reduction
     scatter: Scatter
     hook: Callable[[torch.Tensor], None]

@@ -9,6 +9,7 @@ from composable_fsdp.lifecycle import GradientState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
+from composable_fsdp.runtime.joined import Joiner
 from composable_fsdp.runtime.unit import Accumulation, Unit
 from composable_fsdp.runtime.unsharding import Unsharding
 
@@ -36,6 +37,7 @@ class Reductions:
         self._lanes = lanes
         self._company = company
         self._unsharding = unsharding
+        self._joiner = Joiner()
         self._limit = 1
         self._in_flight: deque[PendingReduction] = deque()
 
@@ -81,7 +83,7 @@ class Reductions:
         self._in_flight.clear()
 
     def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
-        for launch in reduce_together(members, self._lanes, partial=partial):
+        for launch in reduce_together(members, self._lanes, self._joiner, partial=partial):
             self._make_room()
             self._add(launch())
 

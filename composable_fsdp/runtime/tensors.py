@@ -123,14 +123,14 @@ class GroupTensors:
     ) -> None:
         self.parameters = list(parameters)
         self.buckets: list[AnyBucket] = []
-        self._channels = channels
+        self.channels = channels
         self._axes = [channel.axes for channel in channels]
         self.device = device
         self._precision = precision
         self._on_gradient = on_gradient
         self.rest_device = rest_device(offload, device)
         self._common_places: dict[_Place, int] = {}
-        self._pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.is_offloaded
+        self.pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.is_offloaded
         if in_common:
             self._take_common_memory()
         self.build()
@@ -155,17 +155,17 @@ class GroupTensors:
         self._find_hooks()
         self.plan = self._make_plan()
         moved = [
-            p for p in self.plan.buckets if _in_common(p, self._channels) and _place_of(p) not in self._common_places
+            p for p in self.plan.buckets if _in_common(p, self.channels) and _place_of(p) not in self._common_places
         ]
         for plan in moved:  # written to elsewhere, their memory would change under ranks that still read it
-            self._channels[plan.axes].common_memory = None
+            self.channels[plan.axes].common_memory = None
         if moved:
             self.plan = self._make_plan()
         self.are_placed = self._placed([p.local for p in self.parameters])
         self.buckets = []
         for plan in self.plan.buckets:
             locals_ = [self.parameters[i].local for i in plan.indices]
-            channel = self._channels[plan.axes]
+            channel = self.channels[plan.axes]
             if plan.extended:
                 self.buckets.append(self._extended(plan, channel))
                 continue
@@ -188,17 +188,17 @@ class GroupTensors:
     def _store(self, plan: BucketPlan, channel: Channel, device: torch.device) -> ShardStore:
         rank = channel.axes.shard.rank
         layout = plan.store_layout(rank)
-        in_common = plan.aliased and _in_common(plan, self._channels) and device.type == "cpu"
+        in_common = plan.aliased and _in_common(plan, self.channels) and device.type == "cpu"
         if in_common:
             flat = self._common_place(plan)
         else:
-            pinned = self._pin_memory and device.type != "meta"
+            pinned = self.pin_memory and device.type != "meta"
             flat = torch.zeros(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
         return ShardStore(plan.gather.shards, layout, rank, flat, in_common=in_common)
 
     def _common_place(self, plan: BucketPlan) -> torch.Tensor:
         """The full parameters of the bucket in memory that ranks have in common, 1-d, of the compute dtype."""
-        memory = self._channels[plan.axes].common_memory
+        memory = self.channels[plan.axes].common_memory
         assert memory is not None
         begin = self._common_places[_place_of(plan)]
         return memory[begin : begin + plan.full_bytes].view(plan.compute_dtype)
@@ -207,7 +207,7 @@ class GroupTensors:
         """Where ranks can have memory in common, reserves what all full parameters of the group take, whether or not
         they have values already. All ranks do, together; memory is taken where it is written.
         """
-        able = [c for c in self._channels if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
+        able = [c for c in self.channels if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
         if not able:
             return
         if order_check_from() is not OrderCheck.OFF:
@@ -215,10 +215,10 @@ class GroupTensors:
         for channel in able:
             channel.common_memory = torch.empty(0, dtype=torch.uint8)  # the plan is then one for common memory
         self._find_hooks()
-        ends = dict.fromkeys(self._channels, 0)
+        ends = dict.fromkeys(self.channels, 0)
         for bucket in self._make_plan().buckets:
-            if _in_common(bucket, self._channels):
-                channel = self._channels[bucket.axes]
+            if _in_common(bucket, self.channels):
+                channel = self.channels[bucket.axes]
                 self._common_places[_place_of(bucket)] = ends[channel]
                 ends[channel] += -(-bucket.full_bytes // _COMMON_ALIGNMENT) * _COMMON_ALIGNMENT
         for channel in able:
@@ -323,7 +323,7 @@ class GroupTensors:
                     alone=p in encodable and p.travels_alone,
                 )
             )
-        return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self._channels))
+        return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self.channels))
 
     def _encodable(self) -> set[ShardedParameter]:
         """The parameters that are cut by all other axes by which any of the group is.

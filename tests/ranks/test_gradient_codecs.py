@@ -123,6 +123,21 @@ def compare(codec: GradientCodec, dim: int, reduce_dtype: torch.dtype | None, re
             assert torch.equal(again[k], actual), "the same from run to run"
 
 
+def narrow_as_wide() -> None:
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policies = (CommunicationPolicy(reduce_scatter=Cast(torch.bfloat16), min_numel=0), None)
+    narrow, wide = (sharded(build(), policy, mp_policy=precision) for policy in policies)
+    narrow_gradients, wide_gradients = (gradients_of(model, dist.get_rank()) for model in (narrow, wide))
+    for in_16_bits, in_32_bits in zip(narrow_gradients, wide_gradients, strict=True):
+        assert torch.equal(in_16_bits.to_local(), in_32_bits.to_local())  # type: ignore[attr-defined]
+
+
+@pytest.mark.behaviour("E-09")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_computed_in_16_bits_travel_in_16_bits_without_loss(world_size: int) -> None:
+    run_ranks(narrow_as_wide, world_size)
+
+
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients_are_the_sum_in_rank_order_of_what_each_rank_encoded_to_the_bit(world_size: int) -> None:

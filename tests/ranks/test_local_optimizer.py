@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from composable_fsdp import fully_shard, local_optimizer, to_empty
+from composable_fsdp import fully_shard, local_optimizer, to_empty, twins
 from composable_fsdp.testing import run_ranks
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import seeded
@@ -153,6 +154,33 @@ def every_variant(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     run_ranks(every_variant, 2, name, dtype)
+
+
+def in_pieces(name: str) -> None:
+    """Of 128 elements, in the place of 2**18: the shards have 520, 13, 1125 and 45."""
+    for options in (*VARIANTS.get(name, ()), *NOT_ON_DTENSORS.get(name, ())):
+        models = [fully_shard(seeded(lambda: nn.Sequential(nn.Linear(40, 25), nn.Linear(25, 89)))()) for _ in range(2)]
+        optimizers = [local_optimizer(getattr(torch.optim, name)(m.parameters(), **options)) for m in models]
+        whole_only = options.get("foreach") or options.get("fused")
+        for step in range(4):
+            batch = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            for model, optimizer, numel in zip(models, optimizers, (128, 1 << 18), strict=True):
+                model.zero_grad()
+                model(batch).square().mean().backward()
+                large = [p for p in model.parameters() if local(p).numel() > numel and optimizer.state.get(p)]
+                with (
+                    mock.patch.object(twins, "PIECE_NUMEL", numel),
+                    mock.patch.object(twins, "_pieces", wraps=twins._pieces) as cut,
+                ):
+                    optimizer.step()
+                assert cut.call_count == (0 if whole_only else len(large))
+        assert_same((models[0], models[1]), (optimizers[0], optimizers[1]), f"{name} {options}")
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("name", VARIANTS | NOT_ON_DTENSORS)
+def test_an_update_piece_by_piece_gives_the_same_bits(name: str) -> None:
+    run_ranks(in_pieces, 2, name)
 
 
 def variants_without_dtensors(name: str) -> None:

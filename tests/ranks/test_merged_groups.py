@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, fully_shard
@@ -47,13 +51,15 @@ def count_collectives() -> None:
     for layer in layers:
         layer.register_forward_pre_hook(only_this_one_is_whole)
         layer.register_forward_hook(only_this_one_is_whole)
-    gathers, reductions = [], []
+    gathers, reductions, messages = [], [], []
     for step in range(3):
         with counted_collectives() as counts:
             STACK.loss(model, STACK.batch_of(step, dist.get_rank())).backward()
         gathers.append(counts["all_gather"] + counts["barrier"])
         reductions.append(counts["reduce_scatter"])
+        messages.append(counts["reduced"])
     assert reductions == [DEPTH, 1, 1], "the first forward shows the order"
+    assert messages == [DEPTH, 1, 1]
     assert gathers[0] >= 2 * DEPTH - 1
     assert gathers[1] == gathers[2] <= 4, "one each way, and the ends of both passes"
 
@@ -115,6 +121,58 @@ def skip_layers() -> None:
 @pytest.mark.behaviour("C-04")
 def test_neighbours_that_take_no_part_keep_no_gradient() -> None:
     run_ranks(skip_layers, 2)
+
+
+def train_with(choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int]) -> None:
+    """What all layers send together is to the bit what each sends by itself, whatever ``choose`` does in each step."""
+    mesh = init_device_mesh("cpu", (2, 2) if dist.get_world_size() == 4 else (2,))
+    merged, alone = (shard_layers(STACK.build(), functools.partial(fully_shard, mesh=mesh)) for _ in range(2))
+    assert isinstance(alone, FSDPModule)
+    alone.set_max_merged_bytes(0)
+    for step, expected in enumerate(messages):
+        for model in (merged, alone):
+            model.zero_grad()
+            choose([unit for unit in model.modules() if isinstance(unit, FSDPModule)][1:], step)
+            with counted_collectives() as counts:
+                for microbatch in range(1 if step < 3 else 2):
+                    model.set_is_last_backward(microbatch == (0 if step < 3 else 1))  # type: ignore[operator]
+                    STACK.loss(model, STACK.batch_of(step + 10 * microbatch, dist.get_rank())).backward()
+            if model is merged:
+                assert counts["reduced"] == expected, f"step {step}"
+        for one, other in zip(merged.parameters(), alone.parameters(), strict=True):
+            assert isinstance(one.grad, DTensor) == isinstance(other.grad, DTensor)
+            if isinstance(one.grad, DTensor) and isinstance(other.grad, DTensor):
+                assert torch.equal(one.grad.to_local(), other.grad.to_local())
+
+
+def freeze_some(layers: Sequence[FSDPModule], step: int) -> None:
+    for parameter in layers[3].parameters():  # type: ignore[attr-defined]
+        parameter.requires_grad_(step != 2)
+
+
+def scale_one(layers: Sequence[FSDPModule], step: int) -> None:
+    if step == 2:
+        layers[2].set_gradient_divide_factor(5.0)
+
+
+def hook_one(layers: Sequence[FSDPModule], step: int) -> None:
+    def scale(gradient: torch.Tensor) -> None:
+        gradient.mul_(step)
+
+    layers[0].set_all_reduce_hook(scale)
+
+
+@pytest.mark.behaviour("C-05", "C-09")
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("choose", "messages"),
+    [(freeze_some, (DEPTH, 1, 1, 2)), (scale_one, (DEPTH, 1, DEPTH)), (hook_one, (DEPTH, DEPTH, DEPTH))],
+    ids=["one is frozen", "one is scaled", "one has a hook"],
+)
+def test_what_is_chosen_for_one_group_counts_for_it_alone(
+    choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int], world_size: int
+) -> None:
+    run_ranks(train_with, world_size, choose, messages)
 
 
 class Gated(nn.Module):

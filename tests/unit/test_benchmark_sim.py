@@ -135,3 +135,17 @@ def test_memory_events_are_exact() -> None:
         del more
 
     assert memory.Timeline.of(action).held(memory.STEP) == (4000, 8000, 4040)
+
+
+def test_only_the_first_gather_and_the_last_reduction_are_exposed_where_gradients_travel_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exposure: Any = importlib.import_module("exposure")
+    monkeypatch.setattr(exposure, "LAYERS", 4)
+    wire = exposure.Wire(gbit=400.0, shared=True)
+    ((narrow,), (wide,)) = (
+        exposure.steps(exposure.VARIANTS[name], 64, [wire]) for name in ("ours, 16-bit gradients", "ours")
+    )
+    one_gather = (exposure.floor(64, 400.0) - 0.04) / 3 + 0.02  # of three parts: bf16 there, fp32 back
+    assert narrow["exposed ms"] == pytest.approx(2 * one_gather, abs=0.2)
+    assert wide["exposed ms"] > narrow["exposed ms"] + one_gather

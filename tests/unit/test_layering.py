@@ -59,6 +59,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.messages", "runtime.traffic"),
     ("runtime.gathering", "runtime.reduction"),
     ("runtime.tensors",),
+    ("runtime.joined",),
     ("runtime.gradients",),
     ("runtime.group",),
     ("runtime.changes", "runtime.schedule"),
@@ -91,8 +92,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("module",),
     ("broadcast", "placed", "registered"),
     ("loan", "whole"),
-    ("clip", "communication", "full_params", "initialize", "nonfinite", "optim"),
-    ("communication_state", "describe", "wrapping"),
+    ("clip", "communication", "full_params", "initialize", "nonfinite", "twins"),
+    ("communication_state", "describe", "optim", "wrapping"),
     (
         "checkpoint.options",
         "checkpoint.param_groups",
