@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/group_transfers.py
 
-A group of twelve parameters, shaped like a transformer block's, goes through both libraries' public interface:
-``unshard`` and ``reshard``, and a backward whose gradients are there already and cost nothing. So the ratios contain
-all copies, allocations and hooks that a transfer needs, and nothing else.
+A group of twelve parameters, shaped like a transformer block's. An all-gather is ``unshard``; a reduce-scatter is what
+each library does once autograd has left the gradients: so both contain all copies, allocations and waits that a
+transfer needs. A backward has hooks and autograd besides; its gradients are there already.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from report import interleaved, parser, publish, ratios, spread, timed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composable_fsdp.memory.lanes import Lanes
+from composable_fsdp.runtime.gradients import reduce_together
+from composable_fsdp.runtime.unit import unit_of
+
 KIB = [64, 256, 1024, 4096, 16384, 65536]
 VECTORS = 8
-KINDS = ("all-gather", "reduce-scatter")
+KINDS = ("all-gather", "reduce-scatter", "backward")
 
 
 class Ready(torch.autograd.Function):
@@ -54,11 +58,37 @@ class Group(nn.Module):
         return Ready.apply(x, self.gradients, *self.weights)
 
 
+def reduce_by_ours(model: nn.Module) -> Callable[[], None]:
+    """What reduces the gradients that lie on the parameters of ``model``."""
+    group, lanes = unit_of(model).group, Lanes(torch.device("cpu"))
+
+    def reduce() -> None:
+        group.gradients.notice()
+        group.reshard()
+        for launch in reduce_together((group.gradients,), lanes):
+            launch().complete()
+
+    return reduce
+
+
+def reduce_by_fsdp2(model: Any) -> Callable[[], None]:
+    (group,) = model._get_fsdp_state()._fsdp_param_groups
+
+    def reduce() -> None:
+        group.post_backward()
+        group.finalize_backward()
+
+    return reduce
+
+
 def transfers(library: str, kib: int, mesh: DeviceMesh) -> dict[str, Callable[[], float]]:
     """Variants that return the milliseconds of each of ``KINDS``."""
     model = Group(kib)
     shard(LIBRARIES[library], model, [], mesh, bf16=False)
     x = torch.zeros(1, requires_grad=True)
+    model(x)  # the first forward completes what is made once
+    model.reshard()
+    reduce_gradients = {"ours": reduce_by_ours, "fsdp2": reduce_by_fsdp2}[library](model)
 
     def gather() -> float:
         taken = timed(model.unshard)()
@@ -66,6 +96,15 @@ def transfers(library: str, kib: int, mesh: DeviceMesh) -> dict[str, Callable[[]
         return taken
 
     def reduce() -> float:
+        model.unshard()
+        for weight in model.weights:
+            weight.grad = torch.ones(weight.shape)
+        taken = timed(reduce_gradients)()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return taken
+
+    def backward() -> float:
         model.gradients.extend(torch.ones(shape) for shape in model.shapes)
         output = model(x)
         taken = timed(output.sum().backward)()
@@ -73,7 +112,7 @@ def transfers(library: str, kib: int, mesh: DeviceMesh) -> dict[str, Callable[[]
             parameter.grad = None
         return taken
 
-    return {"all-gather": gather, "reduce-scatter": reduce}
+    return {"all-gather": gather, "reduce-scatter": reduce, "backward": backward}
 
 
 def measure(kib: int, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
 from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp.memory.lanes import blocks_the_host
 
 __all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together", "gather_objects"]
 
@@ -37,6 +38,10 @@ _COALESCING_DIRECT_BYTES = 1 << 19
 
 _WHOLE_BYTES = _COALESCING_DIRECT_BYTES
 """The same estimate: what a launch costs in bytes."""
+
+_BATCH_BYTES_ON_STREAMS = 1 << 30
+_BATCH_BYTES_ON_HOST = 1 << 19
+"""On streams only for what is very large: there, a group is better reduced with one launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class ProcessGroupCommunicator:
         self.widens = False
         self.direct_bytes = self._direct_bytes()
         self.whole_bytes = _WHOLE_BYTES
+        self.batch_bytes = _BATCH_BYTES_ON_HOST if blocks_the_host(self._device) else _BATCH_BYTES_ON_STREAMS
 
     def _direct_bytes(self) -> int:
         if self._backend == "nccl":

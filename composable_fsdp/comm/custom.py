@@ -39,14 +39,15 @@ class CustomCollective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CustomCommunicator:
-    """``base``, with one direction replaced. Everything travels in one message per bucket, so that ``allocate`` is
-    asked for all of it. Final.
+    """``base``, with one direction replaced. Everything of a group and dtype travels in one message, so that
+    ``allocate`` is asked for all of it. Final.
     """
 
     base: GroupCommunicator
     collective: CustomCollective
     direct_bytes: int = NEVER_DIRECT
     whole_bytes: int = NEVER_DIRECT
+    batch_bytes: int = NEVER_DIRECT
     aliases: bool = False
     widens: bool = False
 

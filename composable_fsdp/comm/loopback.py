@@ -31,6 +31,7 @@ class LoopbackCommunicator:
     aliases: bool = True
     direct_bytes: int = 0
     whole_bytes: int = NEVER_DIRECT
+    batch_bytes: int = 1 << 19
     partings: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

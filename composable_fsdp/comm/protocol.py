@@ -70,6 +70,11 @@ class Communicator(Protocol):
         """Padding in bytes from which an all-reduce of its own, without any, beats all-gathers and reduce-scatters."""
         ...
 
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a group's gradients from which these are worth a reduction of their own, ahead of the rest."""
+        ...
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """1-d memory for a message, contents undefined."""
         ...

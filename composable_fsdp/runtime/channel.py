@@ -10,18 +10,10 @@ import torch
 from composable_fsdp.comm.choose import duplicate
 from composable_fsdp.comm.custom import customize
 from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator, GroupCommunicator
-from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.plan import PlanOptions
-from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.mesh import DataParallelAxes
 
 __all__ = ["Channel"]
-
-_BATCH_BYTES_ON_STREAMS = 1 << 30
-_BATCH_BYTES_ON_HOST = 1 << 19
-"""Of parameters whose gradients are reduced together, ahead of the rest of their group, so that they need not wait in
-memory. On streams only for what is very large: there, a group is better reduced with one launch.
-"""
 
 
 class Channel:
@@ -90,15 +82,10 @@ class Channel:
             whole_bytes=self.gather.whole_bytes,
             reduce_whole_bytes=self.scatter.whole_bytes,
             widens=self.scatter.widens,
-            batch_bytes=self._batch_bytes(),
+            batch_bytes=max(self.gather.batch_bytes, self.scatter.batch_bytes),
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),
             flags_from=self._flags_from(),
         )
-
-    def _batch_bytes(self) -> int:
-        if self.is_custom:  # which is promised all of a group at once
-            return NEVER_DIRECT
-        return _BATCH_BYTES_ON_HOST if blocks_the_host(self.axes.device) else _BATCH_BYTES_ON_STREAMS
 
     def _flags_from(self) -> int | None:
         if self.axes.num_ranks == 1:

@@ -116,7 +116,13 @@ class FakeWorld:
     """
 
     def __init__(
-        self, size: int, *, averages: bool = True, direct_bytes: int = 0, whole_bytes: int = NEVER_DIRECT
+        self,
+        size: int,
+        *,
+        averages: bool = True,
+        direct_bytes: int = 0,
+        whole_bytes: int = NEVER_DIRECT,
+        batch_bytes: int = 1 << 19,
     ) -> None:
         """
         Args:
@@ -124,6 +130,7 @@ class FakeWorld:
             averages: whether the communicators support ``ReduceOp.AVERAGE``.
             direct_bytes: what the communicators give as their ``direct_bytes``.
             whole_bytes: what they give as their ``whole_bytes``.
+            batch_bytes: what they give as their ``batch_bytes``.
         """
         if size < 1:
             raise ConfigurationError(f"A world has at least one rank, not {size}.")
@@ -131,6 +138,7 @@ class FakeWorld:
         self.averages = averages
         self.direct_bytes = direct_bytes
         self.whole_bytes = whole_bytes
+        self.batch_bytes = batch_bytes
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._launched = [0] * size
@@ -205,6 +213,10 @@ class FakeCommunicator:
     @property
     def whole_bytes(self) -> int:
         return self.world.whole_bytes
+
+    @property
+    def batch_bytes(self) -> int:
+        return self.world.batch_bytes
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

@@ -170,6 +170,10 @@ class FaultyCommunicator:
         return self.base.whole_bytes
 
     @property
+    def batch_bytes(self) -> int:
+        return self.base.batch_bytes
+
+    @property
     def partings(self) -> int:
         return cast(AliasingCommunicator, self.base).partings
 

@@ -62,6 +62,7 @@ def a_rank_knows_its_place(comm: Communicator) -> Iterator[None]:
     assert isinstance(comm.averages, bool)
     assert comm.direct_bytes >= 0
     assert comm.whole_bytes >= 0
+    assert comm.batch_bytes >= 0
     assert isinstance(comm.aliases, bool)
     assert isinstance(comm.widens, bool)
     yield

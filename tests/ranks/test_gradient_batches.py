@@ -18,7 +18,7 @@ from tests.parity.training import check_parity
 from tests.ranks._spy import counted_collectives
 from tests.transports import TRANSPORTS, Environment
 
-WIDTH = 400  # 640,000 bytes a weight: more than a batch needs
+WIDTH = 740  # 2,190,400 bytes a weight: more than a batch needs
 
 
 class Tower(nn.Module):
