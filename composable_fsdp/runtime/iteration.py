@@ -19,14 +19,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.utils.checkpoint import _StopRecomputationError
 
-from composable_fsdp import trace
 from composable_fsdp.comm.agreement import OrderCheck
-from composable_fsdp.comm.passes import RunningPass, is_in_backward
+from composable_fsdp.comm.passes import is_in_backward
 from composable_fsdp.comm.protocol import AliasingCommunicator
-from composable_fsdp.comm.watch import watch_of_job
-from composable_fsdp.errors import DivergenceError, LifecycleError, PeerError
+from composable_fsdp.errors import DivergenceError, PeerError
 from composable_fsdp.labels import labelled
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
@@ -37,9 +34,11 @@ from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
 from composable_fsdp.runtime.recovery import Meeting, has_failed, meet, reconnect
 from composable_fsdp.runtime.reductions import Reductions
+from composable_fsdp.runtime.refusals import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp.runtime.schedule import ForwardRecord
 from composable_fsdp.runtime.settings import check_settings
 from composable_fsdp.runtime.steps import sharded_steps
+from composable_fsdp.runtime.underway import UnderWay
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 from composable_fsdp.runtime.unsharding import Unsharding
 
@@ -78,13 +77,9 @@ class Iteration:
         self._backwards = 0
         self._graph_task = -1
         """Autograd's number for the backward that is under way."""
-        self._completed = 0
-        """Backwards."""
         self._steps_when_met = sharded_steps()
         """As of when ranks last met after a pass that failed."""
-        self._watch = watch_of_job()
-        self._forward: RunningPass | None = None
-        self._backward: RunningPass | None = None
+        self._under_way = UnderWay(root)
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
         """Which began the pass that is under way."""
@@ -117,12 +112,7 @@ class Iteration:
             return
         recomputes = torch._C._current_graph_task_id() != -1  # in a thread of autograd's, one for each device
         if self._pass is Pass.FORWARD or (is_in_backward(thread.ident) and not recomputes):
-            raise LifecycleError(
-                f"thread {threading.current_thread().name!r} began a forward of {unit.name!r} while thread "
-                f"{thread.name!r} is inside the {self._pass.value} of {self.root.name!r}. A sharded model is not "
-                "re-entrant: let one thread run it at a time, or give each a copy of its own. If that pass was left by "
-                "an exception, call reset_iter_state() on the root module."
-            )
+            raise another_thread(unit, thread, self._pass.value, self.root)
 
     @labelled("pre_forward", lambda _, unit: unit.name)
     def pre_forward(self, unit: Unit) -> None:
@@ -158,7 +148,8 @@ class Iteration:
     def abort_forward(self, unit: Unit, error: BaseException | None) -> None:
         """``unit``'s forward raised: it is sharded again, and once the outermost one's has, everything is."""
         if error is not None:
-            self._note(error, unit)
+            in_backward, ends_forward = self._pass is Pass.BACKWARD, unit is self._outermost
+            self._under_way.note(error, unit, in_backward=in_backward, ends_forward=ends_forward)
         if self._pass is Pass.BACKWARD:
             return
         unit.round = None
@@ -167,20 +158,6 @@ class Iteration:
                 self._back_to_idle()
             else:
                 unit.group.reshard()
-
-    def _note(self, error: BaseException, unit: Unit) -> None:
-        """``error`` came out of ``unit``. Out of the outermost one it ends the forward; until then it may be caught."""
-        in_backward = self._pass is Pass.BACKWARD
-        running = self._backward if in_backward else self._forward
-        if running is None or isinstance(error, _StopRecomputationError):
-            return  # refused before it began, or a checkpoint has recomputed what it needs
-        running.note(error, unit.name)
-        if not in_backward and unit is not self._outermost:
-            return
-        if self._watch is not None and not in_backward:
-            self._watch.fail(running.failure)
-        running.is_told = True
-        trace.tell_fault(error, f"the {running.kind} of {running.raised_in}")
 
     def pre_backward(self, call: Call) -> None:
         """A gradient reached an output of ``call``."""
@@ -192,8 +169,7 @@ class Iteration:
     @labelled("pre_backward", lambda _, call: call.unit.name)
     def _enter_backward(self, call: Call) -> None:
         unit = call.unit
-        if self._backward is not None and unit is not self.root:
-            self._backward.unit = unit.name
+        self._under_way.reach(unit)
         call.entered = self._backwards
         call.open()
         if unit.change_check is not None and call.round.seen is not None:
@@ -240,7 +216,7 @@ class Iteration:
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
         if not self._was_seen(unit):
-            raise _unseen_output(unit)
+            raise unseen_output(unit)
         if torch._C._current_graph_task_id() != self._graph_task:
             return  # a backward within: reentrant checkpoints accumulate a parameter that they share once for each
         if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
@@ -256,10 +232,7 @@ class Iteration:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, unit, threading.current_thread()
-        self._end_running()
-        self._forward = RunningPass("forward", unit.name, unit.calls_under_way[-1].caller)
-        if self._watch is not None:
-            self._watch.begin_pass(self._forward)
+        self._under_way.begin_forward(unit)
         if not self._are_alike:
             check_settings(self.root, self.units.values())
             check_models(self.root, self.units)
@@ -311,7 +284,7 @@ class Iteration:
         if self._in_step is not None:
             self._in_step.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
-        self._end_running()
+        self._under_way.end()
         if unit is self.root and self.root.order_check is not OrderCheck.OFF:
             self._order.compare(self._record.ended)
         for other in self.units.values():
@@ -326,9 +299,7 @@ class Iteration:
         self._thread = threading.current_thread()
         self._backwards += 1
         self._graph_task = torch._C._current_graph_task_id()
-        self._backward = RunningPass("backward", self.root.name, None)
-        if self._watch is not None:
-            self._watch.begin_pass(self._backward)
+        self._under_way.begin_backward()
         self._reductions.begin_backward()
         Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -339,7 +310,7 @@ class Iteration:
             self._in_step.end_backward(self._backwards)
         for call in self._unseen:
             if call.entered != self._backwards:
-                raise _unseen_output(call.unit)
+                raise unseen_output(call.unit)
         self._unseen.clear()
         self._unsharding.end_backward()
         self._company.forget_settled()
@@ -359,10 +330,7 @@ class Iteration:
                 if unit.client_post_backward is not None:
                     unit.client_post_backward(_nothing)  # only now it finds the reduced gradients
         _wait_for(leaving)
-        self._completed += 1
-        if self._watch is not None:
-            self._watch.end_pass(self._backward, self._completed)
-        self._backward = None
+        self._under_way.end_backward()
         self._pass, self._around_backward = self._around_backward, Pass.IDLE
 
     def _leave_shards(self, occasion: str) -> list[Work]:
@@ -384,7 +352,7 @@ class Iteration:
         if not is_local and not (at_end and gradients.state is GradientState.PARTIAL and not unit.keeps_partial):
             return
         if gradients.is_new and not self._was_seen(unit):  # those held since an earlier backward are right
-            raise _unseen_output(unit)
+            raise unseen_output(unit)
         alone = self._in_step is not None
         if unit.client_post_backward is None:
             self._reductions.send(unit, at_end=at_end, alone=alone)
@@ -432,15 +400,8 @@ class Iteration:
         self._company.forget_settled()
         if self._in_step is not None:
             self._in_step.forget_backward()
-        self._end_running()
+        self._under_way.end()
         self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
-
-    def _end_running(self) -> None:
-        """No pass is under way."""
-        if self._watch is not None:
-            self._watch.end_pass(self._forward)
-            self._watch.end_pass(self._backward)
-        self._forward = self._backward = None
 
     def was_reached(self, unit: Unit) -> bool:
         """Whether the last backward came to ``unit`` through an output that its hooks saw."""
@@ -460,11 +421,7 @@ class Iteration:
             self._pass is Pass.FORWARD and unit is self._outermost
         )
         if died:
-            raise LifecycleError(
-                f"the forward of {unit.name!r} begins while the last {self._pass.value} pass under {self.root.name!r} "
-                "has not ended; it was probably left by an exception. Call reset_iter_state() on the root module "
-                "before the next step."
-            )
+            raise left_by_an_exception(unit, self._pass.value, self.root)
 
 
 _ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Unit], None], ...]] = {
@@ -487,13 +444,3 @@ def _nothing() -> None:
 
 def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:
     return lambda: method(unit)
-
-
-def _unseen_output(unit: Unit) -> LifecycleError:
-    """The parameters were not in memory when autograd computed with them."""
-    return LifecycleError(
-        f"backward reached {unit.name!r} through a tensor that its forward did not show, so gradients are wrong. If "
-        f"{unit.class_name} returns an object of a class of your own, make it a dataclass or register it with "
-        "torch.utils._pytree.register_pytree_node; if it hands tensors on in another way, shard it with "
-        "reshard_after_forward=False. Then call reset_iter_state() on the root module before the next step."
-    )
