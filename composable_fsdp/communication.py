@@ -81,8 +81,9 @@ def communication_report(model: nn.Module) -> CommunicationReport:
 
     Worked out from the groups as they are now, without communicating. All-gathers and reduce-scatters count once per
     rank that is not the sender; all-reduces, also those in place of either, twice, as ring algorithms send them. What
-    tensors with hooks send counts from their first gather or reduction on. Gathers for modules that borrow parameters
-    of another group, for activation checkpointing and for methods called besides, and microbatches, do not count.
+    tensors with hooks send counts from their first gather or reduction on. Groups that share a message count as if each
+    had its own, with up to 16 bytes of padding more on each rank. Gathers for modules that borrow parameters of another
+    group, for activation checkpointing and for methods called besides, and microbatches, do not count.
 
     Args:
         model: the outermost sharded module, or one that contains it.

@@ -264,7 +264,8 @@ def test_encoded_gradients_train_in_bf16_from_offloaded_shards_and_on_one_rank()
     run_ranks(train, 1, {})
 
 
-def count_bytes(policy: CommunicationPolicy | None, replicate: int) -> None:
+def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) -> None:
+    """``slack``: bytes that groups save by sharing a message, at most; with 0 of a plain model they share none."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (replicate, world_size // replicate))
     torch.manual_seed(0)
@@ -272,6 +273,8 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int) -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh, comm_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, comm_policy=policy)
+    if policy is None and not slack:
+        model.set_max_merged_bytes(0)
     sent = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
 
     def count(communicator: Any, method: str, direction: str, weight: int) -> None:
@@ -299,8 +302,9 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int) -> None:
     model(torch.randn(4, 64)).square().mean().backward()
     report = communication_report(model)
     for direction, nbytes in sent.items():
-        assert sum(row.bytes for row in report.rows if row.direction == direction) == nbytes, (direction, str(report))
-    assert report.bytes == sum(sent.values())
+        reported = sum(row.bytes for row in report.rows if row.direction == direction)
+        assert nbytes <= reported <= nbytes + slack * (direction != "all-gather"), (direction, str(report))
+    assert slack or report.bytes == sum(sent.values())
     plain = communication_report_of_plain(mesh, world_size)
     assert report.plain_bytes == plain if policy is None else report.bytes < 0.45 * plain
 
@@ -325,12 +329,14 @@ def communication_report_of_plain(mesh: Any, world_size: int) -> int:
 @pytest.mark.behaviour("E-08", "E-09")
 @pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
 def test_the_report_says_what_is_handed_to_the_process_group(world_size: int, replicate: int) -> None:
-    run_ranks(count_bytes, world_size, None, replicate, environment=SOCKETS)
+    run_ranks(count_bytes, world_size, None, replicate, 0, environment=SOCKETS)
+    run_ranks(count_bytes, world_size, None, replicate, 16 * 2 * world_size, environment=SOCKETS)
     run_ranks(
         count_bytes,
         world_size,
         CommunicationPolicy(Int8(), ErrorFeedback(Int4()), Int4(), 4000),
         replicate,
+        0,
         environment=SOCKETS,
     )
 
