@@ -102,7 +102,12 @@ def _twin(parameter: Any, state: Mapping[str, Any], *, cuts: bool) -> _Twin:
 
 
 def _lie_alike(whole: torch.Tensor, gradient: torch.Tensor, entry: Entry) -> bool:
-    """Whether elements that belong to each other are in the same place of contiguous memory of the host."""
+    """Whether elements that belong to each other are in the same place of contiguous memory of the host.
+
+    Not of 16-bit floats with several threads: those round differently at the ends of what each thread has.
+    """
+    if whole.dtype.itemsize < torch.float32.itemsize and torch.get_num_threads() > 1:
+        return False
     of_elements = [value for value in entry.values() if _is_like(value, whole)]
     return whole.device.type == "cpu" and all(tensor.is_contiguous() for tensor in (whole, gradient, *of_elements))
 

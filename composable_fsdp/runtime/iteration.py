@@ -397,6 +397,7 @@ class Iteration:
             unit.group.reshard()
             unit.open_calls, unit.kept_version, unit.round = 0, None, None
         self._unseen.clear()
+        self._unsharding.end_backward()
         self._company.forget_settled()
         if self._in_step is not None:
             self._in_step.forget_backward()

@@ -74,7 +74,7 @@ class Unsharding:
                 unit.group.reshard()  # prefetched for a call that did not come
 
     def end_backward(self) -> None:
-        """Autograd has come to its end: batches that only now go have nothing more to gather after them."""
+        """Autograd has come to its end, or failed: batches that only now go have nothing more to gather after them."""
         self._postponed = None
 
     # -- into memory
@@ -100,7 +100,7 @@ class Unsharding:
             sends_batches: whether ``unit``'s gradients go in batches, before backward comes to other units.
         """
         chosen = unit.backward_prefetch
-        may_wait = sends_batches and chosen is None and record.is_first(unit.name, position)
+        may_wait = sends_batches and chosen is None and record.is_first(position)
         if chosen is None:
             names = self._scheduler.backward(record, position)
             chosen = [self._units[name] for name in names if name in self._units]

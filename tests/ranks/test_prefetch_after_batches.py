@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
+from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.ranks._peak import peak_above_idle
@@ -273,3 +275,24 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
     gradient_shards = (number - 1) * full_bytes // ranks
     batch_bytes = full_bytes // BATCHES
     assert 0 <= peak - 2 * full_bytes - gradient_shards - batch_bytes <= batch_bytes // 4, "activations take the rest"
+
+
+def take_over() -> None:
+    """A layer runs as a root of its own, then within the model that renames it; one backward comes to both outputs."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 740)) for _ in range(2)))
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    assert [len(unit_of(layer).group.plan.batches) for layer in model] == [2, 2]
+    x = torch.randn(2, 740, requires_grad=True)
+    for each in (model, reference):
+        (each[1](x).sum() + each(x).sum()).backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.behaviour("C-04")
+def test_a_layer_that_ran_by_itself_before_its_model_did_is_found_by_its_place() -> None:
+    run_ranks(take_over, 1)

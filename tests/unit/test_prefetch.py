@@ -34,7 +34,7 @@ def test_what_takes_less_than_a_batch_does_not_wait() -> None:
 def test_backward_comes_to_a_group_for_the_last_time_where_forward_came_first() -> None:
     record = ForwardRecord()
     positions = [record.append(group) for group in ("a", "b", "a")]
-    assert [record.is_first(group, position) for group, position in zip("aba", positions, strict=True)] == [
+    assert [record.is_first(position) for position in positions] == [
         True,
         True,
         False,
