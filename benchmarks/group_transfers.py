@@ -23,7 +23,7 @@ from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.gradients import reduce_together
 from composable_fsdp.runtime.unit import unit_of
 
-KIB = [64, 256, 1024, 4096, 16384, 65536]
+KIB = [64, 256, 1024, 2048, 4096, 16384, 65536]
 VECTORS = 8
 KINDS = ("all-gather", "reduce-scatter", "backward")
 

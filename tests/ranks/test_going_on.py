@@ -158,7 +158,7 @@ def test_two_hundred_failed_steps_leak_nothing(transport: Environment) -> None:
 @pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 def test_connections_that_were_given_up_are_freed(transport: Environment) -> None:
-    for memory, files, threads in run_ranks(fail_often, 2, 10, alone=True, environment=transport):
+    for memory, files, threads in run_ranks(fail_often, 2, 20, alone=True, environment=transport):
         assert memory <= 1 << 20
         assert files == 0
         assert threads == 0

@@ -183,6 +183,26 @@ def test_an_update_piece_by_piece_gives_the_same_bits(name: str) -> None:
     run_ranks(in_pieces, 2, name)
 
 
+def with_two_threads(dtype: torch.dtype, expected: int) -> None:
+    model = fully_shard(nn.Linear(40, 25).to(dtype))
+    optimizer = local_optimizer(adamw(model.parameters()))
+    threads, cut = torch.get_num_threads(), mock.Mock(wraps=twins._pieces)
+    torch.set_num_threads(2)
+    try:
+        with mock.patch.object(twins, "PIECE_NUMEL", 128), mock.patch.object(twins, "_pieces", cut):
+            for _ in range(2):  # the first step makes the state
+                model(torch.ones(1, 40, dtype=dtype)).sum().backward()
+                optimizer.step()
+    finally:
+        torch.set_num_threads(threads)
+    assert cut.call_count == expected
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)], ids=str)
+def test_16_bits_are_not_cut_where_threads_would_round_them_elsewhere(dtype: torch.dtype, expected: int) -> None:
+    run_ranks(with_two_threads, 1, dtype, expected)
+
+
 def variants_without_dtensors(name: str) -> None:
     for options in NOT_ON_DTENSORS[name]:
         model = build()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
+from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
@@ -275,6 +276,32 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
     gradient_shards = (number - 1) * full_bytes // ranks
     batch_bytes = full_bytes // BATCHES
     assert 0 <= peak - 2 * full_bytes - gradient_shards - batch_bytes <= batch_bytes // 4, "activations take the rest"
+
+
+def fail_while_one_waits() -> None:
+    """The backward dies before the batch that the next group waits for; the next one may not find that group."""
+    model = towers(3)
+    root = unit_of(model)
+    unsharding = iteration_of(root)._unsharding
+    seen = []
+
+    def fail(_: torch.Tensor) -> None:
+        seen.append(unsharding._postponed)
+        raise ArithmeticError("in a hook")
+
+    last = unit_of(model[2]).group.parameters[-1]
+    handle = last.unsharded.register_hook(fail)
+    with pytest.raises(ArithmeticError, match="in a hook"):
+        play(model, 0, dist.get_rank())
+    handle.remove()
+    assert seen[0] is not None
+    model.reset_iter_state()
+    assert unsharding._postponed is None
+
+
+@pytest.mark.behaviour("H-01")
+def test_what_waits_for_a_batch_is_forgotten_by_a_reset() -> None:
+    run_ranks(fail_while_one_waits, 2, environment=COPIES)
 
 
 def take_over() -> None:
