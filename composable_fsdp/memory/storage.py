@@ -22,8 +22,10 @@ __all__ = [
 
 
 def allocate_storage(tensor: torch.Tensor, nbytes: int) -> None:
-    """Gives ``tensor``'s storage ``nbytes`` bytes, contents undefined. The only place that does."""
-    tensor.untyped_storage().resize_(nbytes)
+    """Gives ``tensor``'s storage ``nbytes`` bytes, contents undefined unless it has them. The only place that does."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != nbytes:  # torch would take other memory and copy all of it
+        storage.resize_(nbytes)
 
 
 def free_storage(tensor: torch.Tensor) -> None:
