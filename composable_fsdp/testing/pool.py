@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,8 +18,9 @@ from typing import BinaryIO, cast
 import torch.distributed as dist
 
 from composable_fsdp.testing.messages import Call, Raised, Ready, Returned
+from composable_fsdp.testing.template import Template
 
-__all__ = ["Died", "Outcome", "RankPool", "Stuck"]
+__all__ = ["Died", "Outcome", "RankPool", "Stuck", "end_templates"]
 
 _GRACE = 1.0
 """Seconds that the others get after a first rank failed: enough to fail too, if the error is everybody's."""
@@ -30,11 +29,17 @@ _STACKS_TIMEOUT = 2.0
 """Seconds for all signal handlers to write their stacks. They need milliseconds."""
 
 _START_TIMEOUT = 120.0
-"""Seconds for all workers to import torch. It takes 4 s on an idle core; busy machines have many ranks per core."""
+"""Seconds for a template to import torch, and for workers to connect. The import takes 4 s on an idle core; busy
+machines have many ranks per core.
+"""
+
+_TEMPLATES = 2
+"""For each environment: neighbouring ranks differ in what is random in a process, hashes of text above all."""
 
 _BOOT = (
-    "import json, sys; start = json.loads(sys.argv.pop()); sys.path[:] = start.pop('path'); "
-    "from composable_fsdp.testing.worker import main; main(**start)"
+    "import json, sys; requests = int(sys.argv.pop()); sys.path[:] = json.loads(sys.argv.pop()); "
+    "from composable_fsdp.testing.worker import main; from composable_fsdp.testing.template import serve; "
+    "serve(requests, main)"
 )
 
 
@@ -71,9 +76,12 @@ class RankPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         self._ready: list[Outcome] = []
+        whole = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback_interface(), **environment}
+        templates = [_template(number, environment, whole) for number in range(min(size, _TEMPLATES))]
         try:
             for rank in range(size):
-                self._workers.append(_Worker(rank, size, self._store.port, environment))
+                template = templates[rank % _TEMPLATES]
+                self._workers.append(_Worker(rank, size, self._store.port, template, whole))
         except BaseException:
             self.kill()
             raise
@@ -81,7 +89,7 @@ class RankPool:
     @property
     def alive(self) -> bool:
         """Whether all processes run."""
-        return not any(worker.ended for worker in self._workers)
+        return not any(worker.process.ended for worker in self._workers)
 
     def wait_until_ready(self) -> list[Outcome]:
         """``Ready`` from every rank, or what happened instead; asks only once."""
@@ -127,25 +135,17 @@ class RankPool:
 class _Worker:
     """One process, the caller's end of its pipe, and the file for its stacks."""
 
-    def __init__(self, rank: int, size: int, port: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, size: int, port: int, template: Template, environment: Mapping[str, str]) -> None:
         self.connection, theirs = Pipe()
         self._dump = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  # lives as long as the process
-        start = {
-            "path": sys.path,
-            "rank": rank,
-            "world_size": size,
-            "port": port,
-            "pipe": theirs.fileno(),
-            "dump": self._dump.fileno(),
-        }
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT, json.dumps(start)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), self._dump.fileno()],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback_interface(), **environment},
-                start_new_session=True,  # Ctrl-C is the caller's; and the worker's own children can be killed with it
-            )
+        arguments = {"rank": rank, "world_size": size, "port": port}
+        try:
+            with theirs:
+                self.process = template.fork(arguments, [theirs.fileno(), self._dump.fileno()], environment)
+        except BaseException:
+            self.connection.close()
+            self._dump.close()
+            raise
 
     def send(self, call: Call) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it died just now, which receive() will find out
@@ -159,15 +159,8 @@ class _Worker:
         self.kill()  # changes no exit code: a process that closed its pipe is on its way out
         return Died(self.process.wait(), self.stacks())
 
-    @property
-    def ended(self) -> bool:
-        """Asks without collecting the process: until then its number, and with it its group, cannot be another's."""
-        if self.process.returncode is not None:
-            return True
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
     def ask_for_stacks(self) -> None:
-        if not self.ended:
+        if not self.process.ended:
             os.kill(self.process.pid, signal.SIGUSR1)
 
     def stacks(self) -> str:
@@ -177,8 +170,7 @@ class _Worker:
 
     def kill(self) -> None:
         """Ends the process and those that it started, unless it was collected."""
-        if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
 
     def close(self) -> None:
         self.process.wait()
@@ -186,12 +178,31 @@ class _Worker:
         self._dump.close()
 
 
+_templates: dict[tuple[int, frozenset[tuple[str, str]]], Template] = {}
+"""By number, and by what the environment of their processes has besides that of this process."""
+
+
+def _template(number: int, besides: Mapping[str, str], environment: Mapping[str, str]) -> Template:
+    key = (number, frozenset(besides.items()))
+    if key in _templates and not _templates[key].alive:
+        _templates.pop(key).end()
+    if key not in _templates:
+        _templates[key] = Template(_BOOT, environment, _START_TIMEOUT)
+    return _templates[key]
+
+
+def end_templates() -> None:
+    """Ends the processes from which workers are forked; the next pool starts others."""
+    while _templates:
+        _templates.popitem()[1].end()
+
+
 def _answered(workers: list[_Worker], timeout: float) -> Iterator[_Worker]:
     """Those that answered or died, after a fraction of a second at most."""
     ready = wait([worker.connection for worker in workers], max(0.0, min(timeout, 0.2)))
     for worker in workers:
         # A process that the worker forked may hold the pipe open, so the end of the worker itself counts too.
-        if worker.connection in ready or worker.ended:
+        if worker.connection in ready or worker.process.ended:
             yield worker
 
 

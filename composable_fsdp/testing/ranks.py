@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing.messages import Job, Raised, Ready, Returned, warning_filters
-from composable_fsdp.testing.pool import Died, Outcome, RankPool, Stuck
+from composable_fsdp.testing.pool import Died, Outcome, RankPool, Stuck, end_templates
 from composable_fsdp.testing.text import format_ranks, function_stack
 
 __all__ = ["RanksError", "run_ranks", "shutdown"]
@@ -49,9 +49,10 @@ def run_ranks(
 
     Inside, ``torch.distributed`` is initialised with gloo on the loopback interface, torch computes with one thread,
     all seeds are 0, and the caller's warning filters are in force. The processes are kept for the next call with the
-    same world size and environment, so that only the first one pays for ``import torch``. Before every call dtype,
-    device and grad mode are torch's defaults again, and process groups that earlier functions made are destroyed;
-    module globals stay.
+    same world size and environment, and are forked from others that have imported torch, so that only the first call
+    pays for that; what libraries read from the environment while they are imported, they read then. Before every call
+    dtype, device and grad mode are torch's defaults again, and process groups that earlier functions made are
+    destroyed; module globals stay.
 
     Args:
         function: a function at the top of a module that the workers can import by its name. It, the arguments and the
@@ -83,6 +84,7 @@ def shutdown() -> None:
     with _lock:
         while _pools:
             _pools.popitem()[1].kill()
+        end_templates()
 
 
 _Key = tuple[int, frozenset[tuple[str, str]]]

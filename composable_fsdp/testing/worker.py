@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
@@ -25,15 +26,15 @@ from composable_fsdp.testing.messages import Call, Job, Raised, Ready, Returned,
 __all__ = ["main"]
 
 
-def main(rank: int, world_size: int, port: int, pipe: int, dump: int) -> None:
+def main(rank: int, world_size: int, port: int, descriptors: Sequence[int]) -> None:
     """Serves calls until the other end of the pipe is closed.
 
     Args:
         port: of the caller's ``TCPStore`` on the loopback address.
-        pipe: file descriptor of this end of the pipe.
-        dump: file descriptor of the file that gets the Python stacks, on ``SIGUSR1`` and on a crash.
+        descriptors: this end of the pipe, and the file that gets the Python stacks, on ``SIGUSR1`` and on a crash.
     """
-    for descriptor in (pipe, dump):
+    pipe, dump = descriptors
+    for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     # Written by a signal handler in C, so that a rank that waits in a collective, even with the GIL, can be asked.
     faulthandler.enable(dump)
@@ -60,7 +61,7 @@ def _receive(connection: Connection, calls: SimpleQueue[Call]) -> None:
         while True:
             calls.put(connection.recv())
     except (EOFError, OSError):
-        os.killpg(os.getpid(), signal.SIGKILL)  # the worker leads a session: whatever it started goes with it
+        os.killpg(os.getpid(), signal.SIGKILL)  # the worker leads a group: whatever it started goes with it
 
 
 def _reset() -> None:

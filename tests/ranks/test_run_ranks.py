@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -32,6 +34,18 @@ def place(*args: object, **kwargs: object) -> tuple[object, ...]:
 
 def pid() -> int:
     return os.getpid()
+
+
+def hash_of_text() -> int:
+    return hash("text")
+
+
+def parent_pid() -> int:
+    return os.getppid()
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
 
 
 def sum_of_ranks() -> torch.Tensor:
@@ -204,12 +218,57 @@ def test_a_function_may_destroy_the_default_group() -> None:
 
 def test_a_worker_that_was_killed_between_calls_is_replaced_and_shutdown_ends_it() -> None:
     (before,) = run_ranks(pid, 1)
+    descriptor = os.pidfd_open(before)
     os.kill(before, signal.SIGKILL)
-    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    assert select.select([descriptor], [], [], 20.0)[0]  # all of its threads are gone
+    os.close(descriptor)
     (after,) = run_ranks(pid, 1)
     assert not exists(before)
     shutdown()
     assert not exists(after)
+
+
+def test_processes_are_forked_from_two_for_each_environment() -> None:
+    parents = run_ranks(parent_pid, 3)
+    assert parents[0] == parents[2] != parents[1]
+    assert os.getpid() not in parents
+    run_ranks(destroy_default_group, 3)  # which costs the processes
+    assert run_ranks(parent_pid, 3) == parents
+    assert run_ranks(variable, 1, "FORKED", environment={"FORKED": "1"}) == ["1"]
+    assert run_ranks(parent_pid, 1, environment={"FORKED": "1"}) != parents[:1]
+    assert run_ranks(variable, 1, "FORKED") == [None]
+    for parent in set(parents):
+        assert len(os.listdir(f"/proc/{parent}/task")) == 1  # a fork has no other thread, whatever that was about to do
+    shutdown()
+    assert not any(map(exists, parents))
+
+
+def test_neighbouring_ranks_hash_text_differently() -> None:
+    first, second = run_ranks(hash_of_text, 2)
+    assert first != second
+
+
+def test_an_interrupt_while_processes_start_does_no_harm_to_those_after_it() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise RuntimeError("enough")
+
+    shutdown()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)  # the import takes longer
+        with pytest.raises(RuntimeError, match="enough"):
+            run_ranks(pid, 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(set(run_ranks(pid, 2))) == 2
+
+
+def test_what_the_caller_has_in_its_environment_reaches_later_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(destroy_default_group, 1)
+    monkeypatch.setenv("SET_LATER", "2")
+    assert run_ranks(variable, 1, "SET_LATER") == ["2"]
+    run_ranks(destroy_default_group, 1)
 
 
 # What fails
@@ -262,6 +321,9 @@ def test_processes_that_do_not_start_are_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pool, "_BOOT", "raise SystemExit(7)")
     with pytest.raises(RanksError, match=r"pid failed on ranks 0-2 of 3\n--- ranks 0-2: ended with exit code 7"):
         run_ranks(pid, 3)
+    monkeypatch.undo()
+    assert len(run_ranks(pid, 3)) == 3
+    gc.collect()  # would warn of what nobody closed
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
