@@ -5,6 +5,7 @@ Nothing here asks the library where anything lies, so a wrong layout cannot agre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -109,9 +110,9 @@ def initialise(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
             parameter.to_local().copy_(expected_shard(values[name], coordinate[-1], mesh.size(-1), dim))
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[nn.Parameter], eps: float = 1e-5) -> torch.optim.Optimizer:
     """With an ``eps`` that keeps it from blowing rounding of near-zero gradients up to whole steps."""
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=eps)
 
 
 def train_alike(
@@ -120,7 +121,7 @@ def train_alike(
     task: Task,
     *,
     steps: int = 3,
-    optimizer: Callable[..., torch.optim.Optimizer] = adamw,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
@@ -135,7 +136,8 @@ def train_alike(
             assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    ours, theirs = optimizer(model.parameters()), optimizer(reference.parameters())
+    make = functools.partial(adamw, eps=task.eps) if optimizer is None else optimizer
+    ours, theirs = make(model.parameters()), make(reference.parameters())
     for step in range(steps):
         loss = task.loss(model, task.batch_of(step, rank))
         loss.backward()
