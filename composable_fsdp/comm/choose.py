@@ -9,14 +9,15 @@ import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import OrderCheck, order_check_from
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
-from composable_fsdp.comm.gloo import GlooCommunicator, Line
+from composable_fsdp.comm.gloo import GlooCommunicator
+from composable_fsdp.comm.line import Line
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.comm.shared.connect import connect, reconnect
 from composable_fsdp.comm.shared.engine import Engine
 from composable_fsdp.comm.watch import watch_of_job
 
-__all__ = ["communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
+__all__ = ["abandon", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
 # Neither knows the process group that it belongs to, so that it goes with it.
 _known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
@@ -38,6 +39,16 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
 def position(group: dist.ProcessGroup) -> str:
     """Where this rank is in the operations over ``group``: ``"broken"`` where they have failed."""
     return _known[group].position if group in _known else ""
+
+
+def abandon(groups: Collection[dist.ProcessGroup]) -> None:
+    """Ends what is under way over ``groups``, before :func:`reopen`, which does so where this rank alone writes to its
+    memory.
+    """
+    for group in groups:
+        known = _known.get(group)
+        if isinstance(known, Line):
+            known.abandon()
 
 
 def reopen(groups: Collection[dist.ProcessGroup]) -> None:

@@ -32,7 +32,7 @@ from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.instep import InStep
 from composable_fsdp.runtime.manifest import check_models
 from composable_fsdp.runtime.order import ForwardOrder
-from composable_fsdp.runtime.recovery import Meeting, has_failed, meet, reconnect
+from composable_fsdp.runtime.recovery import Meeting, disconnect, has_failed, meet, reconnect
 from composable_fsdp.runtime.reductions import Reductions
 from composable_fsdp.runtime.refusals import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp.runtime.schedule import ForwardRecord
@@ -382,6 +382,7 @@ class Iteration:
             meeting = meet(units, sharded_steps() - self._steps_when_met)
             self._steps_when_met = sharded_steps()
         if not meeting.is_together:
+            disconnect(units)
             self._reductions.abandon()
             for unit in units:
                 unit.group.abandon()

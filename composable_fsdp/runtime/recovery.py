@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.comm.agreement import OrderCheck
-from composable_fsdp.comm.choose import compare, position, reopen
+from composable_fsdp.comm.choose import abandon, compare, position, reopen
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator
 from composable_fsdp.comm.roll import ranks_text
 from composable_fsdp.comm.watch import watch_of_job
@@ -79,6 +79,11 @@ def meet(units: Iterable[Unit], steps: int) -> Meeting:
     watch.go_on()
     is_together = "broken" not in here and len({place for _, place in brought}) == 1
     return Meeting(is_together, {rank: int(taken) for rank, (taken, _) in zip(ranks, brought, strict=True)})
+
+
+def disconnect(units: Iterable[Unit]) -> None:
+    """Before :func:`reconnect`: nothing is written any more to the memory of what is under way."""
+    abandon(_groups(units))
 
 
 def reconnect(units: Iterable[Unit]) -> None:

@@ -6,6 +6,7 @@ real ones all at once. A new communicator passes the suite by one more ``test_``
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -171,6 +172,19 @@ def one_reduce_scatter_takes_tensors_of_several_sizes_and_dtypes(comm: Communica
 
 
 @case
+def one_reduce_scatter_takes_tensors_of_one_dtype(comm: Communicator) -> Iterator[None]:
+    sizes = (3, 1000, 0, 8, 1 << 20, 2)  # a large one among small ones
+    fulls = [own(comm.rank + 10 * k, numel * comm.size, torch.float32) for k, numel in enumerate(sizes)]
+    outputs = [torch.empty(numel) for numel in sizes]
+    work = comm.reduce_scatter([Transfer(*each) for each in zip(outputs, fulls, strict=True)], ReduceOp.SUM)
+    yield
+    work.wait()
+    for k, (numel, output) in enumerate(zip(sizes, outputs, strict=True)):
+        everyones = [own(rank + 10 * k, numel * comm.size, torch.float32) for rank in range(comm.size)]
+        exactly(output, part(functools.reduce(torch.add, everyones), comm))
+
+
+@case
 def all_to_all_sends_each_rank_its_part(comm: Communicator) -> Iterator[None]:
     for dtype in FLOATS + INTEGERS:
         input, output = own(comm.rank, 3 * comm.size, dtype), torch.full((3 * comm.size,), 99).to(dtype)
@@ -279,10 +293,20 @@ def a_collective_sees_what_the_one_waited_for_before_it_wrote(comm: Communicator
 @case
 def a_work_may_be_waited_for_more_than_once(comm: Communicator) -> Iterator[None]:
     tensor = own(comm.rank, 4, torch.float32)
-    work = comm.all_reduce([tensor], ReduceOp.SUM)
+    full, part_of_all = own(comm.rank, 4 * comm.size, torch.float32), torch.empty(4)
+    everything, exchanged = torch.empty(4 * comm.size), torch.empty(4 * comm.size)
+    works = [
+        comm.all_gather([Transfer(everything, own(comm.rank, 4, torch.float32))]),
+        comm.reduce_scatter([Transfer(part_of_all, full)], ReduceOp.SUM),
+        comm.all_to_all([Transfer(exchanged, full)]),
+        comm.all_reduce([tensor], ReduceOp.SUM),
+    ]
     yield
-    work.wait()
-    work.wait()
+    for work in works * 2:
+        work.wait()
+    exactly(everything, gathered(comm.size, 4, torch.float32))
+    exactly(part_of_all, part(summed(comm.size, 4 * comm.size, torch.float32), comm))
+    exactly(exchanged, torch.cat([part(own(r, 4 * comm.size, torch.float32), comm) for r in range(comm.size)]))
     exactly(tensor, summed(comm.size, 4, torch.float32))
 
 

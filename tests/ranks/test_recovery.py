@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from composable_fsdp import DivergenceError, PeerError
+from composable_fsdp.comm import choose
+from composable_fsdp.comm.line import Line
+from composable_fsdp.comm.protocol import GroupCommunicator
+from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.testing import run_ranks
 from tests.ranks._failing_steps import Plan, assert_same, counting_all, fault_of, pair, step
 from tests.ranks._faults import is_last
@@ -88,6 +93,8 @@ NAMED = {
     "in a hook on a gradient": Plan("gradient", 1, 0, 1, False, True, False, False),
     "in a codec of parameters": Plan("encode", 0, 0, 1, False, True, False, False),
     "in a codec of gradients": Plan("decode", -1, 0, 1, False, True, False, False),
+    "in an allocation for neighbours that travel together": Plan("allocation", 0, 0, 1, False, True, False, True),
+    "in a codec of neighbours that travel together": Plan("decode", 0, 0, 1, False, True, False, True, True),
 }
 
 
@@ -96,3 +103,26 @@ NAMED = {
 def test_what_the_peer_keeps_of_a_failed_step_is_dropped(plan: Plan) -> None:
     run_ranks(fail_and_go_on, 2, plan, environment=COPIES)
     run_ranks(fail_and_go_on, 2, plan, environment=SOCKETS)
+
+
+def memory_is_given_back_last() -> None:
+    """Of gathers under way, which gloo writes to until their connections are closed."""
+    found: set[tuple[str, int]] = set()
+    abandon = ParameterGroup.abandon
+
+    def watched(group: ParameterGroup) -> None:
+        communicator = group.channels[0].axes.shard
+        assert isinstance(communicator, GroupCommunicator)
+        line = choose._known[communicator.group]
+        assert isinstance(line, Line)
+        found.add((line.position, len(line._kept)))
+        abandon(group)
+
+    with mock.patch.object(ParameterGroup, "abandon", watched):
+        fail_and_go_on(Plan("before", 1, 0, 1, True, True, True, False))
+    assert found == {("broken", 0)}, found
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+def test_what_is_under_way_has_ended_before_its_memory_is_given_back() -> None:
+    run_ranks(memory_is_given_back_last, 2, environment=SOCKETS)
