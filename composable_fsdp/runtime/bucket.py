@@ -39,6 +39,9 @@ class Gather:
     contiguous, of any dtypes, are packed into a message by the group, which puts what came into ``rows``: for each
     payload ``(num_shards, numel)``, contiguous along the last dim only. ``messages`` keeps alive what they are views
     of.
+
+    Where what comes needs nothing but to be copied, ``places`` say where to, ``widths`` wide one after the other. The
+    group does that itself, for all its buckets at once where it can, and leaves ``rows`` empty.
     """
 
     direct: list[Transfer]
@@ -46,6 +49,8 @@ class Gather:
     rows: list[torch.Tensor] = field(default_factory=list)
     messages: list[torch.Tensor] = field(default_factory=list)
     whole: list[torch.Tensor] = field(default_factory=list)
+    places: Sequence[torch.Tensor] = ()
+    widths: Sequence[int] = ()
 
 
 class AnyBucket(Protocol):
@@ -90,7 +95,7 @@ class AnyBucket(Protocol):
         ...
 
     def finish_gather(self, gather: Gather) -> None:
-        """Takes the rest of the memory and puts there what came."""
+        """Takes the rest of the memory and puts there what came, if that is in ``rows``."""
         ...
 
     def free(self) -> None:
@@ -247,6 +252,8 @@ class Bucket:
             packed = wire[: layout.packed_numel]
             codec = self.plan.codec if self._decodes else None
             gather.payloads.append(packed if codec is None else encode_rows(codec, packed.unsqueeze(0)).view(-1))
+            if codec is None and layout is self.plan.gather and layout.in_chunks and not self._runs:
+                gather.places, gather.widths = self._row_places, layout.packed_widths
         return gather
 
     def _fill_spans(self, layout: GatherLayout, wire: torch.Tensor) -> list[torch.Tensor]:
@@ -263,17 +270,15 @@ class Bucket:
 
     def finish_gather(self, gather: Gather) -> None:
         """Decodes what came and copies packed parameters to their places, which take no memory before that."""
-        if not gather.rows:
+        if not gather.payloads:
             return
         self.buffer.allocate()
+        if not gather.rows:
+            return
         layout, received = self._layout, gather.rows[0]
         if not self._decodes or self.plan.codec is None:
             if layout is self.plan.gather and self._runs:
                 torch._foreach_copy_(self._run_places, [self._run_source(run, received) for run in self._runs])
-            elif layout is self.plan.gather and layout.in_chunks and len(self._row_places) == 1:
-                self._row_places[0].copy_(received)  # half of what the operation for several costs
-            elif layout is self.plan.gather and layout.in_chunks:
-                torch.split_with_sizes_copy(received, layout.packed_widths, dim=1, out=self._row_places)
             else:
                 self._unpack(received, slice(0, layout.num_shards))
             return

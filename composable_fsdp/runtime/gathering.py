@@ -13,7 +13,7 @@ from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.runtime.bucket import AnyBucket, Gather
-from composable_fsdp.runtime.messages import pack_messages, together
+from composable_fsdp.runtime.messages import Joint, pack_messages, together
 
 __all__ = ["launch_gather"]
 
@@ -39,6 +39,7 @@ class _Gathering:
         self._label = label
         self._device = device
         self._gathers: list[Gather] = []
+        self._joints: list[Joint] = []
 
     @without_grad
     def launch(self) -> Work:
@@ -47,7 +48,9 @@ class _Gathering:
         works: list[Work] = []
         for communicator, gathers in together([b.channel.gathers_over for b in self._buckets], self._gathers):
             transfers = [transfer for gather in gathers for transfer in gather.direct]
-            transfers += pack_messages(gathers, communicator, self._device)
+            packed, joints = pack_messages(gathers, communicator, self._device)
+            transfers += packed
+            self._joints += joints
             whole = [bits for gather in gathers for bits in gather.whole]
             if whole:
                 works.append(communicator.all_reduce(whole, ReduceOp.SUM, self._label))
@@ -65,5 +68,12 @@ class _Gathering:
 
     @without_grad
     def finish(self) -> None:
-        for bucket, gather in zip(self._buckets, self._gathers, strict=True):
-            bucket.finish_gather(gather)
+        arrived = list(zip(self._buckets, self._gathers, strict=True))
+        for bucket, gather in arrived:
+            if gather.places:
+                bucket.finish_gather(gather)
+        for joint in self._joints:
+            joint.copy()
+        for bucket, gather in arrived:  # hooks of users among them, which may raise
+            if not gather.places:
+                bucket.finish_gather(gather)

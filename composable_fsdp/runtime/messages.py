@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -17,8 +17,28 @@ Key = TypeVar("Key")
 Member = TypeVar("Member")
 
 
-def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device: torch.device) -> list[Transfer]:
-    """The transfer of all payloads, and their places in what it brings, in ``rows`` of each gather.
+class Joint(NamedTuple):
+    """What comes for some gathers, end to end in ``(size, numel)``, and needs nothing but to be copied."""
+
+    rows: torch.Tensor
+    sent: torch.Tensor
+    """Kept until nobody reads it."""
+    gathers: Sequence[Gather]
+
+    def copy(self) -> None:
+        """To the places of all, once these have memory."""
+        places = [place for gather in self.gathers for place in gather.places]
+        if len(places) == 1:
+            places[0].copy_(self.rows)  # half of what the operation for several costs
+            return
+        widths = [width for gather in self.gathers for width in gather.widths]
+        torch.split_with_sizes_copy(self.rows, widths, dim=1, out=places)
+
+
+def pack_messages(
+    gathers: Sequence[Gather], communicator: Communicator, device: torch.device
+) -> tuple[list[Transfer], list[Joint]]:
+    """The transfer of all payloads; and what it brings, in ``rows`` of each gather, or where it is only to be copied.
 
     A single payload is sent from where it lies. Several are copied into one message, each on an aligned boundary: one
     launch costs more than the copy of what is small enough to be packed.
@@ -26,7 +46,7 @@ def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device:
     filled = [gather for gather in gathers if gather.payloads]
     payloads = [payload for gather in filled for payload in gather.payloads]
     if not payloads:
-        return []
+        return [], []
     if len(payloads) == 1:
         sent, rows = payloads[0], _rows_of(payloads[0], communicator, device)
         places: Sequence[torch.Tensor] = (rows,)
@@ -34,14 +54,20 @@ def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device:
         sent = communicator.allocate(sum(p.numel() for p in payloads), payloads[0].dtype, device)
         torch.cat(payloads, out=sent)
         rows = _rows_of(sent, communicator, device)
+        if all(gather.places for gather in filled):
+            return [Transfer(rows.view(-1), sent)], [Joint(rows, sent, filled)]
         places = torch.split_with_sizes(rows, [p.numel() for p in payloads], dim=1)
     else:
         sent, rows, places = _as_bytes(payloads, communicator, device)
     remaining = iter(places)
+    joints = []
     for gather in filled:
-        gather.rows = [next(remaining) for _ in gather.payloads]
-        gather.messages = [rows, sent]
-    return [Transfer(rows.view(-1), sent)]
+        parts = [next(remaining) for _ in gather.payloads]
+        if gather.places:
+            joints.append(Joint(parts[0], sent, [gather]))
+        else:
+            gather.rows, gather.messages = parts, [rows, sent]
+    return [Transfer(rows.view(-1), sent)], joints
 
 
 def _rows_of(sent: torch.Tensor, communicator: Communicator, device: torch.device) -> torch.Tensor:
