@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
-__all__ = ["ReduceOp", "Reduction", "plan_reduction"]
+__all__ = ["ReduceOp", "Reduction", "divide", "plan_reduction"]
+
+_LARGEST_EXPONENT = 100
+"""Of powers of two whose reciprocals are normal numbers in fp32, in which products of narrower floats are made too."""
 
 
 class ReduceOp(Enum):
@@ -49,6 +53,17 @@ def plan_reduction(
     if averages and not sum_only and factor == num_ranks:
         return Reduction(ReduceOp.AVERAGE)
     return Reduction(ReduceOp.SUM, post_divide=factor)
+
+
+def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
+    """``tensor``, divided in place. Where the reciprocal is a power of two, it is a product with that: the bits are
+    the same, and processors divide more slowly.
+    """
+    if divisor == 1.0:
+        return tensor
+    mantissa, exponent = math.frexp(divisor)
+    exact = abs(mantissa) == 0.5 and abs(exponent) <= _LARGEST_EXPONENT
+    return tensor.mul_(1.0 / divisor) if exact else tensor.div_(divisor)
 
 
 def _half_way_divisor(factor: float) -> float:

@@ -12,7 +12,7 @@ from composable_fsdp.codec.encoder import Encoder, GradientCodec
 from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.layout.pack import pack_gradient, take_shard
 from composable_fsdp.layout.plan import SMALL_BYTES, BucketPlan
-from composable_fsdp.layout.reduction import Reduction
+from composable_fsdp.layout.reduction import Reduction, divide
 from composable_fsdp.memory.lanes import blocks_the_host
 from composable_fsdp.memory.storage import contiguous_strides
 from composable_fsdp.runtime.channel import Channel
@@ -139,8 +139,9 @@ class GradientScatter:
         present = self._everyone
         if any(gradient is None for gradient in gradients):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
-        output = torch.empty(layout.output.numel, dtype=plan.sum_dtype, device=self.device)
         wire_dtype = plan.sum_dtype if were_summed else plan.wire_dtype
+        message = None if plan.exchanges else self._packed_message(gradients, present, reduction, wire_dtype)
+        output = torch.empty(layout.output.numel, dtype=plan.sum_dtype, device=self.device)
         scatter = Scatter([], output, present)
         if plan.exchanges:
             scatter.parcel = self._parcel(gradients, output, present)
@@ -149,16 +150,30 @@ class GradientScatter:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
             full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
             scatter.transfers.append(Transfer(output[start : start + length], full))
-        if layout.packed_numel:
-            num_shards = self._shard.size
-            message = self.channel.scatter.allocate(num_shards * layout.packed_numel, wire_dtype, self.device)
-            self._fill(gradients, present, message.view(num_shards, layout.packed_numel))
-            if reduction.pre_divide != 1.0:
-                message.div_(reduction.pre_divide)
+        if message is not None:
             scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
         if layout.whole:
             scatter.whole.append(self._whole_message(gradients, present, reduction))
         return scatter
+
+    def _packed_message(
+        self,
+        gradients: list[torch.Tensor | None],
+        present: frozenset[int],
+        reduction: Reduction,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | None:
+        """The packed gradients and flags, row after row; ``None`` if nothing is packed. Lets go of these gradients, so
+        that they need not meet in memory with what comes.
+        """
+        layout, num_shards = self.plan.reduce, self._shard.size
+        if not layout.packed_numel:
+            return None
+        message = self.channel.scatter.allocate(num_shards * layout.packed_numel, dtype, self.device)
+        self._fill(gradients, present, message.view(num_shards, layout.packed_numel))
+        for k in layout.packed:
+            gradients[k] = None
+        return divide(message, reduction.pre_divide)
 
     def _whole_message(
         self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], reduction: Reduction
@@ -175,7 +190,7 @@ class GradientScatter:
         if places:
             torch._foreach_copy_(places, sources)
         self._flag(self._flags_in(message).unsqueeze(0), present)
-        return message if reduction.pre_divide == 1.0 else message.div_(reduction.pre_divide)
+        return divide(message, reduction.pre_divide)
 
     def _flags_in(self, message: torch.Tensor) -> torch.Tensor:
         """Behind the whole gradients."""
@@ -317,8 +332,7 @@ class GradientScatter:
     def finish(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
         """Scales what arrived, casts it to the dtype of the gradients and brings it to where the shards rest."""
         present = self._present_anywhere(scatter)
-        if reduction.post_divide != 1.0:
-            scatter.output.div_(reduction.post_divide)
+        divide(scatter.output, reduction.post_divide)
         flat = scatter.output.to(self.plan.gradient_dtype)
         if flat.device != self._rest:
             host = torch.empty_like(flat, device=self._rest, pin_memory=self._pin_memory)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from composable_fsdp.layout.reduction import ReduceOp, Reduction, plan_reduction
+from composable_fsdp.layout.reduction import ReduceOp, Reduction, divide, plan_reduction
 
 WIDE = [torch.float32, torch.float64, torch.bfloat16]
 NARROW = [torch.float16, torch.float8_e5m2]
@@ -93,3 +93,24 @@ def test_on_powers_of_two_the_halves_are_the_ones_of_fsdp2(num_ranks: int) -> No
         first *= 2
     reduction = plan_reduction(torch.float16, num_ranks, averages=False)
     assert reduction == Reduction(ReduceOp.SUM, first, num_ranks / first)
+
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
+DIVISORS = st.integers(-130, 130).map(lambda k: 2.0**k) | st.floats(0.25, 5000) | st.integers(1, 5000).map(float)
+
+
+@given(st.sampled_from(list(BITS)), DIVISORS, st.booleans(), st.integers(0, 2**32))
+@example(torch.float32, 2.0**-130, False, 0)  # whose reciprocal is more than fp32 can hold
+def test_what_is_divided_has_the_bits_of_a_division(
+    dtype: torch.dtype, divisor: float, negative: bool, seed: int
+) -> None:
+    # Any bits at all: numbers of all sizes, denormal ones, infinities. Those that are none are all alike.
+    bits = torch.iinfo(BITS[dtype])
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(bits.min, bits.max, (200,), dtype=BITS[dtype], generator=generator).view(dtype)
+    divisor = -divisor if negative else divisor
+    expected = (values / divisor).nan_to_num(nan=1.0, posinf=torch.inf, neginf=-torch.inf)
+    divided = values.clone()
+    assert divide(divided, divisor) is divided
+    divided.nan_to_num_(nan=1.0, posinf=torch.inf, neginf=-torch.inf)
+    assert torch.equal(divided.view(BITS[dtype]), expected.view(BITS[dtype]))
