@@ -64,7 +64,7 @@ docs: $(READY) ## build the documentation into docs/_build/html; a warning is an
 	$(BIN)/sphinx-build -q -W --keep-going -E -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
-bench: $(READY) ## run all benchmarks, then make benchmarks/RESULTS.md; an hour and a half on an idle machine (BENCH_ARGS=...)
+bench: $(READY) ## run all benchmarks, then make benchmarks/RESULTS.md; takes hours on an idle machine (BENCH_ARGS=...)
 	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 bench-quick: $(READY) ## small forms of all benchmarks, into runs/bench-quick: do they run?

@@ -1,9 +1,10 @@
-"""All-gather and reduce-scatter of one tensor over gloo and in shared memory, against gloo's own.
+"""All-gather and reduce-scatter of four tensors over gloo and in shared memory, against gloo's own.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/gloo_transfers.py
 
-Over gloo it goes point to point, or small as it is: where the first begins to win is the threshold of
-``composable_fsdp/comm/gloo.py``. Memory is shared where all ranks are on one host.
+Over gloo each tensor goes by itself, from where it lies to its place, or all are copied into one message and out of
+it: where the first begins to win is the threshold of ``composable_fsdp/comm/gloo.py``. Gloo's own collectives get one
+message, as every library sends it. Memory is shared where all ranks are on one host.
 """
 
 from __future__ import annotations
@@ -15,49 +16,68 @@ import torch
 import torch.distributed as dist
 from report import interleaved, parser, publish, ratios, timed
 
-from composable_fsdp.comm import gloo
 from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.c10d import ProcessGroupCommunicator
 from composable_fsdp.comm.choose import communicator_over
-from composable_fsdp.comm.gloo import GlooCommunicator, Line
+from composable_fsdp.comm.gloo import GlooCommunicator
+from composable_fsdp.comm.line import Line
 from composable_fsdp.comm.protocol import Communicator, Transfer
 from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.layout.reduction import ReduceOp
 
-KIB = [16, 64, 256, 1024, 4096, 16384, 65536]
-NEVER = 1 << 62
+KIB = [16, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
+TENSORS = 4
+
+
+class Tensors:
+    """Alike ones of ``kib`` each, as they are sharded and in full, and the messages that hold all of them."""
+
+    def __init__(self, size: int, kib: int) -> None:
+        numel = kib * 256
+        self.size = size
+        self.full = [torch.randn(numel) for _ in range(TENSORS)]
+        self.shards = [torch.randn(numel // size) for _ in range(TENSORS)]
+        self.sent, self.received = torch.empty(TENSORS * numel // size), torch.empty(size, TENSORS * numel // size)
+        self.rows = [full.view(size, -1) for full in self.full]
+
+    def gather(self, communicator: Communicator) -> None:
+        """Each by itself."""
+        communicator.all_gather([Transfer(*each) for each in zip(self.full, self.shards, strict=True)]).wait()
+
+    def gather_packed(self, communicator: Communicator) -> None:
+        torch.cat(self.shards, out=self.sent)
+        communicator.all_gather([Transfer(self.received.view(-1), self.sent)]).wait()
+        torch.split_with_sizes_copy(self.received, [shard.numel() for shard in self.shards], dim=1, out=self.rows)
+
+    def reduce(self, communicator: Communicator) -> None:
+        """Each by itself."""
+        transfers = [Transfer(*each) for each in zip(self.shards, self.full, strict=True)]
+        communicator.reduce_scatter(transfers, ReduceOp.SUM).wait()
+
+    def reduce_packed(self, communicator: Communicator) -> None:
+        torch._chunk_cat(self.full, 0, self.size, out=self.received)
+        communicator.reduce_scatter([Transfer(self.sent, self.received.view(-1))], ReduceOp.SUM).wait()
 
 
 def variants(communicator: GlooCommunicator, shared: Communicator, kib: int) -> dict[str, Callable[[], None]]:
-    """Ways to move a tensor of ``kib`` in full."""
-    full, gathered = torch.randn(kib * 256), torch.empty(kib * 256)
-    shard, reduced = torch.randn(kib * 256 // communicator.size), torch.empty(kib * 256 // communicator.size)
+    """Ways to move four tensors of ``kib`` in full."""
+    tensors, plain = Tensors(communicator.size, kib), ProcessGroupCommunicator(communicator.group, "cpu")
 
-    def gather_with(communicator: Communicator) -> None:
-        communicator.all_gather([Transfer(gathered, shard)]).wait()
+    def reduce_each() -> None:
+        communicator.direct_bytes = 0  # or it would copy small ones into one message by itself
+        tensors.reduce(communicator)
 
-    def reduce_with(communicator: Communicator) -> None:
-        communicator.reduce_scatter([Transfer(reduced, full)], ReduceOp.SUM).wait()
-
-    def gather(threshold: int) -> None:
-        gloo._DIRECT_PART_BYTES = threshold
-        gather_with(communicator)
-
-    def reduce(threshold: int) -> None:
-        communicator.direct_bytes = threshold
-        reduce_with(communicator)
-
-    plain = ProcessGroupCommunicator(communicator.group, "cpu")
-    ways = {
-        "gloo's all-gather": lambda: gather_with(plain),
-        "all-gather, point to point": lambda: gather(0),
-        "gloo's reduce-scatter": lambda: reduce_with(plain),
-        "reduce-scatter, all-to-all": lambda: reduce(NEVER),
-        "reduce-scatter, point to point": lambda: reduce(0),
+    ways: dict[str, Callable[[], None]] = {
+        "gloo's all-gather": lambda: tensors.gather_packed(plain),
+        "all-gather, packed": lambda: tensors.gather_packed(communicator),
+        "all-gather, each by itself": lambda: tensors.gather(communicator),
+        "gloo's reduce-scatter": lambda: tensors.reduce_packed(plain),
+        "reduce-scatter, packed": lambda: tensors.reduce_packed(communicator),
+        "reduce-scatter, each by itself": reduce_each,
     }
     if isinstance(shared, SharedMemoryCommunicator):
-        ways["all-gather, shared memory"] = lambda: gather_with(shared)
-        ways["reduce-scatter, shared memory"] = lambda: reduce_with(shared)
+        ways["all-gather, shared memory"] = lambda: tensors.gather(shared)
+        ways["reduce-scatter, shared memory"] = lambda: tensors.reduce(shared)
     return ways
 
 
@@ -77,7 +97,7 @@ def main() -> None:
         kinds = {name: f"gloo's {name.partition(',')[0]}" for name in columns}
         rows.append({"KiB": kib} | {name: ratios(taken[name], taken[kinds[name]]) for name in columns})
     if communicator.rank == 0:
-        settings = {"ranks": communicator.size, "of": "gloo's own time"}
+        settings = {"ranks": communicator.size, "tensors": TENSORS, "ratios": "to gloo's own"}
         publish("gloo transfers", settings, ["KiB", *columns], rows, arguments.out)
     dist.barrier()
     dist.destroy_process_group()

@@ -5,6 +5,7 @@
 A group of twelve parameters, shaped like a transformer block's. An all-gather is ``unshard``; a reduce-scatter is what
 each library does once autograd has left the gradients: so both contain all copies, allocations and waits that a
 transfer needs. A backward has hooks and autograd besides; its gradients are there already.
+``--batch-kib 512 --kib 2048,4096`` shows what smaller batches of gradients cost.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from report import interleaved, parser, publish, ratios, spread, timed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composable_fsdp.comm.gloo import GlooCommunicator
+from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.gradients import reduce_together
 from composable_fsdp.runtime.unit import unit_of
 
 KIB = [64, 256, 1024, 2048, 4096, 16384, 65536]
 VECTORS = 8
+WARM_UP = 10
 KINDS = ("all-gather", "reduce-scatter", "backward")
 
 
@@ -119,7 +123,7 @@ def measure(kib: int, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
     built = {library: transfers(library, kib, mesh) for library in LIBRARIES}
     row: dict[str, Any] = {"KiB": kib}
     for kind in KINDS:
-        taken = interleaved({library: kinds[kind] for library, kinds in built.items()}, rounds)
+        taken = interleaved({library: kinds[kind] for library, kinds in built.items()}, rounds, warm_up=WARM_UP)
         longest = {library: slowest(samples) for library, samples in taken.items()}
         row |= {f"{kind}, {library} ms": spread(samples) for library, samples in longest.items()}
         row[f"{kind}, ours/fsdp2"] = ratios(longest["ours"], longest["fsdp2"])
@@ -136,16 +140,24 @@ def slowest(samples: list[float]) -> list[float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=25)
+    options.add_argument("--kib", default=",".join(map(str, KIB)), help="sizes of groups")
+    options.add_argument("--batch-kib", type=int, help="least batch of gradients, instead of our own")
     arguments = options.parse_args()
+    if arguments.batch_kib is not None:
+        GlooCommunicator.batch_bytes = SharedMemoryCommunicator.batch_bytes = arguments.batch_kib << 10
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
-    sizes, rounds = (KIB[:2], 3) if arguments.quick else (KIB, arguments.rounds)
+    kib = [int(size) for size in arguments.kib.split(",")]
+    sizes, rounds = (kib[:2], 3) if arguments.quick else (kib, arguments.rounds)
     rows = [measure(kib, mesh, rounds) for kib in sizes]
     if dist.get_rank() == 0:
         columns = ["KiB", *(f"{kind}, {what}" for kind in KINDS for what in ("ours ms", "fsdp2 ms", "ours/fsdp2"))]
-        publish("transfers of a group", {"ranks": ranks, "dtype": "fp32"}, columns, rows, arguments.out)
+        settings = {"ranks": ranks, "dtype": "fp32"}
+        if arguments.batch_kib is not None:
+            settings["batches of KiB"] = arguments.batch_kib
+        publish("transfers of a group", settings, columns, rows, arguments.out)
     dist.barrier()
     dist.destroy_process_group()
 

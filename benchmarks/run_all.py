@@ -1,6 +1,6 @@
 """Runs every benchmark, one after the other and each under a timeout, then makes ``RESULTS.md`` of what they wrote.
 
-    python benchmarks/run_all.py           # into benchmarks/results, about two hours on two idle cores
+    python benchmarks/run_all.py           # into benchmarks/results, which takes hours on two idle cores
     python benchmarks/run_all.py --quick   # into runs/bench-quick: does everything run?
 
 One that fails or takes too long is named at the end, and does not keep the others from running.
@@ -21,6 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOCKETS = {"COMPOSABLE_FSDP_SHARED_MEMORY": "0"}
+LOCAL = "--local-optimizer"
+SMALL_BATCHES = "--batch-kib 512 --kib 2048,4096"
+FUSED = "--local-optimizer --optimizer adamw-fused"
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,23 @@ BENCHMARKS = [
         for ranks in (2, 4)
         for benchmark in (
             Benchmark(f"step-time-{ranks}", "step_time.py", ranks, 30),
-            Benchmark(f"step-time-{ranks}-local", "step_time.py --local-optimizer", ranks, 30),
-            Benchmark(f"step-time-{ranks}-bf16", "step_time.py --bf16", ranks, 30),
-            Benchmark(f"step-time-{ranks}-sockets", "step_time.py", ranks, 30, SOCKETS),
+            Benchmark(f"step-time-{ranks}-local", f"step_time.py {LOCAL}", ranks, 30),
+            Benchmark(f"step-time-{ranks}-fused", f"step_time.py {FUSED}", ranks, 30),
+            Benchmark(f"step-time-{ranks}-bf16", f"step_time.py --bf16 {LOCAL}", ranks, 30),
+            Benchmark(f"step-time-{ranks}-bf16-fused", f"step_time.py --bf16 {FUSED}", ranks, 30),
+            Benchmark(f"step-time-{ranks}-sockets", f"step_time.py {LOCAL}", ranks, 30, SOCKETS),
+            Benchmark(f"step-time-{ranks}-sockets-fused", f"step_time.py {FUSED}", ranks, 30, SOCKETS),
             Benchmark(f"order-check-{ranks}", "order_check.py", ranks),
             Benchmark(f"order-check-{ranks}-sockets", "order_check.py", ranks, environment=SOCKETS),
             Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),
+            Benchmark(f"group-transfers-{ranks}-sockets", "group_transfers.py", ranks, environment=SOCKETS),
+            Benchmark(f"group-transfers-{ranks}-batches", f"group_transfers.py {SMALL_BATCHES}", ranks),
+            Benchmark(
+                f"group-transfers-{ranks}-batches-sockets",
+                f"group_transfers.py {SMALL_BATCHES}",
+                ranks,
+                environment=SOCKETS,
+            ),
             Benchmark(f"gloo-transfers-{ranks}", "gloo_transfers.py", ranks),
             Benchmark(f"collectives-{ranks}", "collectives.py", ranks),
             Benchmark(f"checkpoint-{ranks}", "checkpoint.py", ranks),

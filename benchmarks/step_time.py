@@ -20,7 +20,7 @@ import torch.distributed as dist
 from models import CASES
 from report import interleaved, parser, publish, ratios, spread
 from torch.distributed.device_mesh import init_device_mesh
-from trainers import FSDP2, FSDP2_PREFETCH, OURS, TRAINERS, Job, absent
+from trainers import FSDP2, FSDP2_PREFETCH, OPTIMIZERS, OURS, TRAINERS, Job, absent
 
 WARM_UP = 3
 MEASURES = ("cpu", "wall", "faults")
@@ -105,7 +105,7 @@ def main() -> None:
     options.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     options.add_argument("--variants", default=",".join(TRAINERS), help=f"of {', '.join(TRAINERS)}")
     options.add_argument("--bf16", action="store_true", help="bf16 parameters, fp32 reduction")
-    options.add_argument("--optimizer", choices=["sgd", "adamw"], default="adamw")
+    options.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     options.add_argument("--local-optimizer", action="store_true", help="ours steps through local_optimizer")
     options.add_argument(
         "--no-peer-prefetch", dest="peer_prefetch", action="store_false", help="FSDP2 as it comes only"

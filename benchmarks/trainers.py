@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from composable_fsdp import local_optimizer
 
-__all__ = ["FSDP2", "FSDP2_PREFETCH", "OURS", "TRAINERS", "Job", "absent"]
+__all__ = ["FSDP2", "FSDP2_PREFETCH", "OPTIMIZERS", "OURS", "TRAINERS", "Job", "absent"]
 
 OURS, FSDP2, FSDP2_PREFETCH = "ours", "fsdp2", "fsdp2 prefetch"
 LEARNING_RATE = 1e-4
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
+}
 
 Step = Callable[[torch.Tensor], object]
 
@@ -36,8 +42,7 @@ class Job:
 
     def step(self, model: nn.Module, *, local: bool = False) -> Step:
         """Forward, backward and an update of ``model``, whose output is the loss."""
-        algorithm = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[self.optimizer]
-        optimizer = algorithm(model.parameters(), lr=LEARNING_RATE)
+        optimizer = OPTIMIZERS[self.optimizer](model.parameters(), lr=LEARNING_RATE)
         if local:
             local_optimizer(optimizer)
 
@@ -81,10 +86,9 @@ def by_deepspeed(job: Job) -> Step:
     import deepspeed
 
     model = job.case.build()
-    algorithm = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[job.optimizer]
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=algorithm(model.parameters(), lr=LEARNING_RATE),
+        optimizer=OPTIMIZERS[job.optimizer](model.parameters(), lr=LEARNING_RATE),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 3},
