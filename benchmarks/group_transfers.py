@@ -70,7 +70,7 @@ def reduce_by_ours(model: nn.Module) -> Callable[[], None]:
         group.gradients.notice()
         group.reshard()
         for launch in reduce_together((group.gradients,), lanes):
-            launch().complete()
+            launch.run().complete()
 
     return reduce
 

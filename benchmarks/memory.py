@@ -7,6 +7,10 @@ the rank holds. It is exact and the same on every run, whatever else the machine
 is not torch's (the backend's sockets, memory shared between ranks); ``resident.py`` has that. The optimizer is SGD
 without momentum, which keeps nothing.
 
+Where the host waits for collectives, as on CPU, libraries follow another schedule than on a device with streams, as of
+every accelerator. The rows of the latter are from a device that is simulated (``sim/``), where what the host holds is
+counted after every operation: as much as a caching allocator has to have.
+
 The bound of ``Bound`` is for the best that sharding by groups can do, not for what has been reached.
 """
 
@@ -22,9 +26,13 @@ from typing import Any
 
 import torch
 from libraries import LIBRARIES, fake_ranks, shard
-from models import CASES, SMALL_BLOCKS, Case
+from models import CASES, LARGE_BLOCKS, SMALL_BLOCKS, Case
 from report import parser, publish
+from sim.device import Device
+from sim.ledger import Ledger
+from sim.network import Network, simulated_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -119,7 +127,7 @@ class Bound:
 
 def at_eight_ranks(name: str, case: Case, *, bf16: bool) -> dict[str, Any]:
     """A row: peak and idle megabytes of both libraries, and the bound."""
-    row: dict[str, Any] = {"case": name, "dtype": "bf16" if bf16 else "fp32"}
+    row: dict[str, Any] = {"case": name, "waits": "host", "dtype": "bf16" if bf16 else "fp32"}
     with fake_ranks(8) as mesh:
         for library in LIBRARIES:
             _, peak, idle = sharded(LIBRARIES[library], case, mesh, bf16=bf16).held(STEP)
@@ -135,7 +143,7 @@ def at_eight_ranks(name: str, case: Case, *, bf16: bool) -> dict[str, Any]:
 
 def at_many_ranks(ranks: int) -> dict[str, Any]:
     """A row: the peak above what is held between steps, of a rank that owns nothing of most parameters."""
-    row: dict[str, Any] = {"case": f"6.3 M parameters, {ranks} ranks, above idle", "dtype": "fp32"}
+    row: dict[str, Any] = {"case": f"6.3 M parameters, {ranks} ranks, above idle", "waits": "host", "dtype": "fp32"}
     with fake_ranks(ranks, rank=ranks // 3) as mesh:
         for library in LIBRARIES:
             before, peak, _ = sharded(LIBRARIES[library], SMALL_BLOCKS, mesh, bf16=False).held(STEP)
@@ -143,8 +151,26 @@ def at_many_ranks(ranks: int) -> dict[str, Any]:
     return row | {"peak, ours/fsdp2": row["ours peak MB"] / row["fsdp2 peak MB"]}
 
 
+def on_streams(name: str, case: Case, *, bf16: bool) -> dict[str, Any]:
+    """A row: peak and idle megabytes of both libraries on a simulated device of 8 ranks."""
+    row: dict[str, Any] = {"case": name, "waits": "streams", "dtype": "bf16" if bf16 else "fp32"}
+    for library in LIBRARIES:
+        network, ledger = Network(Device(flops=1.0, bandwidth=1.0)), Ledger()
+        with simulated_ranks(network, 8) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ledger:
+            batch, model = batch_of(case, bf16=bf16), case.build()
+            shard(LIBRARIES[library], model, case.blocks(model), mesh, bf16=bf16)
+            ledger.forget_peak()
+            train(model, batch)
+            del batch
+            row |= {f"{library} peak MB": ledger.peak / MB, f"{library} idle MB": ledger.count() / MB}
+    return row | {
+        "peak, ours/fsdp2": row["ours peak MB"] / row["fsdp2 peak MB"],
+        "idle, ours/fsdp2": row["ours idle MB"] / row["fsdp2 idle MB"],
+    }
+
+
 COLUMNS = [
-    *("case", "dtype", "ours peak MB", "fsdp2 peak MB", "bound MB", "peak, ours/fsdp2", "peak, ours/bound"),
+    *("case", "waits", "dtype", "ours peak MB", "fsdp2 peak MB", "bound MB", "peak, ours/fsdp2", "peak, ours/bound"),
     *("ours idle MB", "fsdp2 idle MB", "idle, ours/fsdp2"),
 ]
 
@@ -155,6 +181,8 @@ def main() -> None:
     cases = ["experts"] if arguments.quick else ["gpt-256", "gpt-32", "experts"]
     rows = [at_eight_ranks(name, CASES[name], bf16=bf16) for name in cases for bf16 in (False, True)]
     rows.append(at_many_ranks(512 if arguments.quick else 4096))
+    rows += [on_streams(name, CASES[name], bf16=bf16) for name in cases for bf16 in (False, True)]
+    rows.append(on_streams("large blocks", LARGE_BLOCKS, bf16=True))
     publish("peak memory", {"ranks": 8}, COLUMNS, rows, arguments.out)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["CASES", "SMALL_BLOCKS", "Case", "FusedBlock", "Llama"]
+__all__ = ["CASES", "LARGE_BLOCKS", "SMALL_BLOCKS", "Case", "FusedBlock", "Llama"]
 
 
 class Block(nn.Module):
@@ -141,6 +141,12 @@ CASES = {
         lambda model: [model.embedding, *model.blocks],
     ),
 }
+
+LARGE_BLOCKS = Case(
+    "8 Llama blocks of 218 M parameters, 8192 tokens per step",
+    lambda: Chain([FusedBlock(4096, 14336, 1024) for _ in range(8)]),
+    _features(8192, 4096),
+)
 
 SMALL_BLOCKS = Case(
     "8 blocks of dim 256, 6.3 M parameters: most dims are shorter than thousands of ranks are many",

@@ -178,30 +178,42 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions of gradients may be on the wire at once: one more waits for the oldest.
 
-        Each has its gradients in memory. Unless told 1 on CPU, 2 on accelerators. The largest of all modules counts.
+        Each has its message in memory. Unless told 1 on CPU; on accelerators as many as have no more bytes together
+        than the gradients of the module that comes next. The largest of all modules counts.
 
         Raises:
             ConfigurationError: not an int of at least 1.
         """
-        value: object = max_input_buffers
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"max_input_buffers must be an int of at least 1, not {max_input_buffers!r}.")
+        _check_count("max_input_buffers", max_input_buffers, least=1)
         for unit in _units(self, recurse):
             unit.reductions_in_flight = max_input_buffers
+
+    def set_prefetch_limit(self, limit: int) -> None:
+        """How many modules are gathered ahead of the one that computes, forward and backward. Call it on the root.
+
+        1 unless told: that hides communication as long as the wire is faster than the modules. Where it is not, more
+        are worth the memory that each takes. On accelerators as many of the last modules stay from forward to backward.
+        0 gathers nothing ahead. ``set_max_unsharded_bytes`` still holds, and so do lists of modules to prefetch. The
+        same on every rank.
+
+        Raises:
+            ConfigurationError: not an int of at least 0.
+        """
+        _check_count("limit", limit)
+        _unit(self).prefetch_limit = limit
 
     def set_max_unsharded_bytes(self, max_unsharded_bytes: int | None) -> None:
         """Bounds the memory of parameters that are gathered ahead of their turn. Call it on the root.
 
-        What a module needs is always gathered. The next one is gathered ahead, while this one computes, only where all
-        unsharded parameters together then take at most ``max_unsharded_bytes`` on this rank. The same on every rank.
+        What a module needs is always gathered. Others are gathered ahead, while it computes, or stay for backward, only
+        where all unsharded parameters together then take at most ``max_unsharded_bytes`` on this rank. The same on
+        every rank.
         ``None``, as it is at first, sets no bound; 0 gathers nothing ahead.
 
         Raises:
             ConfigurationError: not an int of at least 0, nor ``None``.
         """
-        value: object = max_unsharded_bytes
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ConfigurationError(f"max_unsharded_bytes must be an int of at least 0 or None, not {value!r}.")
+        _check_count("max_unsharded_bytes", max_unsharded_bytes, or_none=True)
         _unit(self).max_unsharded_bytes = max_unsharded_bytes
 
     def set_max_merged_bytes(self, max_merged_bytes: int) -> None:
@@ -214,9 +226,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigurationError: not an int of at least 0.
         """
-        value: object = max_merged_bytes
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigurationError(f"max_merged_bytes must be an int of at least 0, not {value!r}.")
+        _check_count("max_merged_bytes", max_merged_bytes)
         _unit(self).max_merged_bytes = max_merged_bytes
 
     def set_order_check(self, level: str) -> None:
@@ -453,6 +463,18 @@ def _sharded_units(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -
                 f"{taker} takes sharded modules, not {type(module).__name__}: call fully_shard on it first."
             )
     return [_unit(module) for module in modules]
+
+
+def _check_count(name: str, value: object, *, least: int = 0, or_none: bool = False) -> None:
+    """
+    Raises:
+        ConfigurationError: ``value`` is not an int of at least ``least``, nor ``None`` where it may be.
+    """
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not is_count and not (or_none and value is None):
+        raise ConfigurationError(
+            f"{name} must be an int of at least {least}{' or None' if or_none else ''}, not {value!r}."
+        )
 
 
 def _unsupported(what: str, instead: str) -> NoReturn:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from itertools import groupby
 from math import prod
 from typing import TypeAlias
 
@@ -40,6 +41,10 @@ _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 """Pairs of dtypes in which gradients come, and are added up."""
 
 _MOST_BATCHES = 4
+"""Of a group, or one more: others would cost more than the memory is worth."""
+
+_SMALL_PART = 64
+"""Of a group's bytes: the smallest parameters that have less together are not waited for."""
 
 SMALL_BYTES = 1 << 19
 """Of a group's full parameters, up to which its collectives cost more by their number than by their bytes."""
@@ -230,6 +235,8 @@ class GroupPlan:
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketPlan, ...]
     batches: tuple[int, ...]
+    batch_bytes: tuple[int, ...]
+    """Of each batch's gradients before encoding, all ranks' parts together."""
     num_trainable: int
 
     @property
@@ -273,27 +280,46 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
     buckets = tuple(
         _plan_bucket(specs, tuple(indices), options, batch, sum(batches)) for (batch, _), indices in members.items()
     )
-    return GroupPlan(specs, buckets, tuple(batches), sum(batches))
+    batch_bytes = [0] * len(batches)
+    for bucket in buckets:
+        batch_bytes[bucket.batch] += bucket.reduce.wire_numel * bucket.sum_dtype.itemsize
+    return GroupPlan(specs, buckets, tuple(batches), tuple(batch_bytes), sum(batches))
 
 
 def _batches(specs: Sequence[ParameterSpec], least: int) -> list[int]:
     """The batch of each parameter: runs of at least ``least`` bytes, the last parameters in the first batch.
 
-    Backward comes to them in about that order. More than a few batches would cost more than the memory is worth. What
-    is encoded stays together, as codecs work on whole messages.
+    Backward comes to them in about that order. Not to norms and biases, which modules often register after what comes
+    later in forward: such small ones go with the last batch, so that no other has to wait for them. What is encoded
+    stays together, as codecs work on whole messages.
     """
     batch_of = [0] * len(specs)
     if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
         return batch_of
     sizes = [prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs]
-    batch, filled, left = 0, 0, sum(sizes)
-    least = max(least, left // _MOST_BATCHES)
+    small_bytes = _small_bytes(sizes)
+    is_small = [size <= small_bytes for size in sizes]
+    batch, filled, left = 0, 0, sum(size for size in sizes if size > small_bytes)
+    share = max(least, left // _MOST_BATCHES)
     for index in reversed(range(len(specs))):
+        if is_small[index]:
+            continue
         batch_of[index] = batch
         filled, left = filled + sizes[index], left - sizes[index]
-        if filled >= least and left >= least:
+        if filled >= share and left >= least:
             batch, filled = batch + 1, 0
-    return batch_of
+    return [batch if small else of for small, of in zip(is_small, batch_of, strict=True)]
+
+
+def _small_bytes(sizes: Sequence[int]) -> int:
+    """The most that the smallest parameters have, all of which together are a small part of ``sizes``."""
+    small = filled = 0
+    for size, same in groupby(sorted(sizes)):
+        filled += sum(same)
+        if filled * _SMALL_PART > sum(sizes):
+            break
+        small = size
+    return small
 
 
 def _plan_bucket(

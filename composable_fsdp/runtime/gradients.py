@@ -7,7 +7,6 @@ every rank makes the same launches in the same order, whichever parameters it us
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -24,9 +23,9 @@ from composable_fsdp.runtime.messages import all_of
 from composable_fsdp.runtime.reduction import Job, Reducible, launch_reduction
 from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors
-from composable_fsdp.runtime.traffic import reduce_traffic
+from composable_fsdp.runtime.traffic import Traffic, reduce_traffic
 
-__all__ = ["GroupGradients", "PendingReduction", "no_hook", "reduce_together"]
+__all__ = ["GroupGradients", "Launch", "PendingReduction", "no_hook", "reduce_together"]
 
 
 class GroupGradients:
@@ -127,14 +126,13 @@ class GroupGradients:
 
     # -- reductions
 
-    @without_grad
-    def reduce_batch(self, lanes: Lanes) -> PendingReduction:
-        """Launches the reduction of the next batch ahead of the others, which are not complete yet."""
+    def take_batch(self, lanes: Lanes) -> Launch:
+        """The next batch, to be launched ahead of the others, which are not complete yet."""
         self._await_partial()
         batch = self._launched
         self._launched += 1
         self._arrived[batch] = 0
-        return _launch([(self, [batch])], lanes, None, partial=False, ends_round=False)
+        return Launch([(self, [batch])], lanes, None, partial=False, ends_round=False)
 
     def take_rest(self) -> list[int]:
         """Begins the end of a round: the batches still to go, the late ones last; none where nothing was there."""
@@ -200,6 +198,21 @@ class GroupGradients:
         self._advance(GradientOperation.KEEP if partial else GradientOperation.COMPLETE)
 
     @property
+    def device(self) -> torch.device:
+        """Where modules compute."""
+        return self._tensors.device
+
+    @property
+    def batch_bytes(self) -> Sequence[int]:
+        """Of each batch's message, before encoding."""
+        return self._tensors.plan.batch_bytes
+
+    def traffic_of(self, batches: Sequence[int]) -> Traffic:
+        """What the reduction of ``batches`` moves."""
+        own = [bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches]
+        return reduce_traffic(own, were_summed=self.were_summed)
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether reduced gradients end elsewhere than where modules compute."""
         return self._tensors.is_offloaded
@@ -215,8 +228,8 @@ Portion: TypeAlias = Sequence[tuple[GroupGradients, Sequence[int]]]
 
 def reduce_together(
     members: Sequence[GroupGradients], lanes: Lanes, joiner: Joiner | None = None, *, partial: bool = False
-) -> list[Callable[[], PendingReduction]]:
-    """Ends this round: what launches the gradients that are left of it, to be called one after the other.
+) -> list[Launch]:
+    """Ends this round: what launches the gradients that are left of it, to be run one after the other.
 
     Args:
         members: of one group, batch by batch; of several, all at once. Those that have no gradients take no part.
@@ -232,37 +245,63 @@ def reduce_together(
     if len(taken) == 1 and not partial:
         ((member, rest),) = taken
         portions = [[(member, [batch])] for batch in rest]
-    return [
-        functools.partial(_launch, portion, lanes, joiner, partial=partial, ends_round=portion is portions[-1])
-        for portion in portions
-    ]
+    return [Launch(portion, lanes, joiner, partial=partial, ends_round=portion is portions[-1]) for portion in portions]
 
 
-@labelled("post_backward_reduce", lambda portion, *_, **__: all_of([member.name for member, _ in portion]))
-@without_grad
-def _launch(
-    portion: Portion,
-    lanes: Lanes,
-    joiner: Joiner | None,
-    *,
-    partial: bool,
-    ends_round: bool,
-) -> PendingReduction:
-    begin = trace.now() if trace.listeners else None
-    members = [member for member, _ in portion]
-    jobs = members[0].jobs_with(members[1:], joiner) if joiner is not None and len(members) > 1 and not partial else []
-    if not jobs:
-        jobs = [job for member, batches in portion for job in member.jobs_of(batches)]
-    device = members[0]._tensors.device
-    name = all_of([member.name for member in members])
-    pending = launch_reduction(lanes, jobs, device, name, partial=partial)
-    for member, batches in portion:
-        if trace.listeners:
-            own = [bucket for bucket in member._tensors.buckets if bucket.plan.batch in batches]
-            moved = reduce_traffic(own, were_summed=member.were_summed)
-            trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lanes.reduce.name, begin, moved.plain_bytes)
-        member.begin_reduction(pending, partial=partial, ends_round=ends_round)
-    return PendingReduction(portion, pending, partial=partial, ends_round=ends_round)
+class Launch:
+    """A reduction to be launched. Final.
+
+    Args:
+        portion: what is reduced.
+        lanes: where.
+        joiner: as in :func:`reduce_together`.
+        partial: as there.
+        ends_round: whether nothing is left of the round afterwards.
+    """
+
+    __slots__ = ("_ends_round", "_joiner", "_lanes", "_members", "_partial", "_portion")
+
+    def __init__(
+        self, portion: Portion, lanes: Lanes, joiner: Joiner | None, *, partial: bool, ends_round: bool
+    ) -> None:
+        self._portion, self._lanes, self._joiner = portion, lanes, joiner
+        self._partial, self._ends_round = partial, ends_round
+        self._members = [member for member, _ in portion]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the messages, before encoding."""
+        return sum(member.batch_bytes[batch] for member, batches in self._portion for batch in batches)
+
+    @property
+    def round_bytes(self) -> int:
+        """The same of all batches of its groups together."""
+        return sum(sum(member.batch_bytes) for member in self._members)
+
+    @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self._members]))
+    @without_grad
+    def run(self) -> PendingReduction:
+        """Takes the gradients and launches. Once."""
+        begin = trace.now() if trace.listeners else None
+        jobs = self._jobs()
+        device = self._members[0].device
+        name = all_of([member.name for member in self._members])
+        pending = launch_reduction(self._lanes, jobs, device, name, partial=self._partial)
+        for member, batches in self._portion:
+            if trace.listeners:
+                moved = member.traffic_of(batches)
+                lane = self._lanes.reduce.name
+                trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lane, begin, moved.plain_bytes)
+            member.begin_reduction(pending, partial=self._partial, ends_round=self._ends_round)
+        return PendingReduction(self._portion, pending, self.nbytes, partial=self._partial, ends_round=self._ends_round)
+
+    def _jobs(self) -> list[Job]:
+        first, *others = self._members
+        if others and self._joiner is not None and not self._partial:
+            joined = first.jobs_with(others, self._joiner)
+            if joined:
+                return joined
+        return [job for member, batches in self._portion for job in member.jobs_of(batches)]
 
 
 class PendingReduction:
@@ -272,10 +311,13 @@ class PendingReduction:
         self,
         portion: Portion,
         pending: Pending[list[ReducedBucket]],
+        nbytes: int,
         *,
         partial: bool,
         ends_round: bool,
     ) -> None:
+        self.nbytes = nbytes
+        """Of the messages, before encoding."""
         self._members = [member for member, _ in portion]
         self._portion = portion
         self._pending = pending

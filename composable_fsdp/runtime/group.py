@@ -177,7 +177,7 @@ class ParameterGroup:
         """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
         if any(parameter.was_flipped for parameter in self.parameters):
             for launch in reduce_together((self.gradients,), lanes):
-                launch().complete()
+                launch.run().complete()
 
     def wait(self) -> None:
         """Makes the unsharded parameters usable and registers them."""

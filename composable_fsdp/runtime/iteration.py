@@ -193,12 +193,12 @@ class Iteration:
         call.round.awaited -= 1
         if call.round.ends_unseen:
             return  # the last gradient or the end of backward comes later than this
-        if unit.open_calls <= 0 and self._in_step is None:
-            self.settle_gradients(unit)
-        if call.round.awaited <= 0:
+        if call.round.awaited <= 0:  # first, as the reduction takes memory
             for done in (unit, *unit.lenders):
                 if done.reshard_after_backward and not done.borrowers:
                     done.group.reshard()
+        if unit.open_calls <= 0 and self._in_step is None:
+            self.settle_gradients(unit)
 
     def _batch_of_gradients(self, unit: Unit) -> None:
         """All gradients of ``unit``'s next batch are there: they need not wait for the rest of the group."""
@@ -219,8 +219,11 @@ class Iteration:
             raise unseen_output(unit)
         if torch._C._current_graph_task_id() != self._graph_task:
             return  # a backward within: reentrant checkpoints accumulate a parameter that they share once for each
-        if unit.open_calls <= 0 and unit.reshard_after_backward and unit.frees_with_last_gradient:
-            unit.group.reshard()  # first, as the reduction takes memory
+        if unit.reshard_after_backward and unit.frees_with_last_gradient:
+            if unit.open_calls <= 0:
+                unit.group.reshard()  # first, as the reduction takes memory
+            elif not unit.has_nested_units:
+                return  # in a moment its inputs have theirs too, and its parameters make room for the reduction
         if unit.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
             self.settle_gradients(unit)
 
@@ -316,13 +319,13 @@ class Iteration:
         self._company.forget_settled()
         for unit in self.units.values():
             unit.open_calls = 0
+            if unit.reshard_after_backward:
+                unit.group.reshard()  # first, as the reduction takes memory
+            elif unit.group.parameter_state is not ParameterState.SHARDED:
+                unit.note_kept()
             self.settle_gradients(unit, at_end=True)
             if unit.accumulation is Accumulation.UNSHARDED:
                 unit.group.gradients.note_sums()
-            if unit.reshard_after_backward:
-                unit.group.reshard()
-            elif unit.group.parameter_state is not ParameterState.SHARDED:
-                unit.note_kept()
         leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
         if self.is_last_backward:
             self.drain()

@@ -37,7 +37,7 @@ def _surroundings(root: Unit, axes: DataParallelAxes) -> str:
     return (
         f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
         f"order check {root.order_check.value!r}, max_merged_bytes {root.max_merged_bytes}, "
-        f"max_unsharded_bytes {root.max_unsharded_bytes}"
+        f"max_unsharded_bytes {root.max_unsharded_bytes}, prefetch_limit {root.prefetch_limit}"
     )
 
 

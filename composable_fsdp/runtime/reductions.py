@@ -1,4 +1,9 @@
-"""When gradients leave: which units' go together, and how many reductions are on the wire at once."""
+"""When gradients leave: which units' go together, and how many reductions are on the wire at once.
+
+Each on the wire has its message in memory. Where the host waits there is one. On streams there are as many as have no
+more bytes together than the group that is reduced has in all: a group in one batch waits for the one before it, the
+batches of a large one follow each other without waiting, and neither takes more than its own gradients do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from collections.abc import Collection, Sequence
 from composable_fsdp.lifecycle import GradientState
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.company import Company
-from composable_fsdp.runtime.gradients import GroupGradients, PendingReduction, reduce_together
+from composable_fsdp.runtime.gradients import GroupGradients, Launch, PendingReduction, reduce_together
 from composable_fsdp.runtime.joined import Joiner
 from composable_fsdp.runtime.unit import Accumulation, Unit
 from composable_fsdp.runtime.unsharding import Unsharding
@@ -16,10 +21,10 @@ from composable_fsdp.runtime.unsharding import Unsharding
 __all__ = ["Reductions"]
 
 _ON_HOST = 1
-_ON_STREAMS = 2
-"""On the wire at once, with the memory of each. A stream that waits for the oldest makes all that follows wait, the
-gathers that are launched next included, so there one more is let go on.
-"""
+"""On the wire at once, with the memory of each, where the host waits for them."""
+
+_LEAST_BYTES = 1 << 20
+"""On streams, of messages that may be on the wire at once in any case: these take their time by their number."""
 
 
 class Reductions:
@@ -38,18 +43,18 @@ class Reductions:
         self._company = company
         self._unsharding = unsharding
         self._joiner = Joiner()
-        self._limit = 1
+        self._limit: int | None = 1
+        """Reductions; ``None``: as many as have no more bytes than a group."""
         self._in_flight: deque[PendingReduction] = deque()
 
     def begin_backward(self) -> None:
         """What was chosen by now counts."""
         chosen = (unit.reductions_in_flight for unit in self._units)
-        self._limit = max(filter(None, chosen), default=_ON_HOST if self._lanes.block_the_host else _ON_STREAMS)
+        self._limit = max(filter(None, chosen), default=_ON_HOST if self._lanes.block_the_host else None)
 
     def send_batch(self, unit: Unit) -> None:
         """Sends the gradients of ``unit``'s next batch, all of which are there."""
-        self._make_room()
-        self._add(unit.group.gradients.reduce_batch(self._lanes))
+        self._run(unit.group.gradients.take_batch(self._lanes))
 
     def send(self, unit: Unit, *, at_end: bool, alone: bool) -> None:
         """Does with the gradients of ``unit`` what was chosen.
@@ -84,20 +89,26 @@ class Reductions:
 
     def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
         for launch in reduce_together(members, self._lanes, self._joiner, partial=partial):
-            self._make_room()
-            self._add(launch())
+            self._run(launch)
 
-    def _make_room(self) -> None:
-        """Completes the oldest ones, before the next one takes memory."""
-        while len(self._in_flight) >= self._limit:
-            self._in_flight.popleft().complete()
-
-    def _add(self, reduction: PendingReduction) -> None:
+    def _run(self, launch: Launch) -> None:
+        self._make_room(launch.nbytes, max(launch.round_bytes, _LEAST_BYTES))
+        reduction = launch.run()
         self._start()
         self._in_flight.append(reduction)
         if self._unsharding.comes_after(reduction):
             self._make_room()  # for a gather instead: gradients and what comes next need not meet in memory
             self._unsharding.launch_postponed()
+
+    def _make_room(self, nbytes: int = 0, most: int = 0) -> None:
+        """Completes the oldest ones, before ``nbytes`` more are in memory; on streams, until there are ``most``."""
+        while self._in_flight and self._is_full(nbytes, most):
+            self._in_flight.popleft().complete()
+
+    def _is_full(self, nbytes: int, most: int) -> bool:
+        if self._limit is not None:
+            return len(self._in_flight) >= self._limit
+        return sum(reduction.nbytes for reduction in self._in_flight) + nbytes > most
 
     def _start(self) -> None:
         """Launches what had to wait for a first stage. One that raises, in a codec say, is gone: recovery would only

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 __all__ = [
+    "PREFETCH_LIMIT",
     "ForwardRecord",
     "Lockstep",
     "PrefetchScheduler",
@@ -16,7 +17,9 @@ __all__ = [
 ]
 
 PREFETCH_LIMIT = 1
-"""Groups ahead of the one that runs. One is enough to keep the wire busy; each more costs its unsharded size."""
+"""Groups ahead of the one that runs. Each more costs its unsharded size, and is worth it where gradients keep the wire
+busy for longer than the modules compute.
+"""
 
 
 def prefetch_targets(order: Sequence[str], position: int, *, step: int, limit: int) -> tuple[str, ...]:
@@ -106,8 +109,9 @@ class PrefetchScheduler:
     When a pass leaves the known order, prediction resumes at the next place in it where the running group occurs.
     """
 
-    def __init__(self, limit: int = PREFETCH_LIMIT) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
+        self.limit = PREFETCH_LIMIT
+        """Groups ahead of the one that runs."""
         self._known: list[str] = []
         self._seen: list[str] = []
         self._next = 0
@@ -129,7 +133,12 @@ class PrefetchScheduler:
         except ValueError:
             return ()
         self._next = here + 1
-        return prefetch_targets(self._known, here, step=1, limit=self._limit)
+        return prefetch_targets(self._known, here, step=1, limit=self.limit)
+
+    def stay(self, group: str) -> Sequence[str]:
+        """``group`` and those after it, if it is among the last of forward: backward would gather them anew at once."""
+        last = self._known[max(0, len(self._known) - self.limit) :]
+        return last[last.index(group) :] if group in last else ()
 
     def end_forward(self) -> None:
         """The forward pass ran to its end: the next one is expected to go the same way."""
@@ -137,7 +146,7 @@ class PrefetchScheduler:
 
     def backward(self, record: ForwardRecord, position: int) -> tuple[str, ...]:
         """Groups to unshard while the group at ``position`` of ``record`` runs its backward."""
-        return prefetch_targets(record.ended, position, step=-1, limit=self._limit)
+        return prefetch_targets(record.ended, position, step=-1, limit=self.limit)
 
 
 class Turn(NamedTuple):

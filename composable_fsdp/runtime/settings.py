@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.runtime.schedule import PREFETCH_LIMIT
 from composable_fsdp.runtime.unit import MERGED_BYTES, Unit
 
 __all__ = ["check_settings"]
@@ -24,6 +25,12 @@ class _Setting:
 _SETTINGS = (
     _Setting("device", lambda unit: unit.group.axes.device, "Give all of them meshes of one device type."),
     _Setting("order check", lambda unit: unit.order_check.value, "Call set_order_check on the root."),
+    _Setting(
+        "prefetch_limit",
+        lambda unit: unit.prefetch_limit,
+        "Call set_prefetch_limit on the root only.",
+        unless_told=PREFETCH_LIMIT,
+    ),
     _Setting(
         "max_unsharded_bytes", lambda unit: unit.max_unsharded_bytes, "Call set_max_unsharded_bytes on the root only."
     ),

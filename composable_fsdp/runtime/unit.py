@@ -14,7 +14,7 @@ from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policy import MixedPrecisionPolicy, Reshard, ReshardKind
 from composable_fsdp.runtime.changes import ChangeCheck, Seen
 from composable_fsdp.runtime.group import ParameterGroup
-from composable_fsdp.runtime.schedule import ForwardRecord
+from composable_fsdp.runtime.schedule import PREFETCH_LIMIT, ForwardRecord
 
 __all__ = ["Accumulation", "PlainPlaces", "Round", "Unit", "find_unit", "owners", "unit_of"]
 
@@ -43,6 +43,7 @@ _CHOICES = (
     "max_merged_bytes",
     "max_unsharded_bytes",
     "order_check",
+    "prefetch_limit",
     "reductions_in_flight",
     "reshard_after_backward",
     "unshard_in_backward",
@@ -100,6 +101,8 @@ class Unit:
         self.reductions_in_flight: int | None = None
         self.max_unsharded_bytes: int | None = None
         """Of a root: up to which groups are gathered ahead of their turn."""
+        self.prefetch_limit = PREFETCH_LIMIT
+        """Of a root: how many groups are gathered ahead of their turn."""
         self.order_check = order_check_from()
         """Of a root: how much ranks compare before they begin."""
         self.max_merged_bytes = MERGED_BYTES
@@ -225,7 +228,7 @@ class Unit:
     def frees_with_last_gradient(self) -> bool:
         """Whether nothing in the modules' backward can still need the parameters once all have their gradients."""
         plan = self.group.plan
-        return not self.has_nested_units and not self.borrowers and plan.num_trainable == len(plan.specs)
+        return not self.borrowers and plan.num_trainable == len(plan.specs)
 
 
 _units: WeakSet[Unit] = WeakSet()

@@ -54,6 +54,7 @@ class Unsharding:
         """A forward begins; with ``each_alone``, one in which ranks may run different units."""
         self._each_alone = each_alone
         self._postponed = None  # of a backward that died
+        self._scheduler.limit = self._root.prefetch_limit
         self._scheduler.begin_forward()
         self._company.expect(self._scheduler.expected)
         steps = optimizer_steps()
@@ -169,13 +170,13 @@ class Unsharding:
         label = f"all-gather of {self._company.name_of(unit)} in {direction}"
         unshard_together([each.group for each in together], self._lanes, label)
 
-    def _fits(self, unit: Unit) -> bool:
-        """Whether ``unit`` may be gathered ahead of its turn, beside what is in memory or on its way."""
+    def _fits(self, *units: Unit) -> bool:
+        """Whether ``units`` may be there ahead of their turn, beside what is in memory or on its way."""
         limit = self._root.max_unsharded_bytes
         if limit is None:
             return True
         held = (u for u in self._units.values() if u.group.parameter_state is not ParameterState.SHARDED)
-        return sum(u.group.plan.unsharded_bytes for u in {*held, unit}) <= limit
+        return sum(u.group.plan.unsharded_bytes for u in {*held, *units}) <= limit
 
     # -- out of memory
 
@@ -203,5 +204,7 @@ class Unsharding:
 
         Where the host waits, it is freed like the others: the peak of memory often comes with the loss.
         """
-        expected = self._scheduler.expected
-        return not self._lanes.block_the_host and bool(expected) and expected[-1] == unit.name
+        if self._lanes.block_the_host:
+            return False
+        staying = [self._units[name] for name in self._scheduler.stay(unit.name) if name in self._units]
+        return bool(staying) and self._fits(*staying)

@@ -232,9 +232,11 @@ def set_limits() -> None:
             ConfigurationError, match=f"max_unsharded_bytes must be an int of at least 0 or None, not {bad!r}"
         ):
             model.set_max_unsharded_bytes(bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=f"^limit must be an int of at least 0, not {bad!r}"):
+            model.set_prefetch_limit(bad)  # type: ignore[arg-type]
     model.set_max_unsharded_bytes(10)
     assert unit_of(model).max_unsharded_bytes == 10
 
 
-def test_limits_are_bytes() -> None:
+def test_limits_are_numbers() -> None:
     run_ranks(set_limits, 1)

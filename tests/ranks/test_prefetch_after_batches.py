@@ -273,8 +273,8 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
         peak = peak_above_idle(model, torch.zeros(1, WIDTH))
     finally:
         dist.destroy_process_group()
-    gradient_shards = (number - 1) * full_bytes // ranks
     batch_bytes = full_bytes // BATCHES
+    gradient_shards = ((number - 1) * full_bytes - batch_bytes) // ranks
     assert 0 <= peak - 2 * full_bytes - gradient_shards - batch_bytes <= batch_bytes // 4, "activations take the rest"
 
 

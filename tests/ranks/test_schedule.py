@@ -64,19 +64,19 @@ def trace_the_first_iterations() -> None:
             backward,
             # The root was kept. Its only own gradient is ready at once, and travels while layers.2 is gathered.
             "unshard layers.2",
+            "reshard root",
             "reduce root",
             "wait layers.2",
             "unshard layers.1",
+            "reshard layers.2",  # before the reduction, which takes memory
             "reduce layers.2",
-            "reshard layers.2",
             "wait layers.1",
             "unshard layers.0",
-            "reduce layers.1",
             "reshard layers.1",
+            "reduce layers.1",
             "wait layers.0",
             "reshard layers.0",
             "reduce layers.0",
-            "reshard root",
             operations=SCHEDULE,
         )
         assert sorted(str(e) for e in backward if e.operation is Operation.REDUCED) == [
@@ -110,16 +110,16 @@ def trace_a_group_whose_inputs_need_no_gradient() -> None:
             "reduce side",
             "wait layers.3",
             "unshard layers.2",
-            "reduce layers.3",
             "reshard layers.3",
+            "reduce layers.3",
             "wait layers.2",
             "unshard layers.1",
-            "reduce layers.2",
             "reshard layers.2",
+            "reduce layers.2",
             "wait layers.1",
             "unshard layers.0",
-            "reduce layers.1",
             "reshard layers.1",
+            "reduce layers.1",
             "wait layers.0",
             "reshard layers.0",
             "reduce layers.0",
@@ -173,6 +173,12 @@ def bound_what_is_gathered_ahead() -> None:
     for limit, expected in ((0, 1), (2 * layer_bytes - 1, 1), (2 * layer_bytes, 2), (None, 2)):
         model.set_max_unsharded_bytes(limit)
         assert most_at_once() == expected, limit
+    for ahead, expected in ((0, 1), (2, 3), (8, 4), (1, 2)):
+        model.set_prefetch_limit(ahead)
+        assert most_at_once() == expected, ahead
+    model.set_prefetch_limit(3)
+    model.set_max_unsharded_bytes(3 * layer_bytes)
+    assert most_at_once() == 3, "both bounds hold"
 
 
 @pytest.mark.behaviour("C-08")

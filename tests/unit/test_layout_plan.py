@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from composable_fsdp.codec.blockwise import Int8
 from composable_fsdp.codec.choice import GradientCodecs
+from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, Residence, plan_group, plan_smaller
 from composable_fsdp.layout.shard import TensorShards
 from tests.unit.test_layout_bucket import DIRECT_BYTES, assert_disjoint_and_aligned, assert_packed_first
@@ -240,3 +241,25 @@ def test_what_is_encoded_or_in_common_or_widened_on_the_way_keeps_its_padding() 
     widened = dataclasses.replace(row, dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
     assert ways(widened) == (True, True)
     assert ways(widened, dataclasses.replace(whole, widens=True)) == (True, False)
+
+
+def spec_of(name: str, numel: int) -> ParameterSpec:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    return ParameterSpec(name, (numel,), 0, fp32, bf16, fp32, fp32, trainable=True)
+
+
+def batches_of(sizes: dict[str, int], least: int) -> list[list[str]]:
+    """Names of the parameters of each batch; ``sizes`` in elements of 2 bytes."""
+    specs = tuple(spec_of(name, numel) for name, numel in sizes.items())
+    plan = plan_group(specs, (PlanOptions(2, NEVER_DIRECT, NEVER_DIRECT, batch_bytes=least),))
+    found: list[list[str]] = [[] for _ in plan.batches]
+    for bucket in plan.buckets:
+        found[bucket.batch] += [specs[i].name for i in bucket.indices]
+    return found
+
+
+def test_batches_begin_with_the_last_parameters_and_wait_for_no_small_one() -> None:
+    block = {"q": 25, "o": 17, "up": 117, "down": 59, "norm": 1}
+    block = {name: numel * 1024 for name, numel in block.items()}
+    assert batches_of(block, least=64 << 10) == [["down"], ["up"], ["q", "o", "norm"]]
+    assert batches_of(block, least=128 << 10) == [[*block]], "what is left over would be too little"

@@ -42,6 +42,11 @@ def onto_meta(layer: Any) -> None:
             "None, and one counts for all. Call set_max_unsharded_bytes on the root only.",
         ),
         (
+            lambda layer: layer.set_prefetch_limit(3),
+            "the prefetch_limit of 'layers.1' (Linear) is 3, but that of 'root' (Chain), which contains it, is 1, and "
+            "one counts for all. Call set_prefetch_limit on the root only.",
+        ),
+        (
             lambda layer: layer.set_max_merged_bytes(7),
             "the max_merged_bytes of 'layers.1' (Linear) is 7, but that of 'root' (Chain), which contains it, is "
             "1048576, and one counts for all. Call set_max_merged_bytes on the root only.",
