@@ -48,8 +48,8 @@ class Variant:
 
     Attributes:
         separate_reductions: gradients have a process group of their own.
-        ahead: blocks that are gathered ahead in both passes, where that is not left to the library: FSDP2 by lists, ours
-            by ``set_prefetch_limit``, which also keeps as many from forward to backward.
+        ahead: blocks that are gathered ahead in both passes, where that is not left to the library: by lists in FSDP2,
+            by ``set_prefetch_limit`` in ours, which also keeps as many from forward to backward.
         narrow: gradients travel in the 16 bits that they have, and are added up in fp32 where they arrive. Ours only.
     """
 

@@ -220,7 +220,7 @@ class Iteration:
         if torch._C._current_graph_task_id() != self._graph_task:
             return  # a backward within: reentrant checkpoints accumulate a parameter that they share once for each
         if unit.reshard_after_backward and unit.frees_with_last_gradient:
-            if unit.open_calls <= 0:
+            if unit.open_calls <= 0 and (not unit.has_nested_units or self._has_left_all_but(unit)):
                 unit.group.reshard()  # first, as the reduction takes memory
             elif not unit.has_nested_units:
                 return  # in a moment its inputs have theirs too, and its parameters make room for the reduction
@@ -411,6 +411,14 @@ class Iteration:
     def was_reached(self, unit: Unit) -> bool:
         """Whether the last backward came to ``unit`` through an output that its hooks saw."""
         return unit.entered_backward == self._backwards
+
+    def _has_left_all_but(self, unit: Unit) -> bool:
+        """Whether this backward has been through all other units of the last forward."""
+        ran = {*self._record.ended} - {unit.name}
+        others = (self.units[name] for name in ran if name in self.units)
+        return all(
+            self.was_reached(other) and other.group.parameter_state is ParameterState.SHARDED for other in others
+        )
 
     def _was_seen(self, unit: Unit) -> bool:
         """The same of this backward; or it need not have."""

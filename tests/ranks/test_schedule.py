@@ -64,7 +64,6 @@ def trace_the_first_iterations() -> None:
             backward,
             # The root was kept. Its only own gradient is ready at once, and travels while layers.2 is gathered.
             "unshard layers.2",
-            "reshard root",
             "reduce root",
             "wait layers.2",
             "unshard layers.1",
@@ -77,6 +76,7 @@ def trace_the_first_iterations() -> None:
             "wait layers.0",
             "reshard layers.0",
             "reduce layers.0",
+            "reshard root",
             operations=SCHEDULE,
         )
         assert sorted(str(e) for e in backward if e.operation is Operation.REDUCED) == [
