@@ -9,7 +9,8 @@ without momentum, which keeps nothing.
 
 Where the host waits for collectives, as on CPU, libraries follow another schedule than on a device with streams, as of
 every accelerator. The rows of the latter are from a device that is simulated (``sim/``), where what the host holds is
-counted after every operation: as much as a caching allocator has to have.
+counted after every operation. A caching allocator has to have at least that: what one stream has freed is of no use to
+another, so it may have more.
 
 The bound of ``Bound`` is for the best that sharding by groups can do, not for what has been reached.
 """

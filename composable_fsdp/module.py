@@ -178,8 +178,8 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions of gradients may be on the wire at once: one more waits for the oldest.
 
-        Each has its message in memory. Unless told 1 on CPU; on accelerators as many as have no more bytes together
-        than the gradients of the module that comes next. The largest of all modules counts.
+        Each has its message in memory. Unless told 1 on CPU; on accelerators as many as have hardly more bytes together
+        than the gradients of the largest module among them, or 1 MiB. The largest number of all modules counts.
 
         Raises:
             ConfigurationError: not an int of at least 1.

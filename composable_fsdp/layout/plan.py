@@ -289,9 +289,11 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
 def _batches(specs: Sequence[ParameterSpec], least: int) -> list[int]:
     """The batch of each parameter: runs of at least ``least`` bytes, the last parameters in the first batch.
 
-    Backward comes to them in about that order. Not to norms and biases, which modules often register after what comes
-    later in forward: such small ones go with the last batch, so that no other has to wait for them. What is encoded
-    stays together, as codecs work on whole messages.
+    A quarter of the group is worth a batch, and half of that as the last one.
+
+    Backward comes to parameters in about that order. Not to norms and biases, which modules often register after what
+    comes later in forward: such small ones go with the last batch, so that no other has to wait for them. What is
+    encoded stays together, as codecs work on whole messages.
     """
     batch_of = [0] * len(specs)
     if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
@@ -306,7 +308,7 @@ def _batches(specs: Sequence[ParameterSpec], least: int) -> list[int]:
             continue
         batch_of[index] = batch
         filled, left = filled + sizes[index], left - sizes[index]
-        if filled >= share and left >= least:
+        if filled >= share and left >= max(least, share // 2):
             batch, filled = batch + 1, 0
     return [batch if small else of for small, of in zip(is_small, batch_of, strict=True)]
 

@@ -73,8 +73,14 @@ class GroupGradients:
         if self._ready >= plan.num_trainable:
             self._ready = 0
             self.on_last()
-        elif self._launched + 1 < len(plan.batches) and self._arrived[self._launched] >= plan.batches[self._launched]:
+        elif self._arrived[self._next] >= plan.batches[self._next] and any(plan.batches[self._next + 1 :]):
             self.on_batch()
+
+    @property
+    def _next(self) -> int:
+        """The batch that goes next: those of which nothing is trained are left out."""
+        batches = self._tensors.plan.batches
+        return next((k for k in range(self._launched, len(batches)) if batches[k]), len(batches) - 1)
 
     @property
     def is_new(self) -> bool:
@@ -129,8 +135,8 @@ class GroupGradients:
     def take_batch(self, lanes: Lanes) -> Launch:
         """The next batch, to be launched ahead of the others, which are not complete yet."""
         self._await_partial()
-        batch = self._launched
-        self._launched += 1
+        batch = self._next
+        self._launched = batch + 1
         self._arrived[batch] = 0
         return Launch([(self, [batch])], lanes, None, partial=False, ends_round=False)
 
@@ -141,8 +147,9 @@ class GroupGradients:
         if self._advance(GradientOperation.REDUCE) is before:
             self._end_round()
             return []
+        batches = self._tensors.plan.batches
         late = [batch for batch in range(self._launched) if self._arrived[batch]]
-        rest = [*range(self._launched, len(self._tensors.plan.batches)), *late]
+        rest = [*(k for k in range(self._next, len(batches)) if batches[k]), *late]
         self._end_round()
         return rest
 
@@ -259,92 +266,78 @@ class Launch:
         ends_round: whether nothing is left of the round afterwards.
     """
 
-    __slots__ = ("_ends_round", "_joiner", "_lanes", "_members", "_partial", "_portion")
+    __slots__ = ("_joiner", "_lanes", "ends_round", "members", "partial", "portion")
 
     def __init__(
         self, portion: Portion, lanes: Lanes, joiner: Joiner | None, *, partial: bool, ends_round: bool
     ) -> None:
-        self._portion, self._lanes, self._joiner = portion, lanes, joiner
-        self._partial, self._ends_round = partial, ends_round
-        self._members = [member for member, _ in portion]
+        self.portion, self.partial, self.ends_round = portion, partial, ends_round
+        self.members = [member for member, _ in portion]
+        self._lanes, self._joiner = lanes, joiner
 
     @property
     def nbytes(self) -> int:
         """Of the messages, before encoding."""
-        return sum(member.batch_bytes[batch] for member, batches in self._portion for batch in batches)
+        return sum(member.batch_bytes[batch] for member, batches in self.portion for batch in batches)
 
     @property
     def round_bytes(self) -> int:
         """The same of all batches of its groups together."""
-        return sum(sum(member.batch_bytes) for member in self._members)
+        return sum(sum(member.batch_bytes) for member in self.members)
 
-    @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self._members]))
+    @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self.members]))
     @without_grad
     def run(self) -> PendingReduction:
         """Takes the gradients and launches. Once."""
         begin = trace.now() if trace.listeners else None
-        jobs = self._jobs()
-        device = self._members[0].device
-        name = all_of([member.name for member in self._members])
-        pending = launch_reduction(self._lanes, jobs, device, name, partial=self._partial)
-        for member, batches in self._portion:
+        first, name = self.members[0], all_of([member.name for member in self.members])
+        pending = launch_reduction(self._lanes, self._jobs(), first.device, name, partial=self.partial)
+        for member, batches in self.portion:
             if trace.listeners:
                 moved = member.traffic_of(batches)
                 lane = self._lanes.reduce.name
                 trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lane, begin, moved.plain_bytes)
-            member.begin_reduction(pending, partial=self._partial, ends_round=self._ends_round)
-        return PendingReduction(self._portion, pending, self.nbytes, partial=self._partial, ends_round=self._ends_round)
+            member.begin_reduction(pending, partial=self.partial, ends_round=self.ends_round)
+        return PendingReduction(self, pending)
 
     def _jobs(self) -> list[Job]:
-        first, *others = self._members
-        if others and self._joiner is not None and not self._partial:
+        first, *others = self.members
+        if others and self._joiner is not None and not self.partial:
             joined = first.jobs_with(others, self._joiner)
             if joined:
                 return joined
-        return [job for member, batches in self._portion for job in member.jobs_of(batches)]
+        return [job for member, batches in self.portion for job in member.jobs_of(batches)]
 
 
 class PendingReduction:
-    """Gradients of some groups on their way. Owned by the queue that completes it."""
+    """Gradients of some groups on their way, as ``launch`` says. Owned by the queue that completes it."""
 
-    def __init__(
-        self,
-        portion: Portion,
-        pending: Pending[list[ReducedBucket]],
-        nbytes: int,
-        *,
-        partial: bool,
-        ends_round: bool,
-    ) -> None:
-        self.nbytes = nbytes
-        """Of the messages, before encoding."""
-        self._members = [member for member, _ in portion]
-        self._portion = portion
+    def __init__(self, launch: Launch, pending: Pending[list[ReducedBucket]]) -> None:
+        self.launch = launch
         self._pending = pending
-        self._partial = partial
-        self._ends_round = ends_round
 
     def has(self, gradients: GroupGradients, batch: int) -> bool:
         """Whether ``batch`` of ``gradients`` is part of it."""
-        return any(member is gradients and batch in batches for member, batches in self._portion)
+        return any(member is gradients and batch in batches for member, batches in self.launch.portion)
 
     def start(self) -> None:
         """Launches a second stage that had to wait for the first."""
         self._pending.start()
 
-    @labelled("post_backward_rs_wait", lambda self: all_of([member.name for member in self._members]))
+    @labelled("post_backward_rs_wait", lambda self: all_of([member.name for member in self.launch.members]))
     @without_grad
     def complete(self) -> None:
         """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""
-        offloaded = any(member.is_offloaded for member in self._members)
+        launch = self.launch
+        offloaded = any(member.is_offloaded for member in launch.members)
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
         for bucket in reduced:
             for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                 parameter.accept_gradient(gradient)
-        for member in self._members:
-            if self._ends_round:
-                member.end_reduction(partial=self._partial)
-            if trace.listeners and not self._partial:
+        for member in launch.members:
+            if launch.ends_round:
+                member.end_reduction(partial=launch.partial)
+            if trace.listeners and not launch.partial:
                 trace.emit(trace.Operation.REDUCED, member.name)
 
 

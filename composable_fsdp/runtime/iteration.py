@@ -193,12 +193,12 @@ class Iteration:
         call.round.awaited -= 1
         if call.round.ends_unseen:
             return  # the last gradient or the end of backward comes later than this
-        if call.round.awaited <= 0:  # first, as the reduction takes memory
+        if unit.open_calls <= 0 and self._in_step is None:
+            self.settle_gradients(unit)
+        if call.round.awaited <= 0:
             for done in (unit, *unit.lenders):
                 if done.reshard_after_backward and not done.borrowers:
                     done.group.reshard()
-        if unit.open_calls <= 0 and self._in_step is None:
-            self.settle_gradients(unit)
 
     def _batch_of_gradients(self, unit: Unit) -> None:
         """All gradients of ``unit``'s next batch are there: they need not wait for the rest of the group."""
@@ -219,11 +219,8 @@ class Iteration:
             raise unseen_output(unit)
         if torch._C._current_graph_task_id() != self._graph_task:
             return  # a backward within: reentrant checkpoints accumulate a parameter that they share once for each
-        if unit.reshard_after_backward and unit.frees_with_last_gradient:
-            if unit.open_calls <= 0 and (not unit.has_nested_units or self._has_left_all_but(unit)):
-                unit.group.reshard()  # first, as the reduction takes memory
-            elif not unit.has_nested_units:
-                return  # in a moment its inputs have theirs too, and its parameters make room for the reduction
+        if unit.open_calls <= 0 and unit.reshard_after_backward and self._is_over_for(unit):
+            unit.group.reshard()  # first, as the reduction takes memory
         if unit.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
             self.settle_gradients(unit)
 
@@ -319,13 +316,13 @@ class Iteration:
         self._company.forget_settled()
         for unit in self.units.values():
             unit.open_calls = 0
-            if unit.reshard_after_backward:
-                unit.group.reshard()  # first, as the reduction takes memory
-            elif unit.group.parameter_state is not ParameterState.SHARDED:
-                unit.note_kept()
             self.settle_gradients(unit, at_end=True)
             if unit.accumulation is Accumulation.UNSHARDED:
                 unit.group.gradients.note_sums()
+            if unit.reshard_after_backward:
+                unit.group.reshard()
+            elif unit.group.parameter_state is not ParameterState.SHARDED:
+                unit.note_kept()
         leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
         if self.is_last_backward:
             self.drain()
@@ -412,11 +409,15 @@ class Iteration:
         """Whether the last backward came to ``unit`` through an output that its hooks saw."""
         return unit.entered_backward == self._backwards
 
-    def _has_left_all_but(self, unit: Unit) -> bool:
-        """Whether this backward has been through all other units of the last forward."""
-        ran = {*self._record.ended} - {unit.name}
-        others = (self.units[name] for name in ran if name in self.units)
-        return all(
+    def _is_over_for(self, unit: Unit) -> bool:
+        """Whether nothing in this backward can still need the parameters of ``unit``, all of which have gradients.
+
+        Modules inside may: so there, only once backward has been through all other units.
+        """
+        if not unit.frees_with_last_gradient:
+            return False
+        others = (other for other in self.units.values() if other is not unit and other.group.parameters)
+        return not unit.has_nested_units or all(
             self.was_reached(other) and other.group.parameter_state is ParameterState.SHARDED for other in others
         )
 

@@ -1,8 +1,8 @@
 """When gradients leave: which units' go together, and how many reductions are on the wire at once.
 
-Each on the wire has its message in memory. Where the host waits there is one. On streams there are as many as have no
-more bytes together than the group that is reduced has in all: a group in one batch waits for the one before it, the
-batches of a large one follow each other without waiting, and neither takes more than its own gradients do.
+Each on the wire has its message in memory. Where the host waits there is one. On streams there are as many as have
+hardly more bytes together than the largest group among them has in all: groups of one size wait for each other, while
+the batches of one, and a small group after a large one, follow without waiting.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _ON_HOST = 1
 _LEAST_BYTES = 1 << 20
 """On streams, of messages that may be on the wire at once in any case: these take their time by their number."""
 
+_MORE = 8
+"""On streams, the part of the largest group's bytes that may be there besides."""
+
 
 class Reductions:
     """Those of the units of one root, in the order of their launch. Each has memory until it is complete. Final.
@@ -44,7 +47,7 @@ class Reductions:
         self._unsharding = unsharding
         self._joiner = Joiner()
         self._limit: int | None = 1
-        """Reductions; ``None``: as many as have no more bytes than a group."""
+        """Reductions; ``None``: by their bytes."""
         self._in_flight: deque[PendingReduction] = deque()
 
     def begin_backward(self) -> None:
@@ -92,7 +95,7 @@ class Reductions:
             self._run(launch)
 
     def _run(self, launch: Launch) -> None:
-        self._make_room(launch.nbytes, max(launch.round_bytes, _LEAST_BYTES))
+        self._make_room(launch)
         reduction = launch.run()
         self._start()
         self._in_flight.append(reduction)
@@ -100,15 +103,19 @@ class Reductions:
             self._make_room()  # for a gather instead: gradients and what comes next need not meet in memory
             self._unsharding.launch_postponed()
 
-    def _make_room(self, nbytes: int = 0, most: int = 0) -> None:
-        """Completes the oldest ones, before ``nbytes`` more are in memory; on streams, until there are ``most``."""
-        while self._in_flight and self._is_full(nbytes, most):
+    def _make_room(self, launch: Launch | None = None) -> None:
+        """Completes the oldest ones, before ``launch``, or something else, takes memory."""
+        while self._in_flight and self._is_full(launch):
             self._in_flight.popleft().complete()
 
-    def _is_full(self, nbytes: int, most: int) -> bool:
+    def _is_full(self, launch: Launch | None) -> bool:
         if self._limit is not None:
             return len(self._in_flight) >= self._limit
-        return sum(reduction.nbytes for reduction in self._in_flight) + nbytes > most
+        there = [reduction.launch for reduction in self._in_flight]
+        if launch is not None:
+            there.append(launch)
+        most = max(_LEAST_BYTES, *(each.round_bytes for each in there))
+        return sum(each.nbytes for each in there) > most + most // _MORE
 
     def _start(self) -> None:
         """Launches what had to wait for a first stage. One that raises, in a codec say, is gone: recovery would only

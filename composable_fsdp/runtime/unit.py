@@ -226,7 +226,7 @@ class Unit:
 
     @property
     def frees_with_last_gradient(self) -> bool:
-        """Whether nothing in the modules' backward can still need the parameters once all have their gradients."""
+        """Whether nothing in the modules' own backward can still need the parameters once all have their gradients."""
         plan = self.group.plan
         return not self.borrowers and plan.num_trainable == len(plan.specs)
 

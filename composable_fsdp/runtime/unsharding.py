@@ -109,7 +109,11 @@ class Unsharding:
         batch = self._batch_before(ahead, unit) if may_wait else None
         self._bring(unit, ahead if batch is None else (), "backward")
         if batch is not None:
-            self._postponed = Postponed(unit, batch, [each for each in ahead if self._fits(each)])
+            fitting: list[Unit] = []
+            for each in ahead:
+                if self._fits(*fitting, each):
+                    fitting.append(each)
+            self._postponed = Postponed(unit, batch, fitting)
 
     def _batch_before(self, ahead: Sequence[Unit], unit: Unit) -> int | None:
         """The batch of ``unit``'s gradients after which ``ahead`` come; ``None``: they come before all.

@@ -16,7 +16,7 @@ from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import check_parity
 from tests.ranks._spy import counted_collectives
-from tests.transports import TRANSPORTS, Environment
+from tests.transports import SOCKETS, TRANSPORTS, Environment
 
 WIDTH = 740  # 2,190,400 bytes a weight: more than a batch needs
 
@@ -105,6 +105,34 @@ def accumulate_in_batches(sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_batches_wait_while_gradients_are_accumulated(sharded: bool) -> None:
     run_ranks(accumulate_in_batches, 2, sharded)
+
+
+def freeze_whole_batches() -> None:
+    model = Tower()
+    for floor in (0, 3):
+        model.floors[floor].weight.requires_grad_(False)
+    fully_shard(model)
+    assert unit_of(model).group.plan.batches == (0, 1, 1, 4), "biases go with the last one"
+    with Recorder() as recorder:
+        play(model, 0, dist.get_rank())
+    assert sum(e.operation is Operation.REDUCE for e in recorder) == 3
+
+
+def tower_with_a_trained_middle() -> Tower:
+    model = Tower()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "floors.2.weight")
+    return model
+
+
+def freeze_all_after_the_first_that_leaves() -> None:
+    check_parity(tower_with_a_trained_middle, play, shard=fully_shard, steps=2)
+
+
+@pytest.mark.behaviour("C-05")
+def test_what_is_frozen_makes_no_batches() -> None:
+    run_ranks(freeze_whole_batches, 2, environment=SOCKETS)
+    run_ranks(freeze_all_after_the_first_that_leaves, 2, environment=SOCKETS)
 
 
 def use_different_weights() -> None:

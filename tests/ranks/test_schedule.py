@@ -67,12 +67,12 @@ def trace_the_first_iterations() -> None:
             "reduce root",
             "wait layers.2",
             "unshard layers.1",
-            "reshard layers.2",  # before the reduction, which takes memory
             "reduce layers.2",
+            "reshard layers.2",
             "wait layers.1",
             "unshard layers.0",
-            "reshard layers.1",
             "reduce layers.1",
+            "reshard layers.1",
             "wait layers.0",
             "reshard layers.0",
             "reduce layers.0",
@@ -110,16 +110,16 @@ def trace_a_group_whose_inputs_need_no_gradient() -> None:
             "reduce side",
             "wait layers.3",
             "unshard layers.2",
-            "reshard layers.3",
             "reduce layers.3",
+            "reshard layers.3",
             "wait layers.2",
             "unshard layers.1",
-            "reshard layers.2",
             "reduce layers.2",
+            "reshard layers.2",
             "wait layers.1",
             "unshard layers.0",
-            "reshard layers.1",
             "reduce layers.1",
+            "reshard layers.1",
             "wait layers.0",
             "reshard layers.0",
             "reduce layers.0",
@@ -155,6 +155,47 @@ def leave_out_what_was_prefetched() -> None:
 @pytest.mark.behaviour("C-08")
 def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward() -> None:
     run_ranks(leave_out_what_was_prefetched, 2)
+
+
+class Embedded(nn.Module):
+    """The root's only own parameters get their gradients last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.skipped = nn.Linear(4, 4)
+        self.skips = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        if not self.skips:
+            x = self.skipped(x)
+        return x
+
+
+def free_the_root_last() -> None:
+    model = Embedded()
+    for layer in (*model.layers, model.skipped):
+        fully_shard(layer)
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    model.set_max_merged_bytes(0)
+    for skips, order in ((False, ["reshard root", "reduce root"]), (True, ["reduce root", "reshard root"])):
+        model.skips = skips
+        loss = model(torch.arange(8)).square().mean()
+        with torch.no_grad():
+            model(torch.arange(8))
+        with Recorder() as backward:
+            loss.backward()
+        assert [e for e in map(str, backward) if e in order] == order, skips
+
+
+@pytest.mark.behaviour("C-03")
+def test_a_root_is_freed_before_its_reduction_where_backward_has_been_through_everything_else() -> None:
+    run_ranks(free_the_root_last, 2, environment=SOCKETS)
 
 
 def bound_what_is_gathered_ahead() -> None:

@@ -137,6 +137,30 @@ def test_memory_events_are_exact() -> None:
     assert memory.Timeline.of(action).held(memory.STEP) == (4000, 8000, 4040)
 
 
+def test_a_ledger_counts_what_lives_after_each_operation_and_what_storages_have_then(sim: ModuleType) -> None:
+    ledger = importlib.import_module("sim.ledger").Ledger()
+    kept = torch.empty(1000)
+    with ledger:
+        kept.zero_()
+        kept.neg().neg()  # three alive at once
+        assert (ledger.held, ledger.peak) == (12000, 12000)
+        kept.untyped_storage().resize_(0)
+        assert ledger.count() == 0
+        ledger.forget_peak()
+        torch.empty(10)
+        assert (ledger.peak, ledger.count()) == (40, 0)
+
+
+def test_on_streams_large_groups_take_less_memory_than_the_peer_has() -> None:
+    memory, models = importlib.import_module("memory"), importlib.import_module("models")
+    case = models.Case(
+        "", lambda: models.Chain([models.FusedBlock(4096, 14336, 1024) for _ in range(4)]), models._features(512, 4096)
+    )
+    row = memory.on_streams("large", case, bf16=True)
+    assert row["idle, ours/fsdp2"] == pytest.approx(1, abs=0.01)
+    assert row["peak, ours/fsdp2"] < 0.99
+
+
 def test_gradients_that_leave_early_are_hidden_and_in_16_bits_only_the_first_gather_and_the_last_reduction_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

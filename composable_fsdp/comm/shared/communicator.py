@@ -43,7 +43,9 @@ class SharedMemoryCommunicator:
     direct_bytes = _DIRECT_BYTES
     whole_bytes = NEVER_DIRECT  # the ranks of one host are few, and so is what they pad
     batch_bytes = 1 << 21
-    """``benchmarks/group_transfers.py``: with a quarter of that, groups of 2 to 4 MiB take 1.3 times as long."""
+    """``benchmarks/group_transfers.py``: with a quarter of that, the reductions of groups of 2 to 4 MiB take 1.3 to 1.7
+    times as long.
+    """
 
     def __init__(self, group: dist.ProcessGroup, engine: Engine) -> None:
         self.group = group
