@@ -39,7 +39,7 @@ _COALESCING_DIRECT_BYTES = 1 << 19
 _WHOLE_BYTES = _COALESCING_DIRECT_BYTES
 """The same estimate: what a launch costs in bytes."""
 
-_BATCH_BYTES_ON_STREAMS, _BATCH_PART_BYTES_ON_STREAMS = 1 << 26, 1 << 14
+_BATCH_BYTES_ON_STREAMS, _BATCH_PART_BYTES_ON_STREAMS = 1 << 27, 1 << 15
 _BATCH_BYTES_ON_HOST = 1 << 19
 """On streams only what is large and has a large part for each rank: it takes its time by its bytes, however it is cut,
 and its beginning need not wait for its end. Estimates, not measured yet.

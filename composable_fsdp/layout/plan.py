@@ -125,7 +125,7 @@ class PlanOptions:
         flags_from: groups with at least this many trainable parameters, and small ones, say in their messages which of
             them had a gradient on any rank; ``None``, where there is one rank, says so of none.
         widens: 16-bit gradients may be added up in fp32 without being cast before they travel.
-        batch_bytes: full size from which some parameters' gradients are worth a reduction of their own.
+        batch_bytes: of some parameters' gradients, from which on they are worth a reduction of their own.
         whole_bytes: padding from which it is worth a launch that what causes it travels whole in an all-gather.
         reduce_whole_bytes: the same for a reduce-scatter.
     """
@@ -270,7 +270,7 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
         specs: the parameters.
         options: of each of the group's pairs of axes.
     """
-    batch_of = _batches(specs, min(option.batch_bytes for option in options))
+    batch_of = _batches(specs, options)
     members: dict[tuple[int, BucketKey], list[int]] = {}
     for index, spec in enumerate(specs):
         members.setdefault((batch_of[index], spec.bucket_key), []).append(index)
@@ -286,10 +286,10 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
     return GroupPlan(specs, buckets, tuple(batches), tuple(batch_bytes), sum(batches))
 
 
-def _batches(specs: Sequence[ParameterSpec], least: int) -> list[int]:
-    """The batch of each parameter: runs of at least ``least`` bytes, the last parameters in the first batch.
+def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:
+    """The batch of each parameter: runs of as many bytes as are worth it, the last parameters in the first batch.
 
-    A quarter of the group is worth a batch, and half of that as the last one.
+    So is a quarter of the group, and half of that as the last batch.
 
     Backward comes to parameters in about that order. Not to norms and biases, which modules often register after what
     comes later in forward: such small ones go with the last batch, so that no other has to wait for them. What is
@@ -298,7 +298,8 @@ def _batches(specs: Sequence[ParameterSpec], least: int) -> list[int]:
     batch_of = [0] * len(specs)
     if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
         return batch_of
-    sizes = [prod(spec.shape) * spec.compute_dtype.itemsize for spec in specs]
+    least = min(option.batch_bytes for option in options)
+    sizes = [prod(spec.shape) * _wire_dtype(spec, options[spec.axes]).itemsize for spec in specs]
     small_bytes = _small_bytes(sizes)
     is_small = [size <= small_bytes for size in sizes]
     batch, filled, left = 0, 0, sum(size for size in sizes if size > small_bytes)
@@ -311,6 +312,12 @@ def _batches(specs: Sequence[ParameterSpec], least: int) -> list[int]:
         if filled >= share and left >= max(least, share // 2):
             batch, filled = batch + 1, 0
     return [batch if small else of for small, of in zip(is_small, batch_of, strict=True)]
+
+
+def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:
+    """In which the gradient of ``spec`` travels unless it is encoded."""
+    pair = (spec.compute_dtype, spec.reduce_dtype)
+    return spec.compute_dtype if axes.widens and pair in _WIDENED else spec.reduce_dtype
 
 
 def _small_bytes(sizes: Sequence[int]) -> int:
@@ -353,8 +360,7 @@ def _plan_bucket(
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
-    is_widened = axes.widens and (first.compute_dtype, sum_dtype) in _WIDENED and not encoded
-    wire_dtype = first.compute_dtype if is_widened else sum_dtype
+    wire_dtype = sum_dtype if encoded else _wire_dtype(first, axes)
     as_it_is = wire_dtype == first.compute_dtype and not encoded
     reduce = plan_reduce(
         shards,
@@ -363,7 +369,7 @@ def _plan_bucket(
         direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
         flags=axes.flags_from is not None and (group_trainable >= axes.flags_from or is_small),
         # An all-reduce does not widen.
-        whole_bytes=NEVER_DIRECT if encoded or is_widened else axes.reduce_whole_bytes,
+        whole_bytes=NEVER_DIRECT if encoded or wire_dtype != sum_dtype else axes.reduce_whole_bytes,
     )
     return BucketPlan(
         indices,

@@ -249,7 +249,7 @@ def spec_of(name: str, numel: int) -> ParameterSpec:
 
 
 def batches_of(sizes: dict[str, int], least: int) -> list[list[str]]:
-    """Names of the parameters of each batch; ``sizes`` in elements of 2 bytes."""
+    """Names of the parameters of each batch; ``sizes`` in elements, which travel in 4 bytes."""
     specs = tuple(spec_of(name, numel) for name, numel in sizes.items())
     plan = plan_group(specs, (PlanOptions(2, NEVER_DIRECT, NEVER_DIRECT, batch_bytes=least),))
     found: list[list[str]] = [[] for _ in plan.batches]
@@ -261,5 +261,5 @@ def batches_of(sizes: dict[str, int], least: int) -> list[list[str]]:
 def test_batches_begin_with_the_last_parameters_and_wait_for_no_small_one() -> None:
     block = {"q": 25, "o": 17, "up": 117, "down": 59, "norm": 1}
     block = {name: numel * 1024 for name, numel in block.items()}
-    assert batches_of(block, least=64 << 10) == [["down"], ["up"], ["q", "o", "norm"]]
-    assert batches_of(block, least=128 << 10) == [[*block]], "what is left over would be too little"
+    assert batches_of(block, least=128 << 10) == [["down"], ["up"], ["q", "o", "norm"]]
+    assert batches_of(block, least=256 << 10) == [[*block]], "what is left over would be too little"
