@@ -179,7 +179,8 @@ class FSDPModule(TorchFSDPModule):
         """How many reductions of gradients may be on the wire at once: one more waits for the oldest.
 
         Each has its message in memory. Unless told 1 on CPU; on accelerators as many as have hardly more bytes together
-        than the gradients of the largest module among them, or 1 MiB. The largest number of all modules counts.
+        than the gradients of the largest module among them, or 1 MiB. The largest number of all modules counts. A large
+        module's gradients travel in several.
 
         Raises:
             ConfigurationError: not an int of at least 1.

@@ -237,6 +237,8 @@ class GroupPlan:
     batches: tuple[int, ...]
     batch_bytes: tuple[int, ...]
     """Of each batch's gradients before encoding, all ranks' parts together."""
+    in_batches: bool
+    """Whether batches are worth reductions of their own: not where most of their parameters are frozen."""
     num_trainable: int
 
     @property
@@ -283,7 +285,9 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
     batch_bytes = [0] * len(batches)
     for bucket in buckets:
         batch_bytes[bucket.batch] += bucket.reduce.wire_numel * bucket.sum_dtype.itemsize
-    return GroupPlan(specs, buckets, tuple(batches), tuple(batch_bytes), sum(batches))
+    least = min(option.batch_bytes for option in options)
+    in_batches = len(batches) > 1 and all(nbytes >= least for nbytes in batch_bytes if nbytes)
+    return GroupPlan(specs, buckets, tuple(batches), tuple(batch_bytes), in_batches, sum(batches))
 
 
 def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:

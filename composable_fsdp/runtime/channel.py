@@ -82,10 +82,15 @@ class Channel:
             whole_bytes=self.gather.whole_bytes,
             reduce_whole_bytes=self.scatter.whole_bytes,
             widens=self.scatter.widens,
-            batch_bytes=max(self.gather.batch_bytes, self.scatter.batch_bytes),
+            batch_bytes=self._batch_bytes(),
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),
             flags_from=self._flags_from(),
         )
+
+    def _batch_bytes(self) -> int:
+        if self.axes.shard.size == 1 and self.replicate.size > 1:  # all that travels
+            return self.replicate.batch_bytes
+        return max(self.gather.batch_bytes, self.scatter.batch_bytes)
 
     def _flags_from(self) -> int | None:
         if self.axes.num_ranks == 1:

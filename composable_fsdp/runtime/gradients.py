@@ -210,6 +210,11 @@ class GroupGradients:
         return self._tensors.device
 
     @property
+    def in_batches(self) -> bool:
+        """Whether batches are worth reductions of their own."""
+        return self._tensors.plan.in_batches
+
+    @property
     def batch_bytes(self) -> Sequence[int]:
         """Of each batch's message, before encoding."""
         return self._tensors.plan.batch_bytes
@@ -249,7 +254,7 @@ def reduce_together(
     if not taken:
         return []
     portions = [taken]
-    if len(taken) == 1 and not partial:
+    if len(taken) == 1 and not partial and taken[0][0].in_batches:
         ((member, rest),) = taken
         portions = [[(member, [batch])] for batch in rest]
     return [Launch(portion, lanes, joiner, partial=partial, ends_round=portion is portions[-1]) for portion in portions]
@@ -266,7 +271,7 @@ class Launch:
         ends_round: whether nothing is left of the round afterwards.
     """
 
-    __slots__ = ("_joiner", "_lanes", "ends_round", "members", "partial", "portion")
+    __slots__ = ("_joiner", "_lanes", "ends_round", "members", "nbytes", "partial", "portion", "round_bytes")
 
     def __init__(
         self, portion: Portion, lanes: Lanes, joiner: Joiner | None, *, partial: bool, ends_round: bool
@@ -274,16 +279,10 @@ class Launch:
         self.portion, self.partial, self.ends_round = portion, partial, ends_round
         self.members = [member for member, _ in portion]
         self._lanes, self._joiner = lanes, joiner
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = sum(member.batch_bytes[batch] for member, batches in portion for batch in batches)
         """Of the messages, before encoding."""
-        return sum(member.batch_bytes[batch] for member, batches in self.portion for batch in batches)
-
-    @property
-    def round_bytes(self) -> int:
+        self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
         """The same of all batches of its groups together."""
-        return sum(sum(member.batch_bytes) for member in self.members)
 
     @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self.members]))
     @without_grad

@@ -178,6 +178,8 @@ class Iteration:
             self._in_step.reach(call.round.record, call.round.position, self._backwards, unit)
         for reached in (unit, *unit.lenders):
             reached.entered_backward = self._backwards
+        if unit.sends_batches and not call.round.record.is_first(call.round.position):
+            unit.runs_again_in = self._backwards
         if unit.unshard_in_backward:
             batches = not call.round.ends_unseen and self._sends_batches(unit)
             self._unsharding.in_backward(unit, call.round.record, call.round.position, sends_batches=batches)
@@ -206,8 +208,10 @@ class Iteration:
             self._reductions.send_batch(unit)
 
     def _sends_batches(self, unit: Unit) -> bool:
-        """Whether ``unit``'s gradients go in batches now: not in step, nor in a backward within this one."""
-        if not unit.sends_batches or self._in_step is not None:
+        """Whether ``unit``'s gradients go in batches now: not in step, nor in a backward within this one, nor where the
+        collectives of others may come between two runs of it.
+        """
+        if not unit.sends_batches or self._in_step is not None or unit.runs_again_in == self._backwards:
             return False
         return torch._C._current_graph_task_id() == self._graph_task
 

@@ -124,6 +124,8 @@ class Unit:
         """Forward calls whose inputs' gradients this backward has not yet reached."""
         self.entered_backward = -1
         """The last backward that reached the unit through an output that its hooks saw."""
+        self.runs_again_in = -1
+        """The last backward that came to several runs of the unit in one forward, if its gradients go in batches."""
         self.plain_places: PlainPlaces | None = None
         """Where parameters were plain, and stayed so, when ``fully_shard`` made the unit. Not known of a copy."""
         self.kept_version: int | None = None
@@ -203,10 +205,11 @@ class Unit:
     def sends_batches(self) -> bool:
         """Whether gradients go in several batches, each as soon as it is complete.
 
-        Not where other units' collectives come in between: a rank that does not use the batch sends it at the end.
+        Not where other units' collectives come in between: a rank that does not use the batch sends it at the end. Nor
+        what travels together with others.
         """
-        shares = self.has_nested_units or self.lenders or self.borrowers
-        if len(self.group.plan.batches) == 1 or shares:
+        shares = self.has_nested_units or self.lenders or self.borrowers or len(self.modules) > 1
+        if not self.group.plan.in_batches or self.group.plan.is_small or shares:
             return False
         return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import pytest
 import torch
@@ -109,13 +110,19 @@ def test_batches_wait_while_gradients_are_accumulated(sharded: bool) -> None:
 
 def freeze_whole_batches() -> None:
     model = Tower()
-    for floor in (0, 3):
+    for floor in (1, 3):
         model.floors[floor].weight.requires_grad_(False)
     fully_shard(model)
-    assert unit_of(model).group.plan.batches == (0, 1, 1, 4), "biases go with the last one"
-    with Recorder() as recorder:
-        play(model, 0, dist.get_rank())
-    assert sum(e.operation is Operation.REDUCE for e in recorder) == 3
+
+    def reductions() -> int:
+        with Recorder() as recorder:
+            play(model, 0, dist.get_rank())
+        return sum(e.operation is Operation.REDUCE for e in recorder)
+
+    assert unit_of(model).group.plan.batches == (0, 1, 0, 5), "biases go with the last one"
+    assert reductions() == 2
+    model.floors[0].weight.requires_grad_(False)
+    assert reductions() == 1, "biases are not worth one of their own"
 
 
 def tower_with_a_trained_middle() -> Tower:
@@ -163,6 +170,54 @@ def use_different_weights() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_ranks_that_use_different_weights_reduce_the_same_batches(world_size: int, transport: Environment) -> None:
     run_ranks(use_different_weights, world_size, environment=transport)
+
+
+class Around(nn.Module):
+    """Runs a tower before and after another one; ``used`` are its weights in the first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))  # so that the tower's inputs have gradients
+        self.outer, self.inner = Tower(), Tower()
+        self.used = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.outer.used = self.used
+        x = self.inner(self.outer(x * self.scale))
+        self.outer.used = [0, 1, 2, 3]
+        return cast(torch.Tensor, self.outer(x))
+
+
+def run_twice_around_another() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = Around(), Around()
+    for tower in (model.outer, model.inner):
+        fully_shard(tower)
+    fully_shard(model)
+    expected: dict[str, torch.Tensor] = {}
+    for other in range(size):
+        reference.zero_grad()
+        reference.used = [0, 1, 2, 3] if other else [0, 1, 2]
+        play(reference, 0, other)
+        for name, parameter in reference.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / size
+    model.used = [0, 1, 2, 3] if rank else [0, 1, 2]
+    play(model, 0, rank)
+    model.zero_grad()
+    with Recorder() as recorder:
+        play(model, 0, rank)
+    order = [e.group for e in recorder if e.operation is Operation.REDUCE]
+    assert order[:8] == ["inner"] * 4 + ["outer"] * 4, order
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+
+@pytest.mark.behaviour("C-04", "C-17")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_a_group_that_runs_on_both_sides_of_another_sends_its_batches_after_it(transport: Environment) -> None:
+    run_ranks(run_twice_around_another, 2, environment=transport)
 
 
 def widen(microbatches: int) -> None:

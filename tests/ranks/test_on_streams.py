@@ -23,7 +23,7 @@ from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, shard_layers
-from tests.ranks.test_gradient_batches import Tower, batch, play
+from tests.ranks.test_gradient_batches import Tower, batch, play, use_different_weights
 from tests.transports import COPIES, SOCKETS, Environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -104,6 +104,17 @@ def reduce_whole_groups_on_streams() -> None:
 
 def test_on_streams_groups_in_one_batch_follow_each_other() -> None:
     run_ranks(reduce_whole_groups_on_streams, 2, environment=SOCKETS)
+
+
+def use_different_weights_on_streams() -> None:
+    with streams():
+        use_different_weights()
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_on_streams_ranks_that_use_different_weights_reduce_the_same_batches(transport: Environment) -> None:
+    run_ranks(use_different_weights_on_streams, 2, environment=transport)
 
 
 def keep_for_backward() -> None:
