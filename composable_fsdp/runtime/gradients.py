@@ -73,8 +73,10 @@ class GroupGradients:
         if self._ready >= plan.num_trainable:
             self._ready = 0
             self.on_last()
-        elif self._arrived[self._next] >= plan.batches[self._next] and any(plan.batches[self._next + 1 :]):
-            self.on_batch()
+        elif plan.in_batches:
+            batch = self._next
+            if self._arrived[batch] >= plan.batches[batch] and any(plan.batches[batch + 1 :]):
+                self.on_batch()
 
     @property
     def _next(self) -> int:

@@ -208,8 +208,9 @@ class Unit:
         Not where other units' collectives come in between: a rank that does not use the batch sends it at the end. Nor
         what travels together with others.
         """
-        shares = self.has_nested_units or self.lenders or self.borrowers or len(self.modules) > 1
-        if not self.group.plan.in_batches or self.group.plan.is_small or shares:
+        if not self.group.plan.in_batches or self.group.plan.is_small:
+            return False
+        if self.has_nested_units or self.lenders or self.borrowers or len(self.modules) > 1:
             return False
         return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
 
