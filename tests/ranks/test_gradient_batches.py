@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
@@ -218,6 +219,20 @@ def run_twice_around_another() -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_a_group_that_runs_on_both_sides_of_another_sends_its_batches_after_it(transport: Environment) -> None:
     run_ranks(run_twice_around_another, 2, environment=transport)
+
+
+def cut_where_it_is_worth_it() -> None:
+    listed = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    fully_shard(listed)
+    assert (len(unit_of(listed[0]).group.plan.batches), unit_of(listed[0]).sends_batches) == (2, False)
+    replicated = nn.Sequential(*(nn.Linear(WIDTH // 2, WIDTH) for _ in range(2)))  # 1 MiB each, 2 are worth a batch
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(replicated, mesh=mesh)
+    assert len(unit_of(replicated).group.plan.batches) == 1, "as the all-reduce has it, not the axis of one rank"
+
+
+def test_batches_are_cut_where_they_are_worth_it_and_leave_ahead_where_ranks_cannot_part() -> None:
+    run_ranks(cut_where_it_is_worth_it, 2, environment=SOCKETS)
 
 
 def widen(microbatches: int) -> None:

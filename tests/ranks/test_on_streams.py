@@ -23,7 +23,7 @@ from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, shard_layers
-from tests.ranks.test_gradient_batches import Tower, batch, play, use_different_weights
+from tests.ranks.test_gradient_batches import WIDTH, Tower, batch, play, use_different_weights
 from tests.transports import COPIES, SOCKETS, Environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -66,7 +66,7 @@ def test_streams_train_like_the_unsharded_model(ahead: int, transport: Environme
 
 
 def reduce_on_streams() -> None:
-    """The bytes on the wire never exceed those of a group, though several batches are there at once."""
+    """All batches are alike, so that their number tells their bytes."""
     rank = dist.get_rank()
     with streams():
         model = towers()
@@ -104,6 +104,26 @@ def reduce_whole_groups_on_streams() -> None:
 
 def test_on_streams_groups_in_one_batch_follow_each_other() -> None:
     run_ranks(reduce_whole_groups_on_streams, 2, environment=SOCKETS)
+
+
+def reduce_a_small_group_after_a_large_one() -> None:
+    """It has less than an eighth of the large one's bytes."""
+    rank = dist.get_rank()
+    with streams():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH // 3), nn.Linear(WIDTH // 3, WIDTH), Tower())
+        for module in model:
+            fully_shard(module)
+        fully_shard(model)
+        for step in range(2):
+            play(model, step, rank)
+        with Recorder() as recorder:
+            play(model, 2, rank)
+    events = [str(e) for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
+    assert events[:6] == ["reduce 2"] * 4 + ["reduce 1", "reduced 2"], events
+
+
+def test_on_streams_a_small_group_does_not_wait_for_a_large_one() -> None:
+    run_ranks(reduce_a_small_group_after_a_large_one, 2, environment=SOCKETS)
 
 
 def use_different_weights_on_streams() -> None:
