@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 from weakref import WeakSet
 
 import torch
@@ -29,7 +28,8 @@ _checked_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 def iteration_of(unit: Unit) -> Iteration:
     """The iteration that ``unit`` takes part in. The first use makes one with ``unit`` as the root."""
-    return cast(Iteration, unit.iteration) if unit.iteration is not None else assemble(unit)
+    iteration: Iteration | None = unit.iteration
+    return assemble(unit) if iteration is None else iteration
 
 
 def assemble(root: Unit) -> Iteration:
@@ -48,7 +48,7 @@ def assemble(root: Unit) -> Iteration:
         iteration.is_last_backward &= former.is_last_backward
         iteration.post_optimizer_event = former.post_optimizer_event or iteration.post_optimizer_event
     for name, unit in units.items():
-        unit.group.name = name
+        unit.group.rename(name)
         unit.group.find_patches()
         unit.iteration = iteration
     return iteration

@@ -103,7 +103,8 @@ class GroupGradients:
     @property
     def are_held(self) -> bool:
         """Whether there are gradients that have not become those of the sharded parameters yet."""
-        return self.state in (GradientState.LOCAL, GradientState.PARTIAL)
+        state = self.state
+        return state is GradientState.LOCAL or state is GradientState.PARTIAL
 
     def note_sums(self) -> None:
         """A backward ended whose gradients are held, on this rank or on others."""

@@ -51,7 +51,8 @@ class ParameterGroup:
         *,
         parameters: Sequence[ShardedParameter] | None = None,
     ) -> None:
-        self._name = name
+        self.name = name
+        """For messages and the trace."""
         self.axes = axes
         self.offload = offload
         is_new = parameters is None
@@ -74,14 +75,9 @@ class ParameterGroup:
         self._noted_bytes = 0
         """Unsharded memory as the trace knows it."""
 
-    @property
-    def name(self) -> str:
-        """For messages and the trace."""
-        return self._name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._name = self.gradients.name = name
+    def rename(self, name: str) -> None:
+        """The group's place in the model is known, or has changed."""
+        self.name = self.gradients.name = name
 
     @property
     def parameters(self) -> list[ShardedParameter]:

@@ -287,15 +287,16 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
         pre_backward = unit.client_pre_backward or iteration_of(unit).pre_backward
         pre_backward(call)
 
-    def left(_: Any) -> None:
+    def left(*_: Any) -> None:
         iteration_of(unit).post_backward(call)
 
     for node in nodes:
         node.register_prehook(entered)
     if inputs:
         call.await_inputs()
-        if len(inputs) == 1:
-            inputs[0].register_hook(left)
+        node = inputs[0].grad_fn
+        if len(inputs) == 1 and node is not None:
+            node.register_hook(left)  # on the tensor it would cost twice as much
         else:
             register_multi_grad_hook(inputs, left)
     else:

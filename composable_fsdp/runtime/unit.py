@@ -135,7 +135,7 @@ class Unit:
         self.client_pre_backward: Callable[..., None] | None = None
         self.client_post_backward: Callable[..., None] | None = None
         """What a client put around what the iteration does when backward reaches the unit, and with its gradients."""
-        self.iteration: object | None = None
+        self.iteration: Any = None
         """The ``Iteration`` it takes part in, once its root has been assembled; ``assemble`` knows the type."""
         for module in self.modules:
             self.attach(module)

@@ -148,7 +148,7 @@ class Unsharding:
         arrives is in memory twice for a moment, as a message and in its place, and need not meet the next one there.
         """
         needed = (unit, *unit.lenders)
-        was_ahead = all(each.group.parameter_state is not ParameterState.SHARDED for each in needed)
+        was_ahead = ParameterState.SHARDED not in [each.group.parameter_state for each in needed]
         for each in needed:
             self._launch(each, direction)
         if not was_ahead:
