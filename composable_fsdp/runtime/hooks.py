@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple, cast
@@ -127,6 +127,14 @@ def is_being_called(unit: Unit) -> bool:
     return False
 
 
+class _Input(NamedTuple):
+    """A view of an input that needs a gradient, made for one call."""
+
+    view: torch.Tensor
+    version: int
+    """When it was made: a view that was changed in place since then has another node."""
+
+
 @dataclass(slots=True)
 class _Frame:
     """One forward call under way."""
@@ -138,8 +146,7 @@ class _Frame:
     is_inner: bool
     """Whether it is part of another call of the same unit, such as ``forward`` called by a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    """Views of the inputs that need gradients, made for this call."""
+    inputs: list[_Input] = field(default_factory=list)
 
 
 class _ModuleHooks:
@@ -245,9 +252,7 @@ def _is_whole(value: Any, shape: tuple[int, ...]) -> bool:
 class _InputMap:
     """Moves and casts inputs, and notes a view of each that needs a gradient: one, however often it occurs."""
 
-    def __init__(
-        self, device: torch.device | None, dtype: torch.dtype | None, watched: list[torch.Tensor] | None
-    ) -> None:
+    def __init__(self, device: torch.device | None, dtype: torch.dtype | None, watched: list[_Input] | None) -> None:
         self._device = device
         self._dtype = dtype
         self._watched = watched
@@ -264,7 +269,7 @@ class _InputMap:
             mapped = mapped.to(self._dtype)
         if self._watched is not None and mapped.requires_grad:
             mapped = mapped.view_as(mapped) if mapped is tensor else mapped
-            self._watched.append(mapped)
+            self._watched.append(_Input(mapped, mapped._version))
         self._mapped[id(tensor)] = mapped
         return mapped
 
@@ -273,9 +278,15 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
-    """Hooks the nodes where gradients enter ``call`` and the tensors where they leave it."""
+def _watch_backward(call: Call, inputs: Sequence[_Input], output: Any) -> Any:
+    """Hooks the nodes where gradients enter ``call`` and those where they leave it.
+
+    Where an input was changed in place, they leave it in several places, some of them before the module's own backward
+    is over: then nothing shows that it is.
+    """
     unit = call.unit
+    if any(view._version != version for view, version in inputs):
+        inputs = ()
     nodes = _nodes_of(output)
     if None in nodes:
         output = map_tensors(_off_the_leaf, output)
@@ -294,11 +305,11 @@ def _watch_backward(call: Call, inputs: list[torch.Tensor], output: Any) -> Any:
         node.register_prehook(entered)
     if inputs:
         call.await_inputs()
-        node = inputs[0].grad_fn
+        node = inputs[0].view.grad_fn
         if len(inputs) == 1 and node is not None:
             node.register_hook(left)  # on the tensor it would cost twice as much
         else:
-            register_multi_grad_hook(inputs, left)
+            register_multi_grad_hook([each.view for each in inputs], left)
     else:
         call.round.ends_unseen = True
     return output

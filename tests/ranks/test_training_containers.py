@@ -1,6 +1,7 @@
 """What modules take and return: tensors in containers, views, views changed in place, their own inputs and weights.
 
-Every inner module reshards after forward, so that a backward which comes unnoticed finds no parameters in memory.
+Every inner module reshards after forward, so that a backward which comes unnoticed finds no parameters in memory; where
+ranks have them in common, they stay there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from composable_fsdp import fully_shard
 from composable_fsdp.testing import RanksError, run_ranks
 from tests.parity.training import check_parity
 from tests.ranks._models import seeded, shard_layers
+from tests.transports import COPIES, TRANSPORTS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -156,7 +158,7 @@ def train_with_containers(kinds: list[str]) -> None:
 
 @pytest.mark.behaviour("C-06")
 def test_inputs_and_outputs_in_containers_train() -> None:
-    run_ranks(train_with_containers, 2, list(CONTAINERS))
+    run_ranks(train_with_containers, 2, list(CONTAINERS), environment=COPIES)
 
 
 class Wrapped(nn.Module):
@@ -194,6 +196,11 @@ def _change_in_place(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _change_input_between(module: Returning, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x += module.other(torch.sigmoid(x))
+    return torch.tanh(module.linear(x))
+
+
 def _add_to_input_in_place(module: Returning, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     x += torch.tanh(module.other(torch.sigmoid(x)))
     return x
@@ -213,6 +220,7 @@ RETURNS: dict[str, Callable[[Returning, torch.Tensor, torch.Tensor], Any]] = {
     "the input too": lambda m, x, y: (x, y),
     "the input only": lambda m, x, y: x,
     "the input changed in place": _add_to_input_in_place,
+    "an input changed between two layers": _change_input_between,
     "a detached output beside": lambda m, x, y: (y.detach(), y),
     "the same tensor twice": lambda m, x, y: (y, y),
     "a sum and its parts": lambda m, x, y: (y, y + m.other(y)),
@@ -232,6 +240,7 @@ CALLERS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "the input too": lambda layer, x: torch.mul(*layer(x)),
     "the input only": lambda layer, x: layer(x),
     "the input changed in place": lambda layer, x: layer(x + 0),
+    "an input changed between two layers": lambda layer, x: layer(x + 0),
     "a detached output beside": lambda layer, x: torch.mul(*layer(x)),
     "the same tensor twice": lambda layer, x: torch.mul(*layer(x)),
     "a sum and its parts": lambda layer, x: torch.mul(*layer(x)),
@@ -244,8 +253,9 @@ def train_with_all_ways_to_return() -> None:
 
 
 @pytest.mark.behaviour("C-06", "C-04")
-def test_views_partly_used_outputs_and_returned_inputs_train() -> None:
-    run_ranks(train_with_all_ways_to_return, 2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_views_partly_used_outputs_and_returned_inputs_train(transport: str) -> None:
+    run_ranks(train_with_all_ways_to_return, 2, environment=TRANSPORTS[transport])
 
 
 class ReturningWeight(nn.Module):
