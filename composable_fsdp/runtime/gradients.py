@@ -25,7 +25,25 @@ from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors
 from composable_fsdp.runtime.traffic import Traffic, reduce_traffic
 
-__all__ = ["GroupGradients", "Launch", "PendingReduction", "no_hook", "reduce_together"]
+__all__ = ["AutogradRun", "GroupGradients", "Launch", "PendingReduction", "no_hook", "reduce_together"]
+
+
+class AutogradRun:
+    """The run of autograd that is the backward under way, shared by all groups of a root.
+
+    Attributes:
+        number: autograd's own; -1 if none is known.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = -1
+
+    @property
+    def is_around_another(self) -> bool:
+        """Whether autograd now runs another one, within it: reentrant checkpoints begin one each."""
+        return self.number not in (-1, torch._C._current_graph_task_id())
 
 
 class GroupGradients:
@@ -45,10 +63,13 @@ class GroupGradients:
         self.on_last: Callable[[], None] = _nothing
         """Called when all gradients of the group are there."""
         self.state = GradientState.NONE
+        self.run = AutogradRun()
+        self.is_new = False
+        """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
         self._tensors = tensors
         self._ready = 0
         self._arrived: list[int] = []
-        """Gradients of each batch that are there and have not been launched."""
+        """Gradients of each batch that are there and have not been launched, but for those of runs within this one."""
         self._launched = 0
         self.were_summed = False
         """Whether any rank may hold sums of several microbatches."""
@@ -64,14 +85,19 @@ class GroupGradients:
     def arrive(self, batch: int) -> None:
         """Autograd has put a gradient on an unsharded parameter of ``batch``."""
         plan = self._tensors.plan
-        if self._ready == 0:  # with the second, they are LOCAL already
+        if not self.is_new:  # with the second, they are LOCAL already
+            self.is_new = True
             self._advance(GradientOperation.ACCUMULATE)
             if self._launched == 0:
                 self._arrived = [0] * len(plan.batches)
+        if self.run.is_around_another:  # a reentrant checkpoint's, which may come again with the next one
+            if batch < self._launched:
+                self._arrived[batch] += 1
+            return
         self._ready += 1
         self._arrived[batch] += 1
         if self._ready >= plan.num_trainable:
-            self._ready = 0
+            self._ready, self.is_new = 0, False
             self.on_last()
         elif plan.in_batches:
             batch = self._next
@@ -83,11 +109,6 @@ class GroupGradients:
         """The batch that goes next: those of which nothing is trained are left out."""
         batches = self._tensors.plan.batches
         return next((k for k in range(self._launched, len(batches)) if batches[k]), len(batches) - 1)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
-        return self._ready > 0
 
     def contribute(self) -> None:
         """This rank takes part in the next reduction even if it has no gradient: the others may have some."""
@@ -131,7 +152,7 @@ class GroupGradients:
 
     def _end_round(self) -> None:
         self._ready = self._launched = 0
-        self._arrived = []
+        self._arrived, self.is_new = [], False
 
     # -- reductions
 
@@ -283,7 +304,7 @@ class Launch:
         self.members = [member for member, _ in portion]
         self._lanes, self._joiner = lanes, joiner
         self.nbytes = sum(member.batch_bytes[batch] for member, batches in portion for batch in batches)
-        """Of the messages, before encoding."""
+        """Of the gradients, in the dtype in which they are added up."""
         self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
         """The same of all batches of its groups together."""
 

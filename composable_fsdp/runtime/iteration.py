@@ -27,6 +27,7 @@ from composable_fsdp.errors import DivergenceError, PeerError
 from composable_fsdp.labels import labelled
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
+from composable_fsdp.runtime.backward import Backward
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.instep import InStep
@@ -66,7 +67,7 @@ class Iteration:
     def __init__(self, root: Unit, units: Mapping[str, Unit], lanes: Lanes) -> None:
         self.root = root
         self.units = units
-        self.lanes = lanes
+        self._lanes = lanes
         self.is_last_backward = True
         self.post_optimizer_event: Any = None
         """Recorded by the user after the optimizer's step: the first all-gather of the next forward waits for it."""
@@ -74,9 +75,7 @@ class Iteration:
         self._around_backward = Pass.IDLE
         self._outermost: Unit | None = None
         self._record = ForwardRecord()
-        self._backwards = 0
-        self._graph_task = -1
-        """Autograd's number for the backward that is under way."""
+        self._backward = Backward(units.values())
         self._steps_when_met = sharded_steps()
         """As of when ranks last met after a pass that failed."""
         self._under_way = UnderWay(root)
@@ -91,7 +90,6 @@ class Iteration:
         self._company = Company(root, units)
         self._unsharding = Unsharding(root, units, lanes, self._company)
         self._reductions = Reductions(units.values(), lanes, self._company, self._unsharding)
-        self._unseen: list[Call] = []
         self._grad_mode = True
         """Of the outermost module's forward."""
         self._in_step: InStep | None = None
@@ -99,6 +97,16 @@ class Iteration:
         for unit in units.values():
             unit.group.gradients.on_batch = _bound(self._batch_of_gradients, unit)
             unit.group.gradients.on_last = _bound(self._last_gradient, unit)
+
+    @property
+    def lanes(self) -> Lanes:
+        """Where all of it is launched. Others may be set between passes, as roots that share streams have it."""
+        return self._lanes
+
+    @lanes.setter
+    def lanes(self, lanes: Lanes) -> None:
+        self.drain()
+        self._lanes = self._unsharding.lanes = self._reductions.lanes = lanes
 
     # -- what hooks call
 
@@ -137,6 +145,9 @@ class Iteration:
             recorded = self._pass is Pass.FORWARD and unit.group.parameters
             of_round.record = self._record if recorded else of_round.record
             of_round.position = of_round.record.append(unit.name)
+            if recorded:
+                of_round.is_counted = True
+                unit.runs += 1
         if torch.is_grad_enabled():
             call = Call(unit, of_round, is_recomputed=self._pass is Pass.BACKWARD)
         of_round.remaining.discard(id(module))
@@ -163,23 +174,18 @@ class Iteration:
         """A gradient reached an output of ``call``."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
-        if call.entered != self._backwards:
+        if call.entered != self._backward.number:
             self._enter_backward(call)
 
     @labelled("pre_backward", lambda _, call: call.unit.name)
     def _enter_backward(self, call: Call) -> None:
         unit = call.unit
         self._under_way.reach(unit)
-        call.entered = self._backwards
-        call.open()
+        self._backward.enter(call)
         if unit.change_check is not None and call.round.seen is not None:
             unit.change_check.in_backward(call.round.seen)
         if self._in_step is not None and unit.group.parameters:
-            self._in_step.reach(call.round.record, call.round.position, self._backwards, unit)
-        for reached in (unit, *unit.lenders):
-            reached.entered_backward = self._backwards
-        if unit.sends_batches and not call.round.record.is_first(call.round.position):
-            unit.runs_again_in = self._backwards
+            self._in_step.reach(call.round.record, call.round.position, self._backward.number, unit)
         if unit.unshard_in_backward:
             batches = not call.round.ends_unseen and self._sends_batches(unit)
             self._unsharding.in_backward(unit, call.round.record, call.round.position, sends_batches=batches)
@@ -189,10 +195,7 @@ class Iteration:
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
         unit = call.unit
-        if not self._was_seen(unit):
-            self._unseen.append(call)  # unless its output is its input: then the gradient is seen to enter in a moment
-        call.close()
-        call.round.awaited -= 1
+        self._backward.leave(call)
         if call.round.ends_unseen:
             return  # the last gradient or the end of backward comes later than this
         if unit.open_calls <= 0 and self._in_step is None:
@@ -204,26 +207,24 @@ class Iteration:
 
     def _batch_of_gradients(self, unit: Unit) -> None:
         """All gradients of ``unit``'s next batch are there: they need not wait for the rest of the group."""
-        if self._pass is Pass.BACKWARD and self._sends_batches(unit) and self._was_seen(unit):
+        if self._pass is Pass.BACKWARD and self._sends_batches(unit) and self._backward.was_seen(unit):
             self._reductions.send_batch(unit)
 
     def _sends_batches(self, unit: Unit) -> bool:
         """Whether ``unit``'s gradients go in batches now: not in step, nor in a backward within this one, nor where the
         collectives of others may come between two runs of it.
         """
-        if not unit.sends_batches or self._in_step is not None or unit.runs_again_in == self._backwards:
+        if not unit.sends_batches or self._in_step is not None or unit.runs > 1:
             return False
-        return torch._C._current_graph_task_id() == self._graph_task
+        return self._backward.is_outermost
 
     def _last_gradient(self, unit: Unit) -> None:
         """Every trainable parameter of ``unit`` has its gradient: reduction need not wait for anything else."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
-        if not self._was_seen(unit):
+        if not self._backward.was_seen(unit):
             raise unseen_output(unit)
-        if torch._C._current_graph_task_id() != self._graph_task:
-            return  # a backward within: reentrant checkpoints accumulate a parameter that they share once for each
-        if unit.open_calls <= 0 and unit.reshard_after_backward and self._is_over_for(unit):
+        if unit.open_calls <= 0 and unit.reshard_after_backward and self._backward.is_over_for(unit):
             unit.group.reshard()  # first, as the reduction takes memory
         if unit.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
             self.settle_gradients(unit)
@@ -245,6 +246,8 @@ class Iteration:
             self.lanes.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
         self._record = ForwardRecord()
+        self._backward.begin_forward()
+        self.deliver_before_changes()
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
         self._unsharding.begin_forward(each_alone=self._in_step is not None)
@@ -301,8 +304,7 @@ class Iteration:
     def _begin_backward(self) -> None:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._thread = threading.current_thread()
-        self._backwards += 1
-        self._graph_task = torch._C._current_graph_task_id()
+        self._backward.begin()
         self._under_way.begin_backward()
         self._reductions.begin_backward()
         Variable._execution_engine.queue_callback(self.end_backward)
@@ -311,11 +313,8 @@ class Iteration:
     def end_backward(self) -> None:
         """What is left to do in a backward, or in several of which each left its gradients for the last one."""
         if self._in_step is not None:
-            self._in_step.end_backward(self._backwards)
-        for call in self._unseen:
-            if call.entered != self._backwards:
-                raise unseen_output(call.unit)
-        self._unseen.clear()
+            self._in_step.end_backward(self._backward.number)
+        self._backward.end()
         self._unsharding.end_backward()
         self._company.forget_settled()
         for unit in self.units.values():
@@ -355,7 +354,7 @@ class Iteration:
         is_local = gradients.state is GradientState.LOCAL
         if not is_local and not (at_end and gradients.state is GradientState.PARTIAL and not unit.keeps_partial):
             return
-        if gradients.is_new and not self._was_seen(unit):  # those held since an earlier backward are right
+        if gradients.is_new and not self._backward.was_seen(unit):  # those held since an earlier backward are right
             raise unseen_output(unit)
         alone = self._in_step is not None
         if unit.client_post_backward is None:
@@ -368,6 +367,15 @@ class Iteration:
     def drain(self) -> None:
         """Completes everything in flight: afterwards all reduced gradients are set."""
         self._reductions.drain()
+
+    def deliver_before_changes(self) -> None:
+        """Completes what is in flight where parameters were frozen or thawed since it was launched: what comes lies as
+        the plan has it that counted then.
+        """
+        if self._reductions.are_in_flight and any(
+            p.was_flipped for u in self.units.values() for p in u.group.parameters
+        ):
+            self.drain()
 
     def reset(self) -> None:
         """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced.
@@ -401,7 +409,7 @@ class Iteration:
         for unit in self.units.values():
             unit.group.reshard()
             unit.open_calls, unit.kept_version, unit.round = 0, None, None
-        self._unseen.clear()
+        self._backward.forget()
         self._unsharding.end_backward()
         self._company.forget_settled()
         if self._in_step is not None:
@@ -411,27 +419,7 @@ class Iteration:
 
     def was_reached(self, unit: Unit) -> bool:
         """Whether the last backward came to ``unit`` through an output that its hooks saw."""
-        return unit.entered_backward == self._backwards
-
-    def _is_over_for(self, unit: Unit) -> bool:
-        """Whether nothing in this backward can still need the parameters of ``unit``, all of which have gradients.
-
-        Modules inside may: so there, only once backward has been through all other units.
-        """
-        if not unit.frees_with_last_gradient:
-            return False
-        others = (other for other in self.units.values() if other is not unit and other.group.parameters)
-        return not unit.has_nested_units or all(
-            self.was_reached(other) and other.group.parameter_state is ParameterState.SHARDED for other in others
-        )
-
-    def _was_seen(self, unit: Unit) -> bool:
-        """The same of this backward; or it need not have."""
-        return (
-            self.was_reached(unit)
-            or not unit.unshard_in_backward
-            or unit.group.parameter_state is ParameterState.UNSHARDED
-        )
+        return self._backward.was_reached(unit)
 
     def _check_alive(self, unit: Unit) -> None:
         """Tells when an earlier pass ended in an exception that nobody recovered from."""

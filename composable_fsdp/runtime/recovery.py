@@ -20,7 +20,7 @@ from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.errors import DivergenceError
 from composable_fsdp.runtime.unit import Unit
 
-__all__ = ["Meeting", "has_failed", "meet", "reconnect", "set_order_check"]
+__all__ = ["Meeting", "disconnect", "has_failed", "meet", "reconnect", "set_order_check"]
 
 
 @dataclass(frozen=True, slots=True)

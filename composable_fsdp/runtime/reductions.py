@@ -26,8 +26,8 @@ _ON_HOST = 1
 _LEAST_BYTES = 1 << 20
 """On streams, of messages that may be on the wire at once in any case: these take their time by their number."""
 
-_MORE = 8
-"""On streams, the part of the largest group's bytes that may be there besides."""
+_SLACK_PART = 8
+"""On streams, one part in so many of the largest group's bytes may be on the wire beyond them."""
 
 
 class Reductions:
@@ -42,7 +42,7 @@ class Reductions:
 
     def __init__(self, units: Collection[Unit], lanes: Lanes, company: Company, unsharding: Unsharding) -> None:
         self._units = units
-        self._lanes = lanes
+        self.lanes = lanes
         self._company = company
         self._unsharding = unsharding
         self._joiner = Joiner()
@@ -53,11 +53,11 @@ class Reductions:
     def begin_backward(self) -> None:
         """What was chosen by now counts."""
         chosen = (unit.reductions_in_flight for unit in self._units)
-        self._limit = max(filter(None, chosen), default=_ON_HOST if self._lanes.block_the_host else None)
+        self._limit = max(filter(None, chosen), default=_ON_HOST if self.lanes.block_the_host else None)
 
     def send_batch(self, unit: Unit) -> None:
         """Sends the gradients of ``unit``'s next batch, all of which are there."""
-        self._run(unit.group.gradients.take_batch(self._lanes))
+        self._run(unit.group.gradients.take_batch(self.lanes))
 
     def send(self, unit: Unit, *, at_end: bool, alone: bool) -> None:
         """Does with the gradients of ``unit`` what was chosen.
@@ -80,6 +80,11 @@ class Reductions:
         if together:
             self._reduce(together, partial=False)
 
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether some gradients have left and were not set yet."""
+        return bool(self._in_flight)
+
     def drain(self) -> None:
         """Completes all: afterwards their gradients are set."""
         self._start()
@@ -91,7 +96,7 @@ class Reductions:
         self._in_flight.clear()
 
     def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
-        for launch in reduce_together(members, self._lanes, self._joiner, partial=partial):
+        for launch in reduce_together(members, self.lanes, self._joiner, partial=partial):
             self._run(launch)
 
     def _run(self, launch: Launch) -> None:
@@ -100,22 +105,20 @@ class Reductions:
         self._start()
         self._in_flight.append(reduction)
         if self._unsharding.comes_after(reduction):
-            self._make_room()  # for a gather instead: gradients and what comes next need not meet in memory
+            self._make_room(launch)  # for a gather instead: gradients and what comes next need not meet in memory
             self._unsharding.launch_postponed()
 
-    def _make_room(self, launch: Launch | None = None) -> None:
-        """Completes the oldest ones, before ``launch``, or something else, takes memory."""
+    def _make_room(self, launch: Launch) -> None:
+        """Completes the oldest ones before ``launch``, or the gather that follows it, takes memory."""
         while self._in_flight and self._is_full(launch):
             self._in_flight.popleft().complete()
 
-    def _is_full(self, launch: Launch | None) -> bool:
+    def _is_full(self, launch: Launch) -> bool:
         if self._limit is not None:
             return len(self._in_flight) >= self._limit
-        there = [reduction.launch for reduction in self._in_flight]
-        if launch is not None:
-            there.append(launch)
+        there = [*(reduction.launch for reduction in self._in_flight), launch]
         most = max(_LEAST_BYTES, *(each.round_bytes for each in there))
-        return sum(each.nbytes for each in there) > most + most // _MORE
+        return sum(each.nbytes for each in there) > most + most // _SLACK_PART
 
     def _start(self) -> None:
         """Launches what had to wait for a first stage. One that raises, in a codec say, is gone: recovery would only

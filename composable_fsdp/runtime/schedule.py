@@ -93,10 +93,6 @@ class ForwardRecord:
         self._lowest = min(self._lowest, position)
         return reached
 
-    def is_first(self, position: int) -> bool:
-        """Whether the group that ended at ``position`` had not ended before in this forward."""
-        return self.ended[position] not in self.ended[:position]
-
     def append(self, group: str) -> int:
         """Notes the end of ``group``'s forward and returns its position."""
         self.ended.append(group)

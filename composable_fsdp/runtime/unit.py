@@ -55,10 +55,11 @@ class Round:
 
     Kept alive by the graph. ``seen``: what the parameters were, where that is compared in backward.
     ``awaited`` counts the module calls whose inputs' gradients backward has not reached yet.
+    ``entered``: the last backward that came to it, if it ``is_counted`` among the unit's ``runs``.
     ``ends_unseen``: the inputs of some call need no gradient, so that nothing shows when backward is done with it.
     """
 
-    __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining", "seen")
+    __slots__ = ("awaited", "ends_unseen", "entered", "is_counted", "position", "record", "remaining", "seen")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.remaining = {id(module) for module in modules}
@@ -66,13 +67,16 @@ class Round:
         self.position = -1
         self.awaited = 0
         self.ends_unseen = False
+        self.entered = -1
+        self.is_counted = False
         self.seen: Seen | None = None
 
 
 class Unit:
     """The modules of one call, in the order given, and their group.
 
-    The public fields are choices; they are read when they are needed, so that a change counts from the next iteration.
+    The public fields are choices, read when they are needed: most count at once, those of a root from the next forward,
+    ``reductions_in_flight`` from the next backward.
 
     Args:
         modules: the modules whose forwards and backwards bring the group in and out of memory; none within another.
@@ -124,8 +128,10 @@ class Unit:
         """Forward calls whose inputs' gradients this backward has not yet reached."""
         self.entered_backward = -1
         """The last backward that reached the unit through an output that its hooks saw."""
-        self.runs_again_in = -1
-        """The last backward that came to several runs of the unit in one forward, if its gradients go in batches."""
+        self.runs = 0
+        """Runs in forward to which backward may come: of one forward, or of several before one backward."""
+        self.runs_entered = 0
+        """Those to which the backward under way has come."""
         self.plain_places: PlainPlaces | None = None
         """Where parameters were plain, and stayed so, when ``fully_shard`` made the unit. Not known of a copy."""
         self.kept_version: int | None = None

@@ -39,7 +39,7 @@ class Unsharding:
     def __init__(self, root: Unit, units: Mapping[str, Unit], lanes: Lanes, company: Company) -> None:
         self._root = root
         self._units = units
-        self._lanes = lanes
+        self.lanes = lanes
         self._company = company
         self._scheduler = PrefetchScheduler()
         self._each_alone = False
@@ -101,7 +101,7 @@ class Unsharding:
             sends_batches: whether ``unit``'s gradients go in batches, before backward comes to other units.
         """
         chosen = unit.backward_prefetch
-        may_wait = sends_batches and chosen is None and record.is_first(position)
+        may_wait = sends_batches and chosen is None
         if chosen is None:
             names = self._scheduler.backward(record, position)
             chosen = [self._units[name] for name in names if name in self._units]
@@ -122,7 +122,7 @@ class Unsharding:
         run one after the other.
         """
         plan = unit.group.plan
-        if not self._lanes.block_the_host or len(unit.modules) > 1 or plan.num_trainable < len(plan.specs):
+        if not self.lanes.block_the_host or len(unit.modules) > 1 or plan.num_trainable < len(plan.specs):
             return None
         needed = sum(each.group.plan.unsharded_bytes for each in ahead)
         return batch_before_prefetch(len(plan.batches), plan.full_bytes, needed)
@@ -168,17 +168,19 @@ class Unsharding:
         if unit.group.is_coming:
             return
         if self._each_alone:
-            unit.group.unshard(self._lanes)
+            unit.group.unshard(self.lanes)
             return
         together = self._company.gathered_with(unit, in_backward=direction == "backward")
         label = f"all-gather of {self._company.name_of(unit)} in {direction}"
-        unshard_together([each.group for each in together], self._lanes, label)
+        unshard_together([each.group for each in together], self.lanes, label)
 
     def _fits(self, *units: Unit) -> bool:
         """Whether ``units`` may be there ahead of their turn, beside what is in memory or on its way."""
         limit = self._root.max_unsharded_bytes
         if limit is None:
             return True
+        if self._each_alone:  # ranks hold different units around this one
+            return False
         held = (u for u in self._units.values() if u.group.parameter_state is not ParameterState.SHARDED)
         return sum(u.group.plan.unsharded_bytes for u in {*held, *units}) <= limit
 
@@ -208,7 +210,7 @@ class Unsharding:
 
         Where the host waits, it is freed like the others: the peak of memory often comes with the loss.
         """
-        if self._lanes.block_the_host:
+        if self.lanes.block_the_host:
             return False
         staying = [self._units[name] for name in self._scheduler.stay(unit.name) if name in self._units]
         return bool(staying) and self._fits(*staying)

@@ -204,6 +204,7 @@ def _reentrant(times: int, *before: Leaf, reshard: bool | None = None) -> Progra
 FOUND = {
     "segments that share a parameter, each with a backward of its own": _reentrant(2),
     "the same, with others before": _reentrant(3, Leaf(), Leaf()),
+    "the same, with more before than segments": _reentrant(3, Leaf(), Leaf(), Leaf()),
     "the same, freed after forward": _reentrant(3, Leaf(), Leaf(kind="scale"), reshard=True),
 }
 """Programs that failed once."""

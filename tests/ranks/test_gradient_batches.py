@@ -221,6 +221,56 @@ def test_a_group_that_runs_on_both_sides_of_another_sends_its_batches_after_it(t
     run_ranks(run_twice_around_another, 2, environment=transport)
 
 
+class Pair(nn.Module):
+    """One tower after another; the first one uses the weights ``used``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))  # so that the towers' inputs have gradients
+        self.towers = nn.ModuleList([Tower(), Tower()])
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        first, second = cast(list[Tower], list(self.towers))
+        first.used = used
+        return cast(torch.Tensor, second(first(x * self.scale)))
+
+
+def two_forwards(model: nn.Module, rank: int) -> None:
+    """Then one backward. Of the towers' first batches, rank 0 has gradients only by the second forward."""
+    used = [0, 1, 2, 3] if rank else [0, 1, 2]
+    outputs = [model(batch(0, rank), used), model(batch(1, rank), [0, 1, 2, 3])]
+    torch.cat(outputs).square().mean().backward()
+
+
+def run_twice_before_backward() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = Pair(), Pair()
+    for tower in model.towers:
+        fully_shard(tower)
+    fully_shard(model)
+    for other in range(size):
+        two_forwards(reference, other)
+    play_one(model, rank)
+    for _ in range(2):
+        model.zero_grad()
+        two_forwards(model, rank)
+    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor), name
+        assert whole.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad / size)
+    assert [unit_of(tower).runs for tower in model.towers] == [0, 0], "so that the next step's batches leave ahead"
+
+
+def play_one(model: nn.Module, rank: int) -> None:
+    model(batch(2, rank), [0, 1, 2, 3]).square().mean().backward()
+
+
+@pytest.mark.behaviour("C-04", "C-17")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_batches_wait_where_two_forwards_have_one_backward(transport: Environment) -> None:
+    run_ranks(run_twice_before_backward, 2, environment=transport)
+
+
 def cut_where_it_is_worth_it() -> None:
     listed = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     fully_shard(listed)

@@ -17,7 +17,7 @@ from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import check_parity, play_task
 from tests.ranks._models import TASKS, Block, Chain, Transformer, seeded, shard_layers
-from tests.transports import SOCKETS
+from tests.transports import SOCKETS, TRANSPORTS, Environment
 
 
 class Inside(nn.Module):
@@ -161,3 +161,36 @@ def trace_recomputation() -> None:
 @pytest.mark.behaviour("C-13")
 def test_recomputation_and_backward_share_one_gather() -> None:
     run_ranks(trace_recomputation, 2, environment=SOCKETS)
+
+
+class Segments(nn.Module):
+    """One group, of which a layer is used by several reentrant checkpoints: it gets a gradient in each's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.ModuleList([nn.Linear(6, 6, bias=False) for _ in range(3)])
+        self.shared = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.before:
+            x = torch.tanh(layer(x))
+        for _ in range(3):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return x
+
+
+def play_segments(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    loss: torch.Tensor = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train_segments() -> None:
+    check_parity(seeded(Segments), play_segments, shard=fully_shard)
+
+
+@pytest.mark.behaviour("C-13")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_gradients_of_several_segments_are_not_taken_for_those_of_several_parameters(transport: Environment) -> None:
+    run_ranks(train_segments, 2, environment=transport)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
 from tests.ranks._models import TASKS, Transformer, seeded, shard_layers
+from tests.transports import TRANSPORTS, Environment
 
 
 def frozen_transformer(*prefixes: str) -> nn.Module:
@@ -247,3 +250,51 @@ def ask_for_gradients_of_inputs() -> None:
 @pytest.mark.behaviour("C-05")
 def test_inputs_get_their_gradients_where_they_need_them() -> None:
     run_ranks(ask_for_gradients_of_inputs, 2)
+
+
+class Layered(nn.Module):
+    """One group of two layers, and an input that needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+def freeze_while_gradients_are_on_their_way(sharded_sums: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = seeded(Layered)(), seeded(Layered)()
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+
+    def step(of: nn.Module, microbatch: int, of_rank: int, factor: float) -> None:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * microbatch + of_rank))
+        (of(x).square().mean() * factor).backward()
+
+    for microbatch in range(3):
+        is_last = microbatch == 2
+        model.set_is_last_backward(is_last)
+        if microbatch == 1:  # while the first one's gradients may be on their way
+            for frozen in (model, reference):
+                frozen.get_submodule("first").requires_grad_(False)
+        if sharded_sums:
+            with nullcontext() if is_last else no_sync(model, sharded=True):
+                step(model, microbatch, rank, 1.0)
+        else:
+            step(model, microbatch, rank, 1.0)
+        for other in range(size):
+            step(reference, microbatch, other, 1 / size)
+    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor), name
+        assert whole.grad is not None, name
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.behaviour("C-05", "C-07")
+@pytest.mark.parametrize("sharded_sums", [False, True])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_parameters_can_be_frozen_while_gradients_are_on_their_way(transport: Environment, sharded_sums: bool) -> None:
+    run_ranks(freeze_while_gradients_are_on_their_way, 2, sharded_sums, environment=transport)

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import LifecycleError, fully_shard
+from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests.transports import SOCKETS
 
 STEPS = 6
 SKIP, RUN, RUN_IN_VAIN = 0, 1, 2
@@ -255,3 +257,45 @@ def use_parts_of_checkpointed_layers() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_may_use_different_parts_of_checkpointed_layers(world_size: int) -> None:
     run_ranks(use_parts_of_checkpointed_layers, world_size)
+
+
+class Optional(nn.Module):
+    """A module with parameters of its own around two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(5, 5)
+        self.parts = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.own(x))
+        for part in self.parts:
+            x = torch.tanh(part(x))
+        return x
+
+
+class Having(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.optional = nn.Linear(5, 5), Optional()
+
+    def forward(self, x: torch.Tensor, runs: bool) -> torch.Tensor:
+        x = self.stem(x)
+        return self.optional(x) if runs else x
+
+
+def bound_memory_while_one_rank_skips() -> None:
+    model: Any = Having()
+    for module in (*model.optional.parts, model.optional, model):
+        fully_shard(module)
+    model.set_reduce_scatter_unused_params(True)
+    nbytes = unit_of(model.optional).group.plan.unsharded_bytes
+    model.set_max_unsharded_bytes(3 * nbytes)  # the root, which stays, and two of the other three
+    for step in range(3):
+        model(batch_of(step, dist.get_rank()), dist.get_rank() == 0).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.behaviour("C-17")
+def test_ranks_in_step_gather_alike_under_a_bound_of_memory() -> None:
+    run_ranks(bound_memory_while_one_rank_skips, 2, environment=SOCKETS)

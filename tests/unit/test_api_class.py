@@ -22,6 +22,7 @@ from composable_fsdp import (
     fully_shard,
     share_comm_ctx,
 )
+from composable_fsdp.memory.lanes import Lane
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.unit import unit_of
 from tests.ranks._sharding import single_rank
@@ -211,13 +212,23 @@ def test_pickling_is_one_error_that_points_at_state_dicts(nested: bool) -> None:
 
 
 @pytest.mark.behaviour("C-08")
-def test_chunks_of_a_pipeline_share_their_streams() -> None:
+def test_chunks_of_a_pipeline_share_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = fully_shard(nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2))
     inner = fully_shard(nn.Linear(2, 2))
     outer = fully_shard(nn.Sequential(inner))
     share_comm_ctx([first, second])
     assert iteration_of(unit_of(first)).lanes is iteration_of(unit_of(second)).lanes
+    used: list[Lane] = []
+    run = Lane.run
+
+    def note(lane: Lane, *args: Any, **options: Any) -> Any:
+        used.append(lane)
+        return run(lane, *args, **options)
+
+    monkeypatch.setattr(Lane, "run", note)
     second(first(torch.ones(1, 2))).sum().backward()
+    shared = iteration_of(unit_of(first)).lanes
+    assert set(used) == {shared.gather, shared.reduce}
     assert first.weight.grad is not None
     with pytest.raises(ConfigurationError, match="share_comm_ctx takes sharded modules, not Linear"):
         share_comm_ctx([nn.Linear(2, 2)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.runtime.schedule import ForwardRecord, batch_before_prefetch
+from composable_fsdp.runtime.schedule import batch_before_prefetch
 
 NBYTES = st.integers(0, 1000)
 
@@ -29,13 +29,3 @@ def test_what_takes_less_than_a_batch_does_not_wait() -> None:
     assert batch_before_prefetch(4, 100, 25) == 2
     assert batch_before_prefetch(4, 100, 24) is None
     assert batch_before_prefetch(4, 100, 0) is None, "where shards are the full parameters"
-
-
-def test_backward_comes_to_a_group_for_the_last_time_where_forward_came_first() -> None:
-    record = ForwardRecord()
-    positions = [record.append(group) for group in ("a", "b", "a")]
-    assert [record.is_first(position) for position in positions] == [
-        True,
-        True,
-        False,
-    ]
