@@ -90,7 +90,8 @@ def fully_shard(
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
             keeps them until backward is over. An int that divides the shard ranks keeps a slice and gathers over that
             many neighbouring ranks in backward. ``None`` is ``True``, but ``False`` for the outermost module, and on
-            accelerators for the group that runs last in forward, with which backward begins.
+            accelerators for the last groups of forward, with which backward begins: one, unless
+            ``set_prefetch_limit`` says otherwise.
         shard_placement_fn: called with each parameter; returns ``Shard(d)``, also negative, or ``None`` for
             ``Shard(0)``, or a ``ShardPlacementResult`` with a mesh of its own, such as that of experts.
         mp_policy: dtypes of computation, reduction and output; ours or torch's.

@@ -17,12 +17,13 @@ from composable_fsdp.client_state import client_state
 from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
-from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.errors import ConfigurationError, LifecycleError, UnsupportedError
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.changes import ChangeCheck
 from composable_fsdp.runtime.hooks import call_as_forward, is_being_called
 from composable_fsdp.runtime.recovery import set_order_check
+from composable_fsdp.runtime.settings import check_settings
 from composable_fsdp.runtime.unit import Accumulation, Unit, find_unit, unit_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
@@ -63,7 +64,9 @@ class FSDPModule(TorchFSDPModule):
             async_op: return at once with a handle; the module's next forward waits for it if nobody else did.
         """
         unit = _unit(self)
-        unit.group.unshard(iteration_of(unit).lanes)
+        iteration = iteration_of(unit)
+        iteration.deliver_before_changes()
+        unit.group.unshard(iteration.lanes)
         unit.note_kept()
         handle = UnshardHandle(unit)
         if async_op:
@@ -168,9 +171,14 @@ class FSDPModule(TorchFSDPModule):
         rank takes part in the collectives of what it skips, with zero gradients. So each must run at most once per
         forward, in that order, and every rank's loss must depend on some of them. What no rank used keeps ``grad``
         ``None``. Without it, ranks may use different parameters of one group, as long as their backwards complete
-        the groups in the same order.
+        the groups in the same order. Nothing is gathered ahead then where ``set_max_unsharded_bytes`` sets a bound.
+
+        Raises:
+            LifecycleError: a backward may still come to a forward that has run.
         """
-        for unit in _units(self, recurse):
+        units = list(_units(self, recurse))
+        _check_between_steps("set_reduce_scatter_unused_params", units)
+        for unit in units:
             for channel in unit.group.channels:
                 channel.unequal_use = reduce_scatter_unused_params
             unit.group.rebuild()
@@ -178,9 +186,9 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions of gradients may be on the wire at once: one more waits for the oldest.
 
-        Each has its message in memory. Unless told 1 on CPU; on accelerators as many as have hardly more bytes together
-        than the gradients of the largest module among them, or 1 MiB. The largest number of all modules counts. A large
-        module's gradients travel in several.
+        Each has its message in memory. Unless told, on CPU one; on accelerators as many as have together hardly more
+        bytes than the gradients of the largest module among them, or than 1 MiB. Of the numbers that several modules
+        are given, the largest counts. A large module's gradients travel in several reductions.
 
         Raises:
             ConfigurationError: not an int of at least 1.
@@ -194,14 +202,14 @@ class FSDPModule(TorchFSDPModule):
 
         1 unless told: that hides communication as long as the wire is faster than the modules. Where it is not, more
         are worth the memory that each takes. On accelerators as many of the last modules stay from forward to backward.
-        0 gathers nothing ahead. ``set_max_unsharded_bytes`` still holds, and so do lists of modules to prefetch. The
-        same on every rank.
+        0 gathers nothing ahead. ``set_max_unsharded_bytes`` still holds, and so do lists of modules to prefetch. Small
+        groups that are gathered together (``set_max_merged_bytes``) count as one. The same on every rank.
 
         Raises:
-            ConfigurationError: not an int of at least 0.
+            ConfigurationError: not an int of at least 0, or this module is not the root of what has run already.
         """
         _check_count("limit", limit)
-        _unit(self).prefetch_limit = limit
+        _tell_root(self, "prefetch_limit", limit)
 
     def set_max_unsharded_bytes(self, max_unsharded_bytes: int | None) -> None:
         """Bounds the memory of parameters that are gathered ahead of their turn. Call it on the root.
@@ -212,23 +220,25 @@ class FSDPModule(TorchFSDPModule):
         ``None``, as it is at first, sets no bound; 0 gathers nothing ahead.
 
         Raises:
-            ConfigurationError: not an int of at least 0, nor ``None``.
+            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of what has run
+                already.
         """
         _check_count("max_unsharded_bytes", max_unsharded_bytes, or_none=True)
-        _unit(self).max_unsharded_bytes = max_unsharded_bytes
+        _tell_root(self, "max_unsharded_bytes", max_unsharded_bytes)
 
     def set_max_merged_bytes(self, max_merged_bytes: int) -> None:
         """How many bytes of full parameters of small groups next to each other share one all-gather and one reduction.
 
         1 MiB unless told; 0 merges nothing. Groups count as small up to 512 KiB. They are found in the order in which
-        the last forward ran, so merging begins with the second. Nothing else changes: each module still has its own
-        parameters unsharded only while it runs. Call it on the root, with the same number on every rank.
+        the last forward ran, so merging begins with the second. Nothing else changes: each module still shows its
+        unsharded parameters only while it runs, though all that came together take memory from the first one's turn.
+        Call it on the root, with the same number on every rank.
 
         Raises:
-            ConfigurationError: not an int of at least 0.
+            ConfigurationError: not an int of at least 0, or this module is not the root of what has run already.
         """
         _check_count("max_merged_bytes", max_merged_bytes)
-        _unit(self).max_merged_bytes = max_merged_bytes
+        _tell_root(self, "max_merged_bytes", max_merged_bytes)
 
     def set_order_check(self, level: str) -> None:
         """How much ranks compare, before a collective begins, to see that all of them are about to do the same.
@@ -270,7 +280,11 @@ class FSDPModule(TorchFSDPModule):
         Args:
             comm: has ``allocate(size, *, dtype, device)``, which gives the 1-d output, and is called with keywords
                 ``output_tensor``, ``input_tensor`` (1-d), ``group`` and ``async_op=True``; returns a work or ``None``.
+
+        Raises:
+            LifecycleError: a backward may still come to a forward that has run.
         """
+        _check_between_steps("set_custom_all_gather", [_unit(self)])
         for channel in _unit(self).group.channels:
             channel.customize_gather(comm)
         _unit(self).group.rebuild()
@@ -282,7 +296,11 @@ class FSDPModule(TorchFSDPModule):
 
         Args:
             comm: as for :meth:`set_custom_all_gather`; ``allocate`` gives the input, the call also has keyword ``op``.
+
+        Raises:
+            LifecycleError: a backward may still come to a forward that has run.
         """
+        _check_between_steps("set_custom_reduce_scatter", [_unit(self)])
         for channel in _unit(self).group.channels:
             channel.customize_scatter(comm)
         _unit(self).group.rebuild()
@@ -444,6 +462,38 @@ def _units(module: object, recurse: bool) -> Iterator[Unit]:
         yield unit_of(module)
         return
     yield from {unit: None for child in module.modules() if (unit := find_unit(child)) is not None}
+
+
+def _check_between_steps(setter: str, units: Sequence[Unit]) -> None:
+    """
+    Raises:
+        LifecycleError: parameters of ``units`` would lie elsewhere when a backward comes to what forward left.
+    """
+    run = next((unit for unit in units if unit.runs), None)
+    if run is not None:
+        raise LifecycleError(
+            f"{setter} would move parameters of {run.name!r}, to whose last forward a backward may still come. Call it "
+            "before the forward or after the backward. If none is to come, run such forwards under torch.no_grad(), or "
+            "call reset_iter_state() on the root module first."
+        )
+
+
+def _tell_root(module: object, choice: str, value: object) -> None:
+    """Sets a choice that counts for all units of a root.
+
+    Raises:
+        ConfigurationError: the root has run, and this is another one, which was told something else.
+    """
+    unit = _unit(module)
+    before = getattr(unit, choice)
+    setattr(unit, choice, value)
+    if unit.iteration is None:
+        return  # the first forward checks
+    try:
+        check_settings(unit.iteration.root, [unit])
+    except ConfigurationError:
+        setattr(unit, choice, before)
+        raise
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:

@@ -41,7 +41,7 @@ _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 """Pairs of dtypes in which gradients come, and are added up."""
 
 _MOST_BATCHES = 4
-"""Of a group, or one more: others would cost more than the memory is worth."""
+"""Of a group: more would cost more than the memory is worth."""
 
 _SMALL_PART = 64
 """Of a group's bytes: the smallest parameters that have less together are not waited for."""
@@ -236,7 +236,7 @@ class GroupPlan:
     buckets: tuple[BucketPlan, ...]
     batches: tuple[int, ...]
     batch_bytes: tuple[int, ...]
-    """Of each batch's gradients before encoding, all ranks' parts together."""
+    """Of each batch's gradients in the dtype in which they are added up, all ranks' parts together."""
     in_batches: bool
     """Whether batches are worth reductions of their own: not where most of their parameters are frozen."""
     num_trainable: int
@@ -285,7 +285,7 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
     batch_bytes = [0] * len(batches)
     for bucket in buckets:
         batch_bytes[bucket.batch] += bucket.reduce.wire_numel * bucket.sum_dtype.itemsize
-    least = min(option.batch_bytes for option in options)
+    least = max(option.batch_bytes for option in options)
     in_batches = len(batches) > 1 and all(nbytes >= least for nbytes in batch_bytes if nbytes)
     return GroupPlan(specs, buckets, tuple(batches), tuple(batch_bytes), in_batches, sum(batches))
 
@@ -293,7 +293,7 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
 def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:
     """The batch of each parameter: runs of as many bytes as are worth it, the last parameters in the first batch.
 
-    So is a quarter of the group, and half of that as the last batch.
+    A batch has at least a quarter of the large parameters' bytes; the last may have half of that.
 
     Backward comes to parameters in about that order. Not to norms and biases, which modules often register after what
     comes later in forward: such small ones go with the last batch, so that no other has to wait for them. What is
@@ -302,7 +302,7 @@ def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> 
     batch_of = [0] * len(specs)
     if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
         return batch_of
-    least = min(option.batch_bytes for option in options)
+    least = max(option.batch_bytes for option in options)
     sizes = [prod(spec.shape) * _wire_dtype(spec, options[spec.axes]).itemsize for spec in specs]
     small_bytes = _small_bytes(sizes)
     is_small = [size <= small_bytes for size in sizes]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_fsdp import ConfigurationError, fully_shard
+from composable_fsdp import ConfigurationError, LifecycleError, fully_shard
 from composable_fsdp.runtime.unit import unit_of
 from tests.ranks._models import Chain
 from tests.ranks._sharding import sharded, single_rank
@@ -64,6 +64,41 @@ def test_the_first_forward_names_both_modules_and_values(change: Callable[[Any],
     with pytest.raises(ConfigurationError) as caught:
         model(torch.ones(1, 8))
     assert str(caught.value) == text
+
+
+@pytest.mark.behaviour("B-04")
+@pytest.mark.parametrize("setter", ["set_prefetch_limit", "set_max_unsharded_bytes", "set_max_merged_bytes"])
+def test_after_the_first_forward_a_module_inside_refuses_what_only_the_root_is_told(setter: str) -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    model(torch.ones(1, 8)).sum().backward()
+    choice = setter.removeprefix("set_")
+    before = getattr(unit_of(model.layers[1]), choice)
+    with pytest.raises(ConfigurationError, match=rf"the {choice} of 'layers\.1' .* is 7, .*Call {setter} on the root"):
+        getattr(model.layers[1], setter)(7)
+    assert getattr(unit_of(model.layers[1]), choice) == before
+    getattr(model, setter)(7)
+    model(torch.ones(1, 8)).sum().backward()
+
+
+@pytest.mark.behaviour("B-04")
+def test_what_moves_parameters_is_refused_between_a_forward_and_its_backward() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    output = model(torch.ones(1, 8)).sum()
+    for change in (
+        lambda: sharded(model).set_reduce_scatter_unused_params(True),
+        lambda: sharded(model.layers[0]).set_custom_all_gather(object()),
+        lambda: sharded(model.layers[0]).set_custom_reduce_scatter(object()),
+    ):
+        with pytest.raises(LifecycleError, match=r"would move parameters of 'layers\.0'.*after the backward"):
+            change()
+    output.backward()
+    sharded(model).set_reduce_scatter_unused_params(True)
+    model(torch.ones(1, 8))
+    with pytest.raises(LifecycleError, match="reset_iter_state"):
+        sharded(model).set_reduce_scatter_unused_params(False)
+    sharded(model).reset_iter_state()
+    sharded(model).set_reduce_scatter_unused_params(False)
+    model(torch.ones(1, 8)).sum().backward()
 
 
 @pytest.mark.behaviour("B-04")
