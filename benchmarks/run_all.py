@@ -84,6 +84,8 @@ BENCHMARKS = [
             Benchmark(f"step-time-{ranks}-bf16-fused", f"step_time.py --bf16 {FUSED}", ranks, 30),
             Benchmark(f"step-time-{ranks}-sockets", f"step_time.py {LOCAL}", ranks, 30, SOCKETS),
             Benchmark(f"step-time-{ranks}-sockets-fused", f"step_time.py {FUSED}", ranks, 30, SOCKETS),
+            Benchmark(f"step-parts-{ranks}", "step_parts.py", ranks),
+            Benchmark(f"step-parts-{ranks}-sockets", "step_parts.py", ranks, environment=SOCKETS),
             Benchmark(f"order-check-{ranks}", "order_check.py", ranks),
             Benchmark(f"order-check-{ranks}-sockets", "order_check.py", ranks, environment=SOCKETS),
             Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),

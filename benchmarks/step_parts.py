@@ -1,0 +1,153 @@
+"""Which part of a step takes how much of a rank's CPU time: the limit of what a faster library could gain.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/step_parts.py --cases gpt-32,tiny-200
+
+The methods at which control passes from one part of the library to the next are wrapped by a clock, of the thread that
+runs the step; time counts for the innermost. What other threads take, such as gloo's, is a part of its own. The clock
+takes time too, about a microsecond for each call, so the sum is more than a step without it. FSDP2, as it comes, and
+the same model without communication run in turn with it, unclocked. ``model and optimizer`` of FSDP2's step is what
+``ours/fsdp2`` would be if the library took no time at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import CASES
+from report import interleaved, parser, publish, ratios, spread
+from step_time import WARM_UP
+from torch.distributed.device_mesh import init_device_mesh
+from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Job
+
+from composable_fsdp.comm.gloo import Arrival, GlooCommunicator
+from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
+from composable_fsdp.comm.shared.engine import Launched
+from composable_fsdp.runtime.gathering import _Gathering
+from composable_fsdp.runtime.gradients import GroupGradients, Launch, PendingReduction
+from composable_fsdp.runtime.hooks import _ModuleHooks
+from composable_fsdp.runtime.iteration import Iteration
+
+MODEL, OTHERS = "model and optimizer", "other threads"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier", "part")
+PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
+    "hooks": [
+        (_ModuleHooks, ("pre_forward", "post_forward")),
+        (Iteration, ("pre_backward", "post_backward", "end_backward")),
+        (GroupGradients, ("arrive",)),
+    ],
+    "gathers": [(_Gathering, ("launch", "finish"))],
+    "reductions": [(Launch, ("run",)), (PendingReduction, ("complete",))],
+    "communicator": [
+        (SharedMemoryCommunicator, COLLECTIVES),
+        (GlooCommunicator, COLLECTIVES[:3]),
+        (Launched, ("wait",)),
+        (Arrival, ("wait",)),
+    ],
+}
+
+
+class Clock:
+    """CPU seconds of this thread by part. ``running`` is the part that counts now, the outer ones before it."""
+
+    def __init__(self) -> None:
+        self.taken = dict.fromkeys((MODEL, *PARTS), 0.0)
+        self._running = [MODEL]
+        self._since = time.thread_time()
+
+    def wrap(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` with its time counted for ``part``."""
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._count()
+            self._running.append(part)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._count()
+                self._running.pop()
+
+        return run
+
+    def _count(self) -> None:
+        now = time.thread_time()
+        self.taken[self._running[-1]] += now - self._since
+        self._since = now
+
+    def measure(self, step: Callable[[torch.Tensor], object], batch: torch.Tensor) -> dict[str, float]:
+        """CPU milliseconds by part that one step takes."""
+        self._count()
+        before, process, thread = dict(self.taken), time.process_time(), time.thread_time()
+        step(batch)
+        self._count()
+        others = time.process_time() - process - (time.thread_time() - thread)
+        return {part: (self.taken[part] - before[part]) * 1e3 for part in before} | {OTHERS: max(0.0, others) * 1e3}
+
+
+def install(clock: Clock) -> None:
+    """Wraps the methods of ``PARTS``. Once, before anything is sharded."""
+    for part, classes in PARTS.items():
+        for owner, names in classes:
+            for name in names:
+                setattr(owner, name, clock.wrap(part, getattr(owner, name)))
+
+
+def measure(job: Job, clock: Clock, rounds: int) -> dict[str, Any]:
+    batch = job.case.batch(torch.Generator().manual_seed(dist.get_rank()))
+    steps = {}
+    for name in (OURS, FSDP2, "none"):
+        torch.manual_seed(0)
+        steps[name] = TRAINERS[name](job)
+
+    def whole(name: str) -> Callable[[], dict[str, float]]:
+        def run() -> dict[str, float]:
+            dist.barrier()
+            begin = time.process_time()
+            parts = clock.measure(steps[name], batch)
+            return parts | {"step": (time.process_time() - begin) * 1e3}
+
+        return run
+
+    samples = interleaved({name: whole(name) for name in steps}, rounds, warm_up=WARM_UP)
+    totals = {name: [sample["step"] for sample in taken] for name, taken in samples.items()}
+    row: dict[str, Any] = {part: spread([sample[part] for sample in samples[OURS]]) for part in (*clock.taken, OTHERS)}
+    row |= {f"{name} step": spread(taken) for name, taken in totals.items()}
+    row["model and optimizer/fsdp2"] = ratios([sample[MODEL] for sample in samples[OURS]], totals[FSDP2])
+    return row
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--cases", default="gpt-32,tiny-200", help=f"of {', '.join(CASES)}")
+    options.add_argument("--bf16", action="store_true", help="bf16 parameters, fp32 reduction")
+    options.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    options.add_argument("--rounds", type=int, default=30)
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    clock = Clock()
+    install(clock)
+    rows = []
+    for case in ["tiny-200"] if arguments.quick else arguments.cases.split(","):
+        job = Job(CASES[case], mesh, arguments.bf16, arguments.optimizer, local=True)
+        rows.append({"case": case, **measure(job, clock, 3 if arguments.quick else arguments.rounds)})
+    if dist.get_rank() == 0:
+        settings = {
+            "ranks": dist.get_world_size(),
+            "dtype": "bf16" if arguments.bf16 else "fp32",
+            "optimizer": f"{arguments.optimizer}, ours through local_optimizer",
+        }
+        columns = ["case", *clock.taken, OTHERS, "ours step", "fsdp2 step", "none step", "model and optimizer/fsdp2"]
+        publish("parts of a step, CPU ms", settings, columns, rows, arguments.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
