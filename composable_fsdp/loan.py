@@ -53,6 +53,9 @@ class _OnLoan:
     def drain(self) -> None:
         """Nothing is in flight."""
 
+    def deliver_before_changes(self) -> None:
+        """Nothing is in flight."""
+
     def __getattr__(self, name: str) -> NoReturn:
         raise LifecycleError(
             "a forward, unshard() or another operation of a sharded module came inside unsharded_params, where "

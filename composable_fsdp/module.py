@@ -22,6 +22,7 @@ from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.changes import ChangeCheck
 from composable_fsdp.runtime.hooks import call_as_forward, is_being_called
+from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.recovery import set_order_check
 from composable_fsdp.runtime.settings import check_settings
 from composable_fsdp.runtime.unit import Accumulation, Unit, find_unit, unit_of
@@ -64,9 +65,8 @@ class FSDPModule(TorchFSDPModule):
             async_op: return at once with a handle; the module's next forward waits for it if nobody else did.
         """
         unit = _unit(self)
-        iteration = iteration_of(unit)
-        iteration.deliver_before_changes()
-        unit.group.unshard(iteration.lanes)
+        unit.deliver_before_changes()
+        unit.group.unshard(iteration_of(unit).lanes)
         unit.note_kept()
         handle = UnshardHandle(unit)
         if async_op:
@@ -349,6 +349,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty`` … act on the sharded parameters; the groups take over what came of them."""
         for unit in _units(self, recurse=True):
+            unit.deliver_before_changes()
             unit.group.check_nothing_held()
             unit.group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
@@ -469,12 +470,12 @@ def _check_between_steps(setter: str, units: Sequence[Unit]) -> None:
     Raises:
         LifecycleError: parameters of ``units`` would lie elsewhere when a backward comes to what forward left.
     """
-    run = next((unit for unit in units if unit.runs), None)
-    if run is not None:
+    ran = [unit for unit in units if unit.iteration is not None and iteration_of(unit).may_come_back_to(unit)]
+    if ran:
         raise LifecycleError(
-            f"{setter} would move parameters of {run.name!r}, to whose last forward a backward may still come. Call it "
-            "before the forward or after the backward. If none is to come, run such forwards under torch.no_grad(), or "
-            "call reset_iter_state() on the root module first."
+            f"{setter} would move parameters of {ran[0].name!r}, to whose last forward a backward may still come. Call "
+            "it before the forward or after the backward. If none is to come, run such forwards under torch.no_grad(), "
+            "or call reset_iter_state() on the root module first."
         )
 
 
@@ -487,8 +488,8 @@ def _tell_root(module: object, choice: str, value: object) -> None:
     unit = _unit(module)
     before = getattr(unit, choice)
     setattr(unit, choice, value)
-    if unit.iteration is None:
-        return  # the first forward checks
+    if not isinstance(unit.iteration, Iteration):  # the first forward checks, or unsharded_params has it now
+        return
     try:
         check_settings(unit.iteration.root, [unit])
     except ConfigurationError:

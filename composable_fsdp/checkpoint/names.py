@@ -51,6 +51,7 @@ def at_rest(model: nn.Module) -> dict[int, ParameterSharding]:
     """Has ``model`` show its parameters in their sharded form. Returns how each is cut, by its id."""
     units = units_below(model)
     for unit in units:
+        unit.deliver_before_changes()
         unit.group.reshard()
         unit.group.refresh()
     return shardings_of(units)

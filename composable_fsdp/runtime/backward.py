@@ -10,10 +10,14 @@ from composable_fsdp.lifecycle import ParameterState
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.gradients import AutogradRun
 from composable_fsdp.runtime.refusals import unseen_output
-from composable_fsdp.runtime.steps import optimizer_steps
+from composable_fsdp.runtime.schedule import ForwardRecord
+from composable_fsdp.runtime.steps import sharded_steps
 from composable_fsdp.runtime.unit import Unit
 
 __all__ = ["Backward"]
+
+_MOST_FORWARDS = 256
+"""To which a backward may come, as far as is kept: there are more only where nobody means to run one."""
 
 
 class Backward:
@@ -30,18 +34,16 @@ class Backward:
         self.number = 0
         self._units = units
         self._run = AutogradRun()
-        self._seen_steps = optimizer_steps()
+        self._seen_steps = sharded_steps()
+        self._forwards: dict[ForwardRecord, list[Unit]] = {}
+        """Those to which a backward may come, and which units ran in each. Every rank has the same."""
+        self._reached: set[ForwardRecord] = set()
+        """Those to which this one has come."""
         self._left_unseen: list[Call] = []
         """Calls whose gradients left them before any was seen to enter."""
         for unit in units:
+            unit.runs = 0
             unit.group.gradients.run = self._run
-
-    def begin_forward(self) -> None:
-        """A forward begins. To those before an optimizer step no backward comes back any more."""
-        steps = optimizer_steps()
-        if steps != self._seen_steps:
-            self._seen_steps = steps
-            self._forget_runs()
 
     def begin(self) -> None:
         """A new one begins."""
@@ -58,19 +60,44 @@ class Backward:
                 raise unseen_output(call.unit)
         self._left_unseen.clear()
         self._run.number = -1
-        for unit in self._units:
-            if unit.runs_entered:
-                unit.runs, unit.runs_entered = max(0, unit.runs - unit.runs_entered), 0
+        for record in self._reached:
+            self.forget_forward(record)
+        self._reached.clear()
 
     def forget(self) -> None:
         """It has died, or is given up."""
         self._left_unseen.clear()
+        self._reached.clear()
         self._run.number = -1
-        self._forget_runs()
 
-    def _forget_runs(self) -> None:
-        for unit in self._units:
-            unit.runs = unit.runs_entered = 0
+    # -- to which forwards it may come
+
+    def count(self, unit: Unit, record: ForwardRecord) -> None:
+        """``unit`` has run in the forward of ``record``, to which a backward may come."""
+        units = self._forwards.get(record)
+        if units is None:
+            units = self._forwards[record] = []
+            if len(self._forwards) > _MOST_FORWARDS:
+                self.forget_forward(next(iter(self._forwards)))
+        units.append(unit)
+        unit.runs += 1
+
+    def forget_forward(self, record: ForwardRecord) -> None:
+        """A backward has come to the forward of ``record``, or none will."""
+        for unit in self._forwards.pop(record, ()):
+            unit.runs -= 1
+
+    def forget_forwards(self) -> None:
+        """No backward will come to any."""
+        for record in list(self._forwards):
+            self.forget_forward(record)
+
+    def forget_before_step(self) -> None:
+        """No backward comes to forwards from before the last optimizer step."""
+        steps = sharded_steps()
+        if steps != self._seen_steps:
+            self._seen_steps = steps
+            self.forget_forwards()
 
     # -- how far it has come
 
@@ -78,12 +105,10 @@ class Backward:
         """A gradient reached an output of ``call``."""
         call.entered = self.number
         call.open()
-        unit, of_round = call.unit, call.round
+        unit = call.unit
+        self._reached.add(call.round.record)
         for reached in (unit, *unit.lenders):
             reached.entered_backward = self.number
-        if of_round.is_counted and of_round.entered != self.number:
-            of_round.entered = self.number
-            unit.runs_entered += 1
 
     def leave(self, call: Call) -> None:
         """The gradients of ``call``'s inputs are complete."""

@@ -43,7 +43,7 @@ class AutogradRun:
     @property
     def is_around_another(self) -> bool:
         """Whether autograd now runs another one, within it: reentrant checkpoints begin one each."""
-        return self.number not in (-1, torch._C._current_graph_task_id())
+        return self.number != -1 and self.number != torch._C._current_graph_task_id()  # a tuple costs as much again
 
 
 class GroupGradients:

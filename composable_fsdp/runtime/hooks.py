@@ -230,6 +230,7 @@ class _ModuleHooks:
                 state_dict[prefix + name] = shard_of(parameter, value)
 
     def after_load_state_dict(self, *_: Any) -> None:
+        self._unit.deliver_before_changes()
         self._unit.group.refresh()
 
 

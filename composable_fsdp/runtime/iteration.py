@@ -146,8 +146,7 @@ class Iteration:
             of_round.record = self._record if recorded else of_round.record
             of_round.position = of_round.record.append(unit.name)
             if recorded:
-                of_round.is_counted = True
-                unit.runs += 1
+                self._backward.count(unit, self._record)
         if torch.is_grad_enabled():
             call = Call(unit, of_round, is_recomputed=self._pass is Pass.BACKWARD)
         of_round.remaining.discard(id(module))
@@ -167,6 +166,7 @@ class Iteration:
         with suppress(PeerError, DivergenceError):  # what went wrong first is being raised already
             if unit is self._outermost:
                 self._back_to_idle()
+                self._backward.forget_forward(self._record)
             else:
                 unit.group.reshard()
 
@@ -246,7 +246,7 @@ class Iteration:
             self.lanes.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
         self._record = ForwardRecord()
-        self._backward.begin_forward()
+        self._backward.forget_before_step()
         self.deliver_before_changes()
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
@@ -305,6 +305,7 @@ class Iteration:
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._thread = threading.current_thread()
         self._backward.begin()
+        self.deliver_before_changes()
         self._under_way.begin_backward()
         self._reductions.begin_backward()
         Variable._execution_engine.queue_callback(self.end_backward)
@@ -403,6 +404,7 @@ class Iteration:
         for unit in units:
             unit.group.gradients.drop()
         self._back_to_idle()
+        self._backward.forget_forwards()
         meeting.check_steps()
 
     def _back_to_idle(self) -> None:
@@ -416,6 +418,11 @@ class Iteration:
             self._in_step.forget_backward()
         self._under_way.end()
         self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
+
+    def may_come_back_to(self, unit: Unit) -> bool:
+        """Whether a backward may come to a forward that has used parameters of ``unit``."""
+        self._backward.forget_before_step()
+        return any(each.runs for each in (unit, *unit.borrowers))
 
     def was_reached(self, unit: Unit) -> bool:
         """Whether the last backward came to ``unit`` through an output that its hooks saw."""

@@ -55,11 +55,10 @@ class Round:
 
     Kept alive by the graph. ``seen``: what the parameters were, where that is compared in backward.
     ``awaited`` counts the module calls whose inputs' gradients backward has not reached yet.
-    ``entered``: the last backward that came to it, if it ``is_counted`` among the unit's ``runs``.
     ``ends_unseen``: the inputs of some call need no gradient, so that nothing shows when backward is done with it.
     """
 
-    __slots__ = ("awaited", "ends_unseen", "entered", "is_counted", "position", "record", "remaining", "seen")
+    __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining", "seen")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.remaining = {id(module) for module in modules}
@@ -67,8 +66,6 @@ class Round:
         self.position = -1
         self.awaited = 0
         self.ends_unseen = False
-        self.entered = -1
-        self.is_counted = False
         self.seen: Seen | None = None
 
 
@@ -129,9 +126,7 @@ class Unit:
         self.entered_backward = -1
         """The last backward that reached the unit through an output that its hooks saw."""
         self.runs = 0
-        """Runs in forward to which backward may come: of one forward, or of several before one backward."""
-        self.runs_entered = 0
-        """Those to which the backward under way has come."""
+        """Runs in forward to which a backward may come: in one forward, or in several before one backward."""
         self.plain_places: PlainPlaces | None = None
         """Where parameters were plain, and stayed so, when ``fully_shard`` made the unit. Not known of a copy."""
         self.kept_version: int | None = None
@@ -152,6 +147,11 @@ class Unit:
         if lender not in self.lenders:
             self.lenders = (*self.lenders, lender)
             lender.borrowers.append(self)
+
+    def deliver_before_changes(self) -> None:
+        """Ends the reductions in flight of parameters that were frozen or thawed since, before the group follows."""
+        if self.iteration is not None:
+            self.iteration.deliver_before_changes()
 
     def note_kept(self) -> None:
         """The group is left unsharded between passes."""

@@ -271,6 +271,51 @@ def test_batches_wait_where_two_forwards_have_one_backward(transport: Environmen
     run_ranks(run_twice_before_backward, 2, environment=transport)
 
 
+class Detour(nn.Module):
+    """One tower after another, of which the second's output need not be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))  # so that the towers' inputs have gradients
+        self.first, self.second = Tower(), Tower()
+
+    def forward(self, x: torch.Tensor, around: bool) -> torch.Tensor:
+        x = self.first(x * self.scale)
+        y: torch.Tensor = self.second(x)
+        return x if around else y
+
+
+def go_around_on_one_rank() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = Detour(), Detour()
+    fully_shard(model.first)
+    fully_shard(model.second, reshard_after_forward=False)  # so that ranks gather alike, used or not
+    fully_shard(model)
+
+    def step(of: nn.Module, microbatch: int, of_rank: int) -> None:
+        of(batch(microbatch, of_rank), microbatch == 0 and of_rank == 1).square().mean().backward()
+
+    step(model, 1, rank)
+    model.zero_grad()
+    with no_sync(model):
+        step(model, 0, rank)
+    assert unit_of(model.first).runs == unit_of(model.second).runs == 0, "or ranks decide differently in the next one"
+    step(model, 1, rank)
+    for other in range(size):
+        for microbatch in range(2):
+            step(reference, microbatch, other)
+    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor), name
+        assert whole.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad / size)
+
+
+@pytest.mark.behaviour("C-07", "C-17")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_what_one_rank_does_not_come_back_to_leaves_nothing_behind(transport: Environment) -> None:
+    run_ranks(go_around_on_one_rank, 2, environment=transport)
+
+
 def cut_where_it_is_worth_it() -> None:
     listed = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     fully_shard(listed)

@@ -79,6 +79,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ),
     ("runtime.unsharding",),
     ("runtime.reductions",),
+    ("runtime.backward",),
     ("runtime.iteration",),
     ("runtime.assemble",),
     ("runtime.hooks",),

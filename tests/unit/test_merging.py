@@ -74,6 +74,13 @@ def test_what_is_encoded_stays_in_one_batch() -> None:
     assert len(plan_group((spec(8), spec(8, codec=Int8())), options).batches) == 1
 
 
+def test_what_a_batch_is_worth_is_the_most_that_any_of_the_axes_asks() -> None:
+    of_one_rank, of_many = (PlanOptions(size, 0, 0, batch_bytes=least) for size, least in ((1, 16), (2, 1 << 20)))
+    specs = (spec(8, axes=0), spec(8, axes=1), spec(8, axes=1))
+    assert len(plan_group(specs, (of_one_rank, of_many)).batches) == 1
+    assert len(plan_group(specs, (of_one_rank, of_one_rank)).batches) > 1
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 5))
 def test_shards_of_all_ranks_in_common_memory_are_the_full_parameters(rows: list[int], num_shards: int) -> None:
     (bucket,) = plan_group(tuple(map(spec, rows)), (PlanOptions(num_shards, 0, 0, alias=True),)).buckets

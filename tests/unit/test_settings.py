@@ -102,6 +102,21 @@ def test_what_moves_parameters_is_refused_between_a_forward_and_its_backward() -
 
 
 @pytest.mark.behaviour("B-04")
+def test_what_moves_parameters_is_not_refused_once_no_backward_will_come() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    model.layers[0].requires_grad_(False)
+    model(torch.ones(1, 8)).sum().backward()  # which does not come to the frozen layer
+    sharded(model).set_reduce_scatter_unused_params(True)
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+    sharded(model).set_reduce_scatter_unused_params(False)
+    model(torch.ones(1, 8)).sum().backward()
+    model(torch.ones(1, 8))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    sharded(model).set_reduce_scatter_unused_params(True)
+
+
+@pytest.mark.behaviour("B-04")
 def test_what_the_root_is_told_counts_for_all_and_an_error_that_is_mended_is_over() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     root, layer = sharded(model), sharded(model.layers[0])
