@@ -36,7 +36,7 @@ MODEL, OTHERS = "model and optimizer", "other threads"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier", "part")
 PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
     "hooks": [
-        (_ModuleHooks, ("pre_forward", "post_forward")),
+        (_ModuleHooks, ("begin", "take_inputs", "finish")),
         (Iteration, ("pre_backward", "post_backward", "end_backward")),
         (GroupGradients, ("arrive",)),
     ],
