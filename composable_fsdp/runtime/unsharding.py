@@ -63,7 +63,8 @@ class Unsharding:
             if kept.kept_version is None:
                 continue
             # A fresh one stays watched: this forward may leave it out, and an optimizer step before the next.
-            if (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version:
+            is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
+            if is_stale or any(parameter.was_flipped for parameter in kept.group.parameters):
                 kept.group.reshard()
                 kept.kept_version = None
 

@@ -34,7 +34,7 @@ from composable_fsdp.testing import RanksError, run_ranks
 from tests.parity._draw import programs
 from tests.parity._features import FEATURES, features
 from tests.parity._fuzz_reference import differences
-from tests.parity.programs import Block, Leaf, Program, Unit
+from tests.parity.programs import Block, Leaf, Program, Step, Unit
 from tests.transports import IN_COMMON, SOCKETS
 
 ROUND = 1000
@@ -205,6 +205,15 @@ FOUND = {
     "segments that share a parameter, each with a backward of its own": _reentrant(2),
     "the same, with others before": _reentrant(3, Leaf(), Leaf()),
     "the same, with more before than segments": _reentrant(3, Leaf(), Leaf(), Leaf()),
+    "a frozen group that is kept, thawed while it is being gathered by hand": Program(
+        tree=Block(
+            kind="chain",
+            children=(Block(kind="chain", children=(Leaf(frozen=(0,)),), unit=Unit()), Leaf(), Leaf()),
+            unit=Unit(),
+        ),
+        width=2,
+        steps=(Step(keep="always", by_hand="unshard before"),) * 3,
+    ),
     "the same, freed after forward": _reentrant(3, Leaf(), Leaf(kind="scale"), reshard=True),
 }
 """Programs that failed once."""
