@@ -99,7 +99,12 @@ class ParameterGroup:
         self.tensors.build()
 
     def refresh(self) -> None:
-        """Follows replaced local tensors and changes of ``requires_grad``, once the parameters are sharded."""
+        """Follows replaced local tensors and changes of ``requires_grad``, once the parameters are sharded.
+
+        Not while gradients are held that lie as the plan has it: the next gather delivers them first.
+        """
+        if self.gradients.are_held and any(parameter.was_flipped for parameter in self.parameters):
+            return
         if self.parameter_state is ParameterState.SHARDED:
             self.tensors.refresh(self.check_nothing_held)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from typing import cast
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
@@ -264,7 +266,16 @@ class Layered(nn.Module):
         return out
 
 
-def freeze_while_gradients_are_on_their_way(sharded_sums: bool) -> None:
+LOOKS: dict[str, Callable[[FSDPModule], object]] = {
+    "nobody": lambda model: None,
+    "unshard": lambda model: model.unshard(),
+    "a checkpoint": lambda model: checkpoint.state_dict(cast(nn.Module, model)),
+    "load_state_dict": lambda model: cast(nn.Module, model).load_state_dict(cast(nn.Module, model).state_dict()),
+}
+"""Who sees first that parameters were frozen."""
+
+
+def freeze_while_gradients_are_on_their_way(summed: str, look: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = seeded(Layered)(), seeded(Layered)()
     fully_shard(model)
@@ -280,10 +291,9 @@ def freeze_while_gradients_are_on_their_way(sharded_sums: bool) -> None:
         if microbatch == 1:  # while the first one's gradients may be on their way
             for frozen in (model, reference):
                 frozen.get_submodule("first").requires_grad_(False)
-        if sharded_sums:
-            with nullcontext() if is_last else no_sync(model, sharded=True):
-                step(model, microbatch, rank, 1.0)
-        else:
+            LOOKS[look](model)
+        holds = summed != "reduced" and not is_last
+        with no_sync(model, sharded=summed == "sharded") if holds else nullcontext():
             step(model, microbatch, rank, 1.0)
         for other in range(size):
             step(reference, microbatch, other, 1 / size)
@@ -294,7 +304,10 @@ def freeze_while_gradients_are_on_their_way(sharded_sums: bool) -> None:
 
 
 @pytest.mark.behaviour("C-05", "C-07")
-@pytest.mark.parametrize("sharded_sums", [False, True])
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("summed", ["reduced", "sharded", "unsharded"])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_parameters_can_be_frozen_while_gradients_are_on_their_way(transport: Environment, sharded_sums: bool) -> None:
-    run_ranks(freeze_while_gradients_are_on_their_way, 2, sharded_sums, environment=transport)
+def test_parameters_can_be_frozen_while_gradients_are_on_their_way(
+    transport: Environment, summed: str, look: str
+) -> None:
+    run_ranks(freeze_while_gradients_are_on_their_way, 2, summed, look, environment=transport)
