@@ -17,15 +17,14 @@ from composable_fsdp.client_state import client_state
 from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
-from composable_fsdp.errors import ConfigurationError, LifecycleError, UnsupportedError
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.changes import ChangeCheck
 from composable_fsdp.runtime.hooks import call_as_forward, is_being_called
-from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.recovery import set_order_check
-from composable_fsdp.runtime.settings import check_settings
 from composable_fsdp.runtime.unit import Accumulation, Unit, find_unit, unit_of
+from composable_fsdp.setters import check_between_steps, check_count, on_stream, tell_root
 
 __all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
@@ -177,7 +176,7 @@ class FSDPModule(TorchFSDPModule):
             LifecycleError: a backward may still come to a forward that has run.
         """
         units = list(_units(self, recurse))
-        _check_between_steps("set_reduce_scatter_unused_params", units)
+        check_between_steps("set_reduce_scatter_unused_params", units)
         for unit in units:
             for channel in unit.group.channels:
                 channel.unequal_use = reduce_scatter_unused_params
@@ -193,7 +192,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigurationError: not an int of at least 1.
         """
-        _check_count("max_input_buffers", max_input_buffers, least=1)
+        check_count("max_input_buffers", max_input_buffers, least=1)
         for unit in _units(self, recurse):
             unit.reductions_in_flight = max_input_buffers
 
@@ -208,8 +207,8 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigurationError: not an int of at least 0, or this module is not the root of what has run already.
         """
-        _check_count("limit", limit)
-        _tell_root(self, "prefetch_limit", limit)
+        check_count("limit", limit)
+        tell_root(_unit(self), "prefetch_limit", limit)
 
     def set_max_unsharded_bytes(self, max_unsharded_bytes: int | None) -> None:
         """Bounds the memory of parameters that are gathered ahead of their turn. Call it on the root.
@@ -223,8 +222,8 @@ class FSDPModule(TorchFSDPModule):
             ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of what has run
                 already.
         """
-        _check_count("max_unsharded_bytes", max_unsharded_bytes, or_none=True)
-        _tell_root(self, "max_unsharded_bytes", max_unsharded_bytes)
+        check_count("max_unsharded_bytes", max_unsharded_bytes, or_none=True)
+        tell_root(_unit(self), "max_unsharded_bytes", max_unsharded_bytes)
 
     def set_max_merged_bytes(self, max_merged_bytes: int) -> None:
         """How many bytes of full parameters of small groups next to each other share one all-gather and one reduction.
@@ -237,8 +236,8 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigurationError: not an int of at least 0, or this module is not the root of what has run already.
         """
-        _check_count("max_merged_bytes", max_merged_bytes)
-        _tell_root(self, "max_merged_bytes", max_merged_bytes)
+        check_count("max_merged_bytes", max_merged_bytes)
+        tell_root(_unit(self), "max_merged_bytes", max_merged_bytes)
 
     def set_order_check(self, level: str) -> None:
         """How much ranks compare, before a collective begins, to see that all of them are about to do the same.
@@ -284,7 +283,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: a backward may still come to a forward that has run.
         """
-        _check_between_steps("set_custom_all_gather", [_unit(self)])
+        check_between_steps("set_custom_all_gather", [_unit(self)])
         for channel in _unit(self).group.channels:
             channel.customize_gather(comm)
         _unit(self).group.rebuild()
@@ -300,7 +299,7 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: a backward may still come to a forward that has run.
         """
-        _check_between_steps("set_custom_reduce_scatter", [_unit(self)])
+        check_between_steps("set_custom_reduce_scatter", [_unit(self)])
         for channel in _unit(self).group.channels:
             channel.customize_scatter(comm)
         _unit(self).group.rebuild()
@@ -314,7 +313,7 @@ class FSDPModule(TorchFSDPModule):
                 all-reduce over ranks outside the mesh. Every rank calls it equally often.
             stream: where the hook runs on an accelerator; ``None`` is the stream of the reduction.
         """
-        _unit(self).group.gradients.all_reduce_hook = hook if stream is None else _on_stream(hook, stream)
+        _unit(self).group.gradients.all_reduce_hook = hook if stream is None else on_stream(hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Makes the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
@@ -465,49 +464,6 @@ def _units(module: object, recurse: bool) -> Iterator[Unit]:
     yield from {unit: None for child in module.modules() if (unit := find_unit(child)) is not None}
 
 
-def _check_between_steps(setter: str, units: Sequence[Unit]) -> None:
-    """
-    Raises:
-        LifecycleError: parameters of ``units`` would lie elsewhere when a backward comes to what forward left.
-    """
-    ran = [unit for unit in units if unit.iteration is not None and iteration_of(unit).may_come_back_to(unit)]
-    if ran:
-        raise LifecycleError(
-            f"{setter} would move parameters of {ran[0].name!r}, to whose last forward a backward may still come. Call "
-            "it before the forward or after the backward. If none is to come, run such forwards under torch.no_grad(), "
-            "or call reset_iter_state() on the root module first."
-        )
-
-
-def _tell_root(module: object, choice: str, value: object) -> None:
-    """Sets a choice that counts for all units of a root.
-
-    Raises:
-        ConfigurationError: the root has run, and this is another one, which was told something else.
-    """
-    unit = _unit(module)
-    before = getattr(unit, choice)
-    setattr(unit, choice, value)
-    if not isinstance(unit.iteration, Iteration):  # the first forward checks, or unsharded_params has it now
-        return
-    try:
-        check_settings(unit.iteration.root, [unit])
-    except ConfigurationError:
-        setattr(unit, choice, before)
-        raise
-
-
-def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
-    def on_stream(output: torch.Tensor) -> None:
-        module = torch.get_device_module(output.device)
-        stream.wait_stream(module.current_stream())
-        with module.stream(stream):
-            hook(output)
-        module.current_stream().wait_stream(stream)
-
-    return on_stream
-
-
 def _sharded_units(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -515,18 +471,6 @@ def _sharded_units(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -
                 f"{taker} takes sharded modules, not {type(module).__name__}: call fully_shard on it first."
             )
     return [_unit(module) for module in modules]
-
-
-def _check_count(name: str, value: object, *, least: int = 0, or_none: bool = False) -> None:
-    """
-    Raises:
-        ConfigurationError: ``value`` is not an int of at least ``least``, nor ``None`` where it may be.
-    """
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if not is_count and not (or_none and value is None):
-        raise ConfigurationError(
-            f"{name} must be an int of at least {least}{' or None' if or_none else ''}, not {value!r}."
-        )
 
 
 def _unsupported(what: str, instead: str) -> NoReturn:

@@ -91,7 +91,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("testing.ranks",),
     ("testing",),
     ("acceptance",),
-    ("bypass", "client_state", "collect", "copying"),
+    ("bypass", "client_state", "collect", "copying", "setters"),
     ("module",),
     ("broadcast", "placed", "registered"),
     ("loan", "whole"),

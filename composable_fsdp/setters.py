@@ -1,0 +1,70 @@
+"""What the setters of ``FSDPModule`` check, and how they hand on what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from composable_fsdp.errors import ConfigurationError, LifecycleError
+from composable_fsdp.runtime.assemble import iteration_of
+from composable_fsdp.runtime.iteration import Iteration
+from composable_fsdp.runtime.settings import check_settings
+from composable_fsdp.runtime.unit import Unit
+
+__all__ = ["check_between_steps", "check_count", "on_stream", "tell_root"]
+
+
+def check_count(name: str, value: object, *, least: int = 0, or_none: bool = False) -> None:
+    """
+    Raises:
+        ConfigurationError: ``value`` is not an int of at least ``least``, nor ``None`` where it may be.
+    """
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not is_count and not (or_none and value is None):
+        raise ConfigurationError(
+            f"{name} must be an int of at least {least}{' or None' if or_none else ''}, not {value!r}."
+        )
+
+
+def check_between_steps(setter: str, units: Sequence[Unit]) -> None:
+    """
+    Raises:
+        LifecycleError: parameters of ``units`` would lie elsewhere when a backward comes to what forward left.
+    """
+    ran = [unit for unit in units if unit.iteration is not None and iteration_of(unit).may_come_back_to(unit)]
+    if ran:
+        raise LifecycleError(
+            f"{setter} would move parameters of {ran[0].name!r}, to whose last forward a backward may still come. Call "
+            "it before the forward or after the backward. If none is to come, run such forwards under torch.no_grad(), "
+            "or call reset_iter_state() on the root module first."
+        )
+
+
+def tell_root(unit: Unit, choice: str, value: object) -> None:
+    """Sets a choice that counts for all units of a root.
+
+    Raises:
+        ConfigurationError: the root has run, and this is another one, which was told something else.
+    """
+    before = getattr(unit, choice)
+    setattr(unit, choice, value)
+    if not isinstance(unit.iteration, Iteration):  # the first forward checks, or unsharded_params has it now
+        return
+    try:
+        check_settings(unit.iteration.root, [unit])
+    except ConfigurationError:
+        setattr(unit, choice, before)
+        raise
+
+
+def on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def on_stream(output: torch.Tensor) -> None:
+        module = torch.get_device_module(output.device)
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
+            hook(output)
+        module.current_stream().wait_stream(stream)
+
+    return on_stream
