@@ -36,7 +36,9 @@ class Backward:
         self._run = AutogradRun()
         self._seen_steps = sharded_steps()
         self._forwards: dict[ForwardRecord, list[Unit]] = {}
-        """Those to which a backward may come, and which units ran in each. Every rank has the same."""
+        """Those to which a backward may come, and which units ran in each. Every rank has the same, but for units that
+        ranks in step skip.
+        """
         self._reached: set[ForwardRecord] = set()
         """Those to which this one has come."""
         self._left_unseen: list[Call] = []

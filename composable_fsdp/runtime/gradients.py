@@ -240,7 +240,7 @@ class GroupGradients:
 
     @property
     def batch_bytes(self) -> Sequence[int]:
-        """Of each batch's message, before encoding."""
+        """Of each batch's gradients, in the dtype in which they are added up."""
         return self._tensors.plan.batch_bytes
 
     def traffic_of(self, batches: Sequence[int]) -> Traffic:

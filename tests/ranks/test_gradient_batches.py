@@ -254,11 +254,16 @@ def run_twice_before_backward() -> None:
     for _ in range(2):
         model.zero_grad()
         two_forwards(model, rank)
+    check_gradients(model, reference, size)
+    assert [unit_of(tower).runs for tower in model.towers] == [0, 0], "so that the next step's batches leave ahead"
+
+
+def check_gradients(model: nn.Module, reference: nn.Module, size: int) -> None:
+    """Those of ``reference`` are the sums of what all ranks did."""
     for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(parameter.grad, DTensor), name
         assert whole.grad is not None
         torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad / size)
-    assert [unit_of(tower).runs for tower in model.towers] == [0, 0], "so that the next step's batches leave ahead"
 
 
 def play_one(model: nn.Module, rank: int) -> None:
@@ -304,10 +309,7 @@ def go_around_on_one_rank() -> None:
     for other in range(size):
         for microbatch in range(2):
             step(reference, microbatch, other)
-    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert isinstance(parameter.grad, DTensor), name
-        assert whole.grad is not None
-        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad / size)
+    check_gradients(model, reference, size)
 
 
 @pytest.mark.behaviour("C-07", "C-17")

@@ -259,7 +259,7 @@ def test_ranks_may_use_different_parts_of_checkpointed_layers(world_size: int) -
     run_ranks(use_parts_of_checkpointed_layers, world_size)
 
 
-class Optional(nn.Module):
+class Skippable(nn.Module):
     """A module with parameters of its own around two others."""
 
     def __init__(self) -> None:
@@ -277,19 +277,19 @@ class Optional(nn.Module):
 class Having(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.optional = nn.Linear(5, 5), Optional()
+        self.stem, self.skippable = nn.Linear(5, 5), Skippable()
 
     def forward(self, x: torch.Tensor, runs: bool) -> torch.Tensor:
         x = self.stem(x)
-        return self.optional(x) if runs else x
+        return self.skippable(x) if runs else x
 
 
 def bound_memory_while_one_rank_skips() -> None:
     model: Any = Having()
-    for module in (*model.optional.parts, model.optional, model):
+    for module in (*model.skippable.parts, model.skippable, model):
         fully_shard(module)
     model.set_reduce_scatter_unused_params(True)
-    nbytes = unit_of(model.optional).group.plan.unsharded_bytes
+    nbytes = unit_of(model.skippable).group.plan.unsharded_bytes
     model.set_max_unsharded_bytes(3 * nbytes)  # the root, which stays, and two of the other three
     for step in range(3):
         model(batch_of(step, dist.get_rank()), dist.get_rank() == 0).square().mean().backward()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import ConfigurationError, LifecycleError, fully_shard
+from composable_fsdp.runtime.backward import _MOST_FORWARDS
 from composable_fsdp.runtime.unit import unit_of
 from tests.ranks._models import Chain
 from tests.ranks._sharding import sharded, single_rank
@@ -128,3 +129,11 @@ def test_what_the_root_is_told_counts_for_all_and_an_error_that_is_mended_is_ove
         model(torch.ones(1, 8))
     layer.set_max_merged_bytes(0)
     model(torch.ones(1, 8)).sum().backward()
+
+
+def test_forwards_that_nobody_comes_back_to_are_not_kept_for_ever() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    outputs = [model(torch.ones(1, 8)) for _ in range(_MOST_FORWARDS + 3)]
+    assert {unit_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS}
+    outputs[-1].sum().backward()
+    assert {unit_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS - 1}
