@@ -31,6 +31,7 @@ from composable_fsdp.runtime.gathering import _Gathering
 from composable_fsdp.runtime.gradients import GroupGradients, Launch, PendingReduction
 from composable_fsdp.runtime.hooks import _ModuleHooks
 from composable_fsdp.runtime.iteration import Iteration
+from composable_fsdp.runtime.repeated import Repetition
 
 MODEL, OTHERS = "model and optimizer", "other threads"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier", "part")
@@ -40,7 +41,7 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
         (Iteration, ("pre_backward", "post_backward", "end_backward")),
         (GroupGradients, ("arrive",)),
     ],
-    "gathers": [(_Gathering, ("launch", "finish"))],
+    "gathers": [(_Gathering, ("launch", "finish")), (Repetition, ("launch", "finish"))],
     "reductions": [(Launch, ("run",)), (PendingReduction, ("complete",))],
     "communicator": [
         (SharedMemoryCommunicator, COLLECTIVES),

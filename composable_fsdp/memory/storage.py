@@ -21,16 +21,15 @@ __all__ = [
 ]
 
 
-def allocate_storage(tensor: torch.Tensor, nbytes: int) -> None:
-    """Gives ``tensor``'s storage ``nbytes`` bytes, contents undefined unless it has them. The only place that does."""
-    storage = tensor.untyped_storage()
+def allocate_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Gives ``storage`` ``nbytes`` bytes, contents undefined unless it has them. The only place that does."""
     if storage.nbytes() != nbytes:  # torch would take other memory and copy all of it
         storage.resize_(nbytes)
 
 
-def free_storage(tensor: torch.Tensor) -> None:
-    """Gives ``tensor``'s storage back. Its views keep their shapes and must not be read until it is allocated again."""
-    tensor.untyped_storage().resize_(0)
+def free_storage(storage: torch.UntypedStorage) -> None:
+    """Gives its memory back. Tensors keep their shapes and must not be read until it is allocated again."""
+    storage.resize_(0)
 
 
 class UnshardedBuffer(Protocol):
@@ -63,18 +62,19 @@ class OwnedBuffer:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self._flat.untyped_storage()
         self._writable = self._flat.data
         self._full_nbytes = numel * dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        return self._flat.untyped_storage().nbytes()
+        return self._storage.nbytes()
 
     def allocate(self) -> None:
-        allocate_storage(self._flat, self._full_nbytes)
+        allocate_storage(self._storage, self._full_nbytes)
 
     def free(self) -> None:
-        free_storage(self._flat)
+        free_storage(self._storage)
 
     def region(self, offset: int, length: int) -> torch.Tensor:
         return self._writable[offset : offset + length]

@@ -25,6 +25,7 @@ from composable_fsdp.memory.store import ShardStore, carry
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.common import CommonCopy
 from composable_fsdp.runtime.parameter import ShardedParameter
+from composable_fsdp.runtime.repeated import AsItLies
 from composable_fsdp.runtime.scatter import GradientScatter
 
 __all__ = ["AnyBucket", "Bucket", "Gather"]
@@ -39,9 +40,6 @@ class Gather:
     contiguous, of any dtypes, are packed into a message by the group, which puts what came into ``rows``: for each
     payload ``(num_shards, numel)``, contiguous along the last dim only. ``messages`` keeps alive what they are views
     of.
-
-    Where what comes needs nothing but to be copied, ``places`` say where to, ``widths`` wide one after the other. The
-    group does that itself, for all its buckets at once where it can, and leaves ``rows`` empty.
     """
 
     direct: list[Transfer]
@@ -49,8 +47,6 @@ class Gather:
     rows: list[torch.Tensor] = field(default_factory=list)
     messages: list[torch.Tensor] = field(default_factory=list)
     whole: list[torch.Tensor] = field(default_factory=list)
-    places: Sequence[torch.Tensor] = ()
-    widths: Sequence[int] = ()
 
 
 class AnyBucket(Protocol):
@@ -88,6 +84,11 @@ class AnyBucket(Protocol):
         """Whether the gather would write to what other ranks may still read."""
         ...
 
+    @property
+    def as_it_lies(self) -> AsItLies | None:
+        """What a gather that is the same in every step sends and takes, if that is all there is to do."""
+        ...
+
     def follow(self, plan: BucketPlan) -> None: ...
 
     def prepare_gather(self) -> Gather:
@@ -95,7 +96,7 @@ class AnyBucket(Protocol):
         ...
 
     def finish_gather(self, gather: Gather) -> None:
-        """Takes the rest of the memory and puts there what came, if that is in ``rows``."""
+        """Takes the rest of the memory and puts there what came."""
         ...
 
     def free(self) -> None:
@@ -180,6 +181,19 @@ class Bucket:
     def awaits_readers(self) -> bool:
         return self._common is not None and not self._common.is_kept and self.channel.others_may_read
 
+    @property
+    def as_it_lies(self) -> AsItLies | None:
+        plan, layout, flat = self.plan, self.plan.gather, self.store.flat
+        alone = layout.packed_numel and not layout.direct and not layout.whole
+        if not (plan.travels and alone and plan.codec is None and flat.device == self._device):
+            return None
+        packed, dtype = flat[: layout.packed_numel], plan.compute_dtype
+        if self._runs:
+            return AsItLies(packed, dtype, self.buffer, self._run_places, runs=self._runs)
+        if not layout.in_chunks:
+            return None
+        return AsItLies(packed, dtype, self.buffer, self._row_places, layout.packed_widths)
+
     def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
         """Of each payload, and of what travels direct, where a gather comes from a smaller mesh."""
         if not self.plan.travels:
@@ -252,8 +266,6 @@ class Bucket:
             packed = wire[: layout.packed_numel]
             codec = self.plan.codec if self._decodes else None
             gather.payloads.append(packed if codec is None else encode_rows(codec, packed.unsqueeze(0)).view(-1))
-            if codec is None and layout is self.plan.gather and layout.in_chunks and not self._runs:
-                gather.places, gather.widths = self._row_places, layout.packed_widths
         return gather
 
     def _fill_spans(self, layout: GatherLayout, wire: torch.Tensor) -> list[torch.Tensor]:
@@ -273,8 +285,6 @@ class Bucket:
         if not gather.payloads:
             return
         self.buffer.allocate()
-        if not gather.rows:
-            return
         layout, received = self._layout, gather.rows[0]
         if not self._decodes or self.plan.codec is None:
             if layout is self.plan.gather and self._runs:

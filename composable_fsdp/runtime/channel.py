@@ -47,9 +47,8 @@ class Channel:
         return self.axes.replicate
 
     def note_release(self) -> None:
-        """This rank no longer reads the full parameters, but others may until all have parted."""
-        if self.common_memory is not None:
-            self._released_at = cast(AliasingCommunicator, self.axes.shard).partings
+        """This rank no longer reads the full parameters in common memory, but others may until all have parted."""
+        self._released_at = cast(AliasingCommunicator, self.axes.shard).partings
 
     @property
     def others_may_read(self) -> bool:

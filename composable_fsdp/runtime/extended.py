@@ -96,6 +96,10 @@ class ExtendedBucket:
     def direct_bytes(self) -> int:
         return 0
 
+    @property
+    def as_it_lies(self) -> None:
+        return None
+
     def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
         """Of each input, known once they were gathered; nothing travels direct."""
         outputs = [output for gathered in self._gathered for output in gathered.outputs]
@@ -110,7 +114,7 @@ class ExtendedBucket:
         """Gives the memory of the unsharded parameters back. Legal when it already is."""
         for gathered in self._gathered:
             for tensor, _ in gathered.storages:
-                free_storage(tensor)
+                free_storage(tensor.untyped_storage())
 
     # -- shards to full parameters
 
@@ -182,7 +186,7 @@ class ExtendedBucket:
     def _refill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Later: the same full tensor, without telling autograd, which has saved it."""
         for tensor, nbytes in gathered.storages:
-            allocate_storage(tensor, nbytes)
+            allocate_storage(tensor.untyped_storage(), nbytes)
         out = local_part(parameter.unsharded)
         written = (*gathered.outputs, *gathered.inner, parameter.unsharded, out)
         with torch.autograd._unsafe_preserve_version_counter(written):

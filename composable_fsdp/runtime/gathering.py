@@ -8,17 +8,44 @@ from typing import cast
 import torch
 
 from composable_fsdp.comm.c10d import Together
-from composable_fsdp.comm.protocol import AliasingCommunicator
+from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator
 from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.runtime.bucket import AnyBucket, Gather
-from composable_fsdp.runtime.messages import Joint, pack_messages, together
+from composable_fsdp.runtime.messages import pack_messages, together
+from composable_fsdp.runtime.repeated import RepeatedGather, Repetition, repeated_gather
 
-__all__ = ["launch_gather"]
+__all__ = ["LastGather", "launch_gather"]
 
 
-def launch_gather(lanes: Lanes, buckets: Sequence[AnyBucket], device: torch.device, label: str) -> Pending[None]:
+class LastGather:
+    """What was gathered last, ready for the next step if that gathers the same, as it lies. Final.
+
+    Keeps the buckets until then, also one that its group has replaced since.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: Sequence[AnyBucket] = ()
+        self._communicators: Sequence[Communicator] = ()
+        self._gather: RepeatedGather | None = None
+
+    def of(self, buckets: Sequence[AnyBucket]) -> RepeatedGather | None:
+        """The gather of all ``buckets``; ``None`` where it takes more than sending them as they lie."""
+        channels = [bucket.channel for bucket in buckets]
+        if channels and channels[0].smaller is not None:
+            return None  # it sends slices that forward has left, this time
+        communicators = [channel.gather for channel in channels]
+        if buckets != self._buckets or communicators != self._communicators:
+            self._gather = None
+            self._buckets, self._communicators = buckets, communicators
+            self._gather = repeated_gather([bucket.as_it_lies for bucket in buckets], communicators)
+        return self._gather
+
+
+def launch_gather(
+    lanes: Lanes, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: LastGather
+) -> Pending[None]:
     """Gathers the parameters of ``buckets``, with one launch for each communicator.
 
     Args:
@@ -26,8 +53,10 @@ def launch_gather(lanes: Lanes, buckets: Sequence[AnyBucket], device: torch.devi
         buckets: in the same order on every rank.
         device: where modules compute.
         label: what errors call it, the same on every rank.
+        last: what the same buckets may have been gathered by before.
     """
-    gathering = _Gathering(buckets, device, label)
+    repeated = last.of(buckets)
+    gathering = _Gathering(buckets, device, label) if repeated is None else Repetition(repeated, label)
     return lanes.gather.run(gathering.launch, gathering.finish)
 
 
@@ -39,7 +68,6 @@ class _Gathering:
         self._label = label
         self._device = device
         self._gathers: list[Gather] = []
-        self._joints: list[Joint] = []
 
     @without_grad
     def launch(self) -> Work:
@@ -48,9 +76,7 @@ class _Gathering:
         works: list[Work] = []
         for communicator, gathers in together([b.channel.gathers_over for b in self._buckets], self._gathers):
             transfers = [transfer for gather in gathers for transfer in gather.direct]
-            packed, joints = pack_messages(gathers, communicator, self._device)
-            transfers += packed
-            self._joints += joints
+            transfers += pack_messages(gathers, communicator, self._device)
             whole = [bits for gather in gathers for bits in gather.whole]
             if whole:
                 works.append(communicator.all_reduce(whole, ReduceOp.SUM, self._label))
@@ -68,12 +94,5 @@ class _Gathering:
 
     @without_grad
     def finish(self) -> None:
-        arrived = list(zip(self._buckets, self._gathers, strict=True))
-        for bucket, gather in arrived:
-            if gather.places:
-                bucket.finish_gather(gather)
-        for joint in self._joints:
-            joint.copy()
-        for bucket, gather in arrived:  # hooks of users among them, which may raise
-            if not gather.places:
-                bucket.finish_gather(gather)
+        for bucket, gather in zip(self._buckets, self._gathers, strict=True):
+            bucket.finish_gather(gather)

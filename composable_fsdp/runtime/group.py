@@ -28,6 +28,13 @@ from composable_fsdp.runtime.traffic import gather_traffic, smaller_gather_traff
 
 __all__ = ["ParameterGroup", "unshard_together"]
 
+_HERE_OR_COMING = frozenset(
+    before
+    for (before, operation), after in PARAMETER_TRANSITIONS.items()
+    if operation is ParameterOperation.UNSHARD and after is before
+)
+"""In which parameters are in memory or on their way."""
+
 
 class ParameterGroup:
     """Parameters that are communicated together.
@@ -103,10 +110,11 @@ class ParameterGroup:
 
         Not while gradients are held that lie as the plan has it: the next gather delivers them first.
         """
+        if self.parameter_state is not ParameterState.SHARDED or self.tensors.registration.is_current:
+            return
         if self.gradients.are_held and any(parameter.was_flipped for parameter in self.parameters):
             return
-        if self.parameter_state is ParameterState.SHARDED:
-            self.tensors.refresh(self.check_nothing_held)
+        self.tensors.refresh(self.check_nothing_held)
 
     def rebuild(self) -> None:
         """Makes the tensors anew, after a change of what the plan depends on."""
@@ -149,9 +157,7 @@ class ParameterGroup:
     @property
     def is_coming(self) -> bool:
         """Whether the parameters are in memory or on their way, and :meth:`unshard` has nothing else to do either."""
-        state = self.parameter_state
-        in_memory = state is ParameterState.UNSHARDED or state is ParameterState.UNSHARDING
-        return in_memory and not self.gradients.are_held
+        return self.parameter_state in _HERE_OR_COMING and not self.gradients.are_held
 
     def _needs_gather(self, lanes: Lanes) -> bool:
         """Whether the parameters are neither in memory nor on their way."""
@@ -160,8 +166,7 @@ class ParameterGroup:
         self.refresh()
         if not self.tensors.are_placed:
             raise self.tensors.misplaced(self.name)
-        before = self.parameter_state
-        return advance(PARAMETER_TRANSITIONS, before, ParameterOperation.UNSHARD, self.name) is not before
+        return self.parameter_state not in _HERE_OR_COMING
 
     def _await_gather(self, pending: Pending[None], lane: str, begin: float | None) -> None:
         self._pending_gather = pending
@@ -199,8 +204,14 @@ class ParameterGroup:
             pending, self._pending_gather = self._pending_gather, None
             pending.wait()
             # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
-            for bucket in self.buckets:
-                bucket.drop_slice()
+            self._drop_slices()
+
+    def _drop_slices(self) -> None:
+        """The next gather comes from the whole shard axis again."""
+        if self.channels[0].smaller is None:
+            return
+        for bucket in self.tensors.buckets:
+            bucket.drop_slice()
         for channel in self.channels:
             channel.smaller = None
 
@@ -212,8 +223,7 @@ class ParameterGroup:
             return
         if before is not ParameterState.UNSHARDED:  # a gather is on its way, or slices are kept for one
             self._end_gather()
-            for bucket in self.buckets:
-                bucket.drop_slice()
+            self._drop_slices()
         if before is not ParameterState.SHRUNK:
             self._release()
 
@@ -239,8 +249,9 @@ class ParameterGroup:
     def _release(self) -> None:
         self.tensors.registration.show_sharded()
         for channel in self.channels:
-            channel.note_release()
-        for bucket in self.buckets:
+            if channel.common_memory is not None:
+                channel.note_release()
+        for bucket in self.tensors.buckets:
             bucket.free()
         if trace.listeners:
             self._note_memory()
@@ -266,9 +277,9 @@ def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, label: str)
 @labelled("all_gather", lambda groups, lanes, label: all_of([group.name for group in groups]))
 def _launch(needed: Sequence[ParameterGroup], lanes: Lanes, label: str) -> None:
     begin = trace.now() if trace.listeners else None
-    buckets = [bucket for group in needed for bucket in group.buckets]
+    buckets = [bucket for group in needed for bucket in group.tensors.buckets]
     try:
-        pending = launch_gather(lanes, buckets, needed[0].axes.device, label)
+        pending = launch_gather(lanes, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
     except BaseException:
         for bucket in buckets:
             bucket.free()

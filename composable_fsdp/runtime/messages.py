@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -17,28 +17,8 @@ Key = TypeVar("Key")
 Member = TypeVar("Member")
 
 
-class Joint(NamedTuple):
-    """What comes for some gathers, end to end in ``(size, numel)``, and needs nothing but to be copied."""
-
-    rows: torch.Tensor
-    sent: torch.Tensor
-    """Kept until nobody reads it."""
-    gathers: Sequence[Gather]
-
-    def copy(self) -> None:
-        """To the places of all, once these have memory."""
-        places = [place for gather in self.gathers for place in gather.places]
-        if len(places) == 1:
-            places[0].copy_(self.rows)  # half of what the operation for several costs
-            return
-        widths = [width for gather in self.gathers for width in gather.widths]
-        torch.split_with_sizes_copy(self.rows, widths, dim=1, out=places)
-
-
-def pack_messages(
-    gathers: Sequence[Gather], communicator: Communicator, device: torch.device
-) -> tuple[list[Transfer], list[Joint]]:
-    """The transfer of all payloads; and what it brings, in ``rows`` of each gather, or where it is only to be copied.
+def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device: torch.device) -> list[Transfer]:
+    """The transfer of all payloads, which brings the ``rows`` of each gather.
 
     A single payload is sent from where it lies. Several are copied into one message, each on an aligned boundary: one
     launch costs more than the copy of what is small enough to be packed.
@@ -46,7 +26,7 @@ def pack_messages(
     filled = [gather for gather in gathers if gather.payloads]
     payloads = [payload for gather in filled for payload in gather.payloads]
     if not payloads:
-        return [], []
+        return []
     if len(payloads) == 1:
         sent, rows = payloads[0], _rows_of(payloads[0], communicator, device)
         places: Sequence[torch.Tensor] = (rows,)
@@ -54,20 +34,13 @@ def pack_messages(
         sent = communicator.allocate(sum(p.numel() for p in payloads), payloads[0].dtype, device)
         torch.cat(payloads, out=sent)
         rows = _rows_of(sent, communicator, device)
-        if all(gather.places for gather in filled):
-            return [Transfer(rows.view(-1), sent)], [Joint(rows, sent, filled)]
         places = torch.split_with_sizes(rows, [p.numel() for p in payloads], dim=1)
     else:
         sent, rows, places = _as_bytes(payloads, communicator, device)
     remaining = iter(places)
-    joints = []
     for gather in filled:
-        parts = [next(remaining) for _ in gather.payloads]
-        if gather.places:
-            joints.append(Joint(parts[0], sent, [gather]))
-        else:
-            gather.rows, gather.messages = parts, [rows, sent]
-    return [Transfer(rows.view(-1), sent)], joints
+        gather.rows, gather.messages = [next(remaining) for _ in gather.payloads], [rows, sent]
+    return [Transfer(rows.view(-1), sent)]
 
 
 def _rows_of(sent: torch.Tensor, communicator: Communicator, device: torch.device) -> torch.Tensor:
@@ -104,6 +77,9 @@ def all_of(names: Sequence[str]) -> str:
 
 def together(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
     """Members with equal keys, in the order of the first of each: the same on every rank."""
+    keys, members = list(keys), list(members)
+    if keys and keys.count(keys[0]) == len(keys) == len(members):  # one communicator, mostly: no need to hash it
+        return [(keys[0], members)]
     found: dict[Key, list[Member]] = {}
     for key, member in zip(keys, members, strict=True):
         found.setdefault(key, []).append(member)

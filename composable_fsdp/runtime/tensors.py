@@ -30,6 +30,7 @@ from composable_fsdp.runtime.bucket import AnyBucket, Bucket
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.extended import ExtendedBucket
 from composable_fsdp.runtime.extension import GatherExtension, PlainExtension, find_extension, hooks_of
+from composable_fsdp.runtime.gathering import LastGather
 from composable_fsdp.runtime.gradient_extension import GradientExtension, find_gradient_extension
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, local_part
 from composable_fsdp.runtime.registration import Registration
@@ -153,6 +154,8 @@ class GroupTensors:
     def build(self) -> None:
         """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
         self._find_hooks()
+        self.last_gather = LastGather()
+        """Of several groups, where this one is the first."""
         self.plan = self._make_plan()
         moved = [
             p for p in self.plan.buckets if _in_common(p, self.channels) and _place_of(p) not in self._common_places
@@ -346,7 +349,8 @@ class GroupTensors:
         return legs
 
     def refresh(self, before_build: Callable[[], None]) -> None:
-        """Follows what happened to the sharded parameters since the tensors were made. Cheap when nothing did.
+        """Follows what happened to the sharded parameters since the tensors were made. For where their registration is
+        no longer current.
 
         Args:
             before_build: called before tensors are made anew; may refuse.
@@ -354,8 +358,6 @@ class GroupTensors:
         Raises:
             ParameterError: a parameter was replaced by something that is not sharded as it was. Named in the text.
         """
-        if self.registration.is_current:
-            return
         with torch.inference_mode(False), torch.no_grad():
             for parameter in self.parameters:
                 parameter.adopt_replacement()

@@ -54,6 +54,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime.containers", "runtime.registration"),
     ("runtime.exchange", "runtime.gradient_extension"),
     ("runtime.common", "runtime.scatter", "runtime.extension"),
+    ("runtime.repeated",),
     ("runtime.bucket",),
     ("runtime.extended",),
     ("runtime.messages", "runtime.traffic"),

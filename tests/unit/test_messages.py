@@ -1,79 +1,51 @@
-"""Payloads of several buckets in one message: what is left to do with what comes."""
+"""Payloads of several buckets in one message: every gather gets its rows, whatever the dtypes."""
 
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from composable_fsdp.runtime.bucket import Gather
-from composable_fsdp.runtime.messages import pack_messages
+from composable_fsdp.runtime.messages import pack_messages, together
 from composable_fsdp.testing import FakeWorld
 
 HOST = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
-Widths = tuple[int, ...]
-
-
-def gather_of(payload: torch.Tensor, widths: Widths, copied: bool) -> Gather:
-    places = [torch.zeros(2, width) for width in widths]
-    return Gather([], [payload], places=places if copied else (), widths=widths if copied else ())
-
-
-def exchanged(*buckets: tuple[Widths, bool]) -> tuple[torch.Tensor, list[list[Gather]], list[int]]:
-    """Two ranks send the buckets of these widths, some of which are only to be copied.
-
-    Returns:
-        All that was sent, a row for each rank; the gathers of each rank; how many copies each makes.
-    """
-    sizes = [sum(widths) for widths, _ in buckets]
-    sent = torch.arange(2.0 * sum(sizes)).view(2, -1)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=3), min_size=1, max_size=4))
+def test_every_gather_gets_its_payloads_from_every_rank(shapes: list[list[tuple[int, torch.dtype]]]) -> None:
     ranks = [
         [
-            gather_of(part, widths, copied=copied)
-            for part, (widths, copied) in zip(row.split(sizes), buckets, strict=True)
+            Gather([], [torch.full((numel,), 10 * rank + k).to(dtype) for k, (numel, dtype) in enumerate(payloads)])
+            for payloads in shapes
         ]
-        for row in sent
+        for rank in range(2)
     ]
     world = FakeWorld(len(ranks))
     communicators = [world.communicator(rank) for rank in range(len(ranks))]
-    messages = [pack_messages(gathers, c, HOST) for gathers, c in zip(ranks, communicators, strict=True)]
-    works = [c.all_gather(transfers) for c, (transfers, _) in zip(communicators, messages, strict=True)]
+    works = [c.all_gather(pack_messages(gathers, c, HOST)) for gathers, c in zip(ranks, communicators, strict=True)]
     for work in works:
         work.wait()
-    for _, joints in messages:
-        for joint in joints:
-            joint.copy()
-    return sent, ranks, [len(joints) for _, joints in messages]
-
-
-def arrived(gathers: list[Gather]) -> torch.Tensor:
-    return torch.cat([part for gather in gathers for part in (*gather.places, *gather.rows)], dim=1)
-
-
-def test_what_is_only_to_be_copied_is_copied_at_once() -> None:
-    sent, ranks, copies = exchanged(((16, 16), True), ((16,), True))
-    assert copies == [1, 1]
     for gathers in ranks:
-        assert not any(gather.rows for gather in gathers)
-        assert torch.equal(arrived(gathers), sent)
+        for i, gather in enumerate(gathers):
+            assert len(gather.rows) == len(shapes[i])
+            for k, rows in enumerate(gather.rows):
+                sent = torch.stack([from_rank[i].payloads[k] for from_rank in ranks])
+                assert rows.dtype == sent.dtype
+                assert torch.equal(rows, sent)
 
 
-def test_a_single_bucket_is_copied_too() -> None:
-    for widths in ((32,), (16, 16)):
-        sent, ranks, copies = exchanged((widths, True))
-        assert copies == [1, 1]
-        assert torch.equal(arrived(ranks[1]), sent)
+def test_one_payload_is_sent_from_where_it_lies() -> None:
+    payload = torch.ones(3)
+    (transfer,) = pack_messages([Gather([], [payload])], FakeWorld(2).communicator(0), HOST)
+    assert transfer.input is payload
 
 
-def test_where_one_needs_more_it_gets_its_rows() -> None:
-    sent, ranks, copies = exchanged(((16, 16), True), ((16,), False))
-    assert copies == [1, 1]
-    for gathers in ranks:
-        assert [bool(gather.rows) for gather in gathers] == [False, True]
-        assert torch.equal(arrived(gathers), sent)
-
-
-def test_what_does_not_fit_end_to_end_is_copied_one_by_one() -> None:
-    sent, ranks, copies = exchanged(((3,), True), ((3,), True))
-    assert copies == [2, 2]
-    assert torch.equal(arrived(ranks[0]), sent)
+@given(st.lists(st.integers(0, 3)))
+def test_members_with_equal_keys_go_together_in_the_order_of_the_first(keys: list[int]) -> None:
+    found = together(keys, range(len(keys)))
+    assert [key for key, _ in found] == list(dict.fromkeys(keys))
+    for key, members in found:
+        assert members == [place for place, each in enumerate(keys) if each == key]
