@@ -12,12 +12,19 @@ from typing import ParamSpec, TypeVar
 
 from torch.autograd import profiler
 
-__all__ = ["labelled"]
+__all__ = ["ask_logger", "labelled"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger("torch.distributed.fsdp.fully_shard")
+_logs = _log.isEnabledFor(logging.DEBUG)
+
+
+def ask_logger() -> None:
+    """Looks whether the logger listens. Once for each pass, since every hook has several labels."""
+    global _logs
+    _logs = _log.isEnabledFor(logging.DEBUG)
 
 
 def labelled(operation: str, name_of: Callable[..., str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -26,7 +33,7 @@ def labelled(operation: str, name_of: Callable[..., str]) -> Callable[[Callable[
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not profiler._is_profiler_enabled and not _log.isEnabledFor(logging.DEBUG):
+            if not profiler._is_profiler_enabled and not _logs:
                 return function(*args, **kwargs)
             label = f"FSDP::{operation} ({name_of(*args, **kwargs)})"
             _log.debug("%s", label)

@@ -18,6 +18,7 @@ from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.labels import ask_logger
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.changes import ChangeCheck
@@ -65,6 +66,7 @@ class FSDPModule(TorchFSDPModule):
         """
         unit = _unit(self)
         unit.deliver_before_changes()
+        ask_logger()
         unit.group.unshard(iteration_of(unit).lanes)
         unit.note_kept()
         handle = UnshardHandle(unit)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import methodcaller
+from operator import is_, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +59,11 @@ def twins_of(optimizer: Optimizer, *, cuts: bool) -> Iterator[None]:
             stand_ins: list[torch.Tensor] = []
             for parameter in group["params"]:
                 if _is_sharded(parameter):
-                    twins.append(_twin(parameter, state.get(parameter, {}), cuts=cuts_here))
-                    stand_ins += twins[-1].pieces
-                    if twins[-1].entry:
-                        state.update(zip(twins[-1].pieces, map(dict, twins[-1].given), strict=True))
+                    twin = _twin(parameter, state.get(parameter, {}), cuts=cuts_here)
+                    twins.append(twin)
+                    stand_ins += twin.pieces
+                    if twin.entry:
+                        state.update(zip(twin.pieces, map(dict, twin.given), strict=True))
                 else:
                     stand_ins.append(parameter)
             group["params"] = stand_ins
@@ -71,7 +72,7 @@ def twins_of(optimizer: Optimizer, *, cuts: bool) -> Iterator[None]:
         for group, params in zip(groups, parameters, strict=True):
             group["params"] = params
         for twin in twins:
-            new = [state.pop(piece) for piece in twin.pieces if piece in state]
+            new = [entry for piece in twin.pieces if (entry := state.pop(piece, None)) is not None]
             if new:
                 _take_over(_joined(twin, new), twin.entry, state[twin.parameter], twin.parameter)
         # The memory knows that it has changed; this tells whoever looks at the DTensors.
@@ -85,15 +86,18 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     """Whether shards are all that its update needs. What is added to pending sums would count once per rank."""
     if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor):
         return False
-    return not any(map(_IS_PARTIAL, parameter.placements))
+    return not any(map(_IS_PARTIAL, parameter._spec.placements))
 
 
 def _twin(parameter: Any, state: Mapping[str, Any], *, cuts: bool) -> _Twin:
     """Plain tensors in the memory of the local shard, with its gradient."""
     whole, gradient = _local(parameter).detach(), parameter.grad
-    if gradient.placements != parameter.placements:
+    if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    entry = {name: _local(value) if isinstance(value, DTensor) else value for name, value in state.items()}
+    entry = dict(state)
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            entry[name] = _local(value)
     local_gradient = _local(gradient)
     if cuts and whole.numel() > PIECE_NUMEL and entry and _lie_alike(whole, local_gradient, entry):
         return _Twin(parameter, *_pieces(whole, local_gradient, entry), entry)
@@ -163,6 +167,8 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def _take_over(new: Entry, given: Entry, state: Entry, parameter: Any) -> None:
     """Brings ``state`` of ``parameter`` up to ``new``, which was ``given`` before. Most of it was changed in place."""
+    if new.keys() == given.keys() and all(map(is_, new.values(), given.values())):
+        return
     for name, value in new.items():
         if name not in given or value is not given[name]:
             state[name] = _as_state(value, parameter)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -44,7 +44,7 @@ class Pending(Generic[T]):
         self._held: Pending[Any] | None = None
         """Earlier work, already ordered before this, whose buffers are in use until this has been waited for."""
         self._work: Work | None = None
-        self._result: T | None = None
+        self._result: Any = None
         self._done = False
         self._event: Any = None
         self._current_stream: Callable[[], Any] | None = None
@@ -64,7 +64,8 @@ class Pending(Generic[T]):
         if self._event is not None and self._current_stream is not None:
             self._current_stream().wait_event(self._event)
         self._owned = self._work = self._held = None
-        return cast(T, self._result)
+        result: T = self._result
+        return result
 
     def synchronize(self) -> T:
         """As :meth:`wait`, and the host waits too: for results that it will read."""

@@ -54,11 +54,15 @@ class Company:
 
     def name_of(self, unit: Unit) -> str:
         """What all ranks call what is gathered with ``unit``, whichever of its companions each of them needs."""
-        return all_of([each.name for each in self._companions.get(unit, (unit,))])
+        return all_of([each.group.name for each in self._companions.get(unit, (unit,))])
 
     def reduces(self, unit: Unit) -> bool:
         """Whether ``unit``'s gradients go with those of its companions."""
         return unit in self._companions and self._reduces_whole(unit)
+
+    def has_settled(self, unit: Unit) -> bool:
+        """Whether ``unit``'s gradients wait for its companions'."""
+        return unit in self._settled
 
     def settle(self, unit: Unit, *, at_end: bool) -> list[Unit]:
         """``unit``'s gradients are complete: those to reduce now, once all companions' are, or at the end.

@@ -8,6 +8,7 @@ every rank makes the same launches in the same order, whichever parameters it us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -63,6 +64,8 @@ class GroupGradients:
         self.on_last: Callable[[], None] = _nothing
         """Called when all gradients of the group are there."""
         self.state = GradientState.NONE
+        self.are_held = False
+        """Whether there are gradients that have not become those of the sharded parameters yet."""
         self.run = AutogradRun()
         self.is_new = False
         """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
@@ -108,7 +111,10 @@ class GroupGradients:
     def _next(self) -> int:
         """The batch that goes next: those of which nothing is trained are left out."""
         batches = self._tensors.plan.batches
-        return next((k for k in range(self._launched, len(batches)) if batches[k]), len(batches) - 1)
+        for k in range(self._launched, len(batches)):
+            if batches[k]:
+                return k
+        return len(batches) - 1
 
     def contribute(self) -> None:
         """This rank takes part in the next reduction even if it has no gradient: the others may have some."""
@@ -120,12 +126,6 @@ class GroupGradients:
         parameters = (p for p in self._tensors.parameters if p.unsharded is not p.sharded)
         if any(parameter.unsharded.grad is not None for parameter in parameters):
             self.contribute()
-
-    @property
-    def are_held(self) -> bool:
-        """Whether there are gradients that have not become those of the sharded parameters yet."""
-        state = self.state
-        return state is GradientState.LOCAL or state is GradientState.PARTIAL
 
     def note_sums(self) -> None:
         """A backward ended whose gradients are held, on this rank or on others."""
@@ -172,8 +172,8 @@ class GroupGradients:
             self._end_round()
             return []
         batches = self._tensors.plan.batches
-        late = [batch for batch in range(self._launched) if self._arrived[batch]]
-        rest = [*(k for k in range(self._next, len(batches)) if batches[k]), *late]
+        rest = [batch for batch in range(self._next, len(batches)) if batches[batch]]
+        rest += [late for late in range(self._launched) if self._arrived[late]]
         self._end_round()
         return rest
 
@@ -254,8 +254,9 @@ class GroupGradients:
         return self._tensors.is_offloaded
 
     def _advance(self, operation: GradientOperation) -> GradientState:
-        self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
-        return self.state
+        state = self.state = advance(GRADIENT_TRANSITIONS, self.state, operation, self.name)
+        self.are_held = state is GradientState.LOCAL or state is GradientState.PARTIAL
+        return state
 
 
 Portion: TypeAlias = Sequence[tuple[GroupGradients, Sequence[int]]]
@@ -295,18 +296,22 @@ class Launch:
         ends_round: whether nothing is left of the round afterwards.
     """
 
-    __slots__ = ("_joiner", "_lanes", "ends_round", "members", "nbytes", "partial", "portion", "round_bytes")
-
     def __init__(
         self, portion: Portion, lanes: Lanes, joiner: Joiner | None, *, partial: bool, ends_round: bool
     ) -> None:
         self.portion, self.partial, self.ends_round = portion, partial, ends_round
         self.members = [member for member, _ in portion]
         self._lanes, self._joiner = lanes, joiner
-        self.nbytes = sum(member.batch_bytes[batch] for member, batches in portion for batch in batches)
+
+    @cached_property
+    def nbytes(self) -> int:
         """Of the gradients, in the dtype in which they are added up."""
-        self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
+        return sum(member.batch_bytes[batch] for member, batches in self.portion for batch in batches)
+
+    @cached_property
+    def round_bytes(self) -> int:
         """The same of all batches of its groups together."""
+        return sum(sum(member.batch_bytes) for member in self.members)
 
     @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self.members]))
     @without_grad

@@ -197,7 +197,9 @@ class _ModuleHooks:
         watches = torch.is_grad_enabled() and not frame.is_inner
         if dtype is not None or device is not None or watches:
             take = _InputMap(device, dtype, frame.inputs if watches else None)
-            args, kwargs = map_tensors(take, args), map_tensors(take, kwargs)
+            args = map_tensors(take, args)
+            if kwargs:
+                kwargs = map_tensors(take, kwargs)
         return args, kwargs
 
     def finish(self, output: Any) -> Any:
@@ -286,8 +288,10 @@ def _watch_backward(call: Call, inputs: Sequence[_Input], output: Any) -> Any:
     is over: then nothing shows that it is.
     """
     unit = call.unit
-    if any(view._version != version for view, version in inputs):
-        inputs = ()
+    for view, version in inputs:
+        if view._version != version:
+            inputs = ()
+            break
     nodes = _nodes_of(output)
     if None in nodes:
         output = map_tensors(_off_the_leaf, output)
@@ -318,12 +322,13 @@ def _watch_backward(call: Call, inputs: Sequence[_Input], output: Any) -> Any:
 
 def _nodes_of(output: Any) -> set[Any]:
     """The nodes that made the tensors in ``output`` and the bases of views; ``None`` if one is a leaf."""
-    tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    nodes = {tensor.grad_fn for tensor in tensors}
-    for tensor in tensors:
-        base = tensor._base
-        if base is not None and base.grad_fn is not None:
-            nodes.add(base.grad_fn)
+    nodes: set[Any] = set()
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            nodes.add(tensor.grad_fn)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                nodes.add(base.grad_fn)
     return nodes
 
 

@@ -24,7 +24,7 @@ from composable_fsdp.comm.agreement import OrderCheck
 from composable_fsdp.comm.passes import is_in_backward
 from composable_fsdp.comm.protocol import AliasingCommunicator
 from composable_fsdp.errors import DivergenceError, PeerError
-from composable_fsdp.labels import labelled
+from composable_fsdp.labels import ask_logger, labelled
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
 from composable_fsdp.memory.lanes import Lanes, Work
 from composable_fsdp.runtime.backward import Backward
@@ -116,7 +116,10 @@ class Iteration:
             LifecycleError: another thread is inside a pass. Both are named in the text.
         """
         thread = self._thread
-        if self._pass is Pass.IDLE or thread is None or thread is threading.current_thread():
+        if self._pass is Pass.IDLE:
+            ask_logger()
+            return
+        if thread is None or thread is threading.current_thread():
             return
         recomputes = torch._C._current_graph_task_id() != -1  # in a thread of autograd's, one for each device
         if self._pass is Pass.FORWARD or (is_in_backward(thread.ident) and not recomputes):
@@ -143,8 +146,8 @@ class Iteration:
         call = None
         if self._leads_to_backward and of_round.position < 0:
             recorded = self._pass is Pass.FORWARD and unit.group.parameters
-            of_round.record = self._record if recorded else of_round.record
-            of_round.position = of_round.record.append(unit.name)
+            of_round.record = self._record if recorded else ForwardRecord()
+            of_round.position = of_round.record.append(unit.group.name)
             if recorded:
                 self._backward.count(unit, self._record)
         if torch.is_grad_enabled():
@@ -198,7 +201,7 @@ class Iteration:
         self._backward.leave(call)
         if call.round.ends_unseen:
             return  # the last gradient or the end of backward comes later than this
-        if unit.open_calls <= 0 and self._in_step is None:
+        if unit.open_calls <= 0 and self._in_step is None and not self._company.has_settled(unit):
             self.settle_gradients(unit)
         if call.round.awaited <= 0:
             for done in (unit, *unit.lenders):
@@ -249,13 +252,13 @@ class Iteration:
         self._backward.forget_before_step()
         self.deliver_before_changes()
         self._grad_mode = torch.is_grad_enabled()
-        self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
+        self._in_step = InStep(self, unit) if True in [u.unequal_use for u in self.units.values()] else None
         self._unsharding.begin_forward(each_alone=self._in_step is not None)
 
     def _unshard_in_forward(self, unit: Unit) -> None:
         if self._in_step is not None:
             self._in_step.begin(unit)
-        self.gather_in_forward(unit)
+        self._unsharding.in_forward(unit)
 
     def end_skipped(self, unit: Unit) -> None:
         """In place of the hook after forward, for a unit that only other ranks may run."""
@@ -302,6 +305,7 @@ class Iteration:
         _wait_for(self._leave_shards("end of forward"))
 
     def _begin_backward(self) -> None:
+        ask_logger()
         self._around_backward, self._pass = self._pass, Pass.BACKWARD
         self._thread = threading.current_thread()
         self._backward.begin()
@@ -320,12 +324,15 @@ class Iteration:
         self._company.forget_settled()
         for unit in self.units.values():
             unit.open_calls = 0
-            self.settle_gradients(unit, at_end=True)
+            if unit.group.gradients.are_held:
+                self.settle_gradients(unit, at_end=True)
             if unit.accumulation is Accumulation.UNSHARDED:
                 unit.group.gradients.note_sums()
+            if unit.group.parameter_state is ParameterState.SHARDED:
+                continue
             if unit.reshard_after_backward:
                 unit.group.reshard()
-            elif unit.group.parameter_state is not ParameterState.SHARDED:
+            else:
                 unit.note_kept()
         leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
         if self.is_last_backward:

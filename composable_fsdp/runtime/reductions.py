@@ -52,7 +52,7 @@ class Reductions:
 
     def begin_backward(self) -> None:
         """What was chosen by now counts."""
-        chosen = (unit.reductions_in_flight for unit in self._units)
+        chosen = [unit.reductions_in_flight for unit in self._units]
         self._limit = max(filter(None, chosen), default=_ON_HOST if self.lanes.block_the_host else None)
 
     def send_batch(self, unit: Unit) -> None:

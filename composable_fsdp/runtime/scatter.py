@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
 
@@ -21,6 +23,8 @@ from composable_fsdp.runtime.gradient_extension import GradientExtension, Hooked
 from composable_fsdp.runtime.parameter import ShardedParameter
 
 __all__ = ["GradientScatter", "ReducedBucket", "Scatter"]
+
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(slots=True)
@@ -137,7 +141,7 @@ class GradientScatter:
             return None
         gradients = [member.take_gradient() for member in self._members]
         present = self._everyone
-        if any(gradient is None for gradient in gradients):
+        if any(map(is_, gradients, repeat(None))):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         wire_dtype = plan.sum_dtype if were_summed else plan.wire_dtype
         message = None if plan.exchanges else self._packed_message(gradients, present, reduction, wire_dtype)
@@ -364,7 +368,7 @@ class GradientScatter:
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether one ``torch._chunk_cat`` takes them all."""
-    return all(tensor.dtype == tensors[0].dtype and tensor.is_contiguous() for tensor in tensors)
+    return len(set(map(_dtype_of, tensors))) < 2 and all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _contiguous_view(shape: tuple[int, ...], offset: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -50,6 +50,10 @@ _CHOICES = (
 )
 
 
+_NO_RECORD = ForwardRecord()
+"""Of rounds to which no backward comes. Nothing is noted in it."""
+
+
 class Round:
     """One run of a unit in forward, from the first of its modules that begins to the last that ends.
 
@@ -61,8 +65,8 @@ class Round:
     __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining", "seen")
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.remaining = {id(module) for module in modules}
-        self.record = ForwardRecord()
+        self.remaining = set(map(id, modules))
+        self.record = _NO_RECORD
         self.position = -1
         self.awaited = 0
         self.ends_unseen = False
@@ -227,7 +231,7 @@ class Unit:
         chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
         if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
             return False
-        return not any(channel.is_custom for channel in self.group.channels)
+        return True not in [channel.is_custom for channel in self.group.channels]
 
     @property
     def unequal_use(self) -> bool:

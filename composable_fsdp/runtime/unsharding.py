@@ -83,7 +83,7 @@ class Unsharding:
 
     def in_forward(self, unit: Unit) -> None:
         """Brings ``unit`` into memory, and those on their way that come after it."""
-        names = self._scheduler.forward(unit.name) if unit.group.parameters else ()
+        names = self._scheduler.forward(unit.group.name) if unit.group.tensors.parameters else ()
         ahead = unit.forward_prefetch
         self._bring(unit, [self._units[name] for name in names] if ahead is None else ahead, "forward")
 
@@ -138,7 +138,8 @@ class Unsharding:
         postponed, self._postponed = self._postponed, None
         assert postponed is not None
         for unit in postponed.ahead:
-            self._launch(unit, "backward")
+            if not unit.group.is_coming:
+                self._launch(unit, "backward")
 
     def for_recomputation(self, unit: Unit) -> None:
         """Brings ``unit``, which computes again within backward, into memory."""
@@ -148,10 +149,12 @@ class Unsharding:
         """Those of ``ahead`` are launched before what is needed now arrives, unless that was on its way already: what
         arrives is in memory twice for a moment, as a message and in its place, and need not meet the next one there.
         """
-        needed = (unit, *unit.lenders)
-        was_ahead = ParameterState.SHARDED not in [each.group.parameter_state for each in needed]
+        needed = (unit, *unit.lenders) if unit.lenders else (unit,)
+        was_ahead = True
         for each in needed:
-            self._launch(each, direction)
+            was_ahead = was_ahead and each.group.parameter_state is not ParameterState.SHARDED
+            if not each.group.is_coming:
+                self._launch(each, direction)
         if not was_ahead:
             self._launch_ahead(ahead, direction)
         for each in needed:
@@ -161,13 +164,11 @@ class Unsharding:
 
     def _launch_ahead(self, ahead: Iterable[Unit], direction: str) -> None:
         for unit in ahead:
-            if self._fits(unit):
+            if not unit.group.is_coming and self._fits(unit):
                 self._launch(unit, direction)
 
     def _launch(self, unit: Unit, direction: str) -> None:
         """Gathers ``unit``, along with those of its company to which this pass comes after it."""
-        if unit.group.is_coming:
-            return
         if self._each_alone:
             unit.group.unshard(self.lanes)
             return
@@ -189,7 +190,7 @@ class Unsharding:
 
     def after_forward(self, unit: Unit, *, leads_to_backward: bool) -> None:
         """``unit`` has computed: frees it and those of which it borrows, where that is chosen and nobody needs them."""
-        for done in (unit, *unit.lenders):
+        for done in (unit, *unit.lenders) if unit.lenders else (unit,):
             if not done.is_running and not done.is_lent:
                 self._reshard(done, leads_to_backward=leads_to_backward)
 

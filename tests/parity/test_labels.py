@@ -90,6 +90,23 @@ def test_torch_logs_switches_it_on() -> None:
     assert "FSDP::all_gather (0)" in done.stderr
 
 
+def test_what_is_switched_on_between_steps_is_written_from_the_next_one_on(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = chain(ours.fully_shard)
+    x = torch.ones(2, 3)
+    model(x).sum().backward()
+    assert not caplog.text
+    with caplog.at_level(logging.DEBUG, "torch.distributed.fsdp.fully_shard"):
+        model(x).sum().backward()
+        forward, *_ = caplog.messages
+        assert forward == "FSDP::pre_forward (root)"
+        caplog.clear()
+        model.unshard()
+        assert caplog.messages[0] == "FSDP::all_gather (root)"
+    caplog.clear()
+    model(x).sum().backward()
+    assert not caplog.text
+
+
 def are_counted_for_the_modules_that_run() -> None:
     model = chain(ours.fully_shard)
     model.set_max_merged_bytes(0)

@@ -311,3 +311,34 @@ def test_parameters_can_be_frozen_while_gradients_are_on_their_way(
     transport: Environment, summed: str, look: str
 ) -> None:
     run_ranks(freeze_while_gradients_are_on_their_way, 2, summed, look, environment=transport)
+
+
+def freeze_between_forward_and_backward(flips: bool) -> None:
+    """As torch has it: what is frozen when backward comes to it gets no gradient. What is thawed has none to get."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = seeded(Layered)(), seeded(Layered)()
+    for layer in (*model.children(), model):
+        fully_shard(layer, reshard_after_forward=True)
+    for _ in range(3):
+        batches = torch.randn(size, 3, 6, generator=torch.Generator().manual_seed(0))
+        for each in (model, reference):
+            each.zero_grad()
+            each.second.requires_grad_(not flips)
+        loss = model(batches[rank]).square().mean()
+        expected = torch.stack([reference(batch).square().mean() for batch in batches]).mean()
+        for each in (model, reference):
+            each.second.requires_grad_(flips)
+        loss.backward()
+        expected.backward()
+        for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (parameter.grad is None) == (whole.grad is None), name
+            if parameter.grad is not None and whole.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("flips", [False, True], ids=["frozen", "thawed"])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_parameters_can_be_frozen_between_forward_and_backward(transport: Environment, flips: bool) -> None:
+    run_ranks(freeze_between_forward_and_backward, 2, flips, environment=transport)

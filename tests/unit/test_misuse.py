@@ -188,6 +188,15 @@ def test_a_replaced_parameter_is_named(when: str) -> None:
         model(X)
 
 
+@pytest.mark.behaviour("H-02")
+def test_a_parameter_replaced_before_backward_gathers_its_group_is_named_there() -> None:
+    model = build()
+    loss = model(X).sum()
+    model[0].linear.weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ParameterError, match=r"parameter 'linear\.weight' was replaced after sharding by a Parameter"):
+        loss.backward()
+
+
 @pytest.mark.behaviour("H-06")
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_change_between_forward_and_backward_is_found_when_asked_for(foreach: bool) -> None:
