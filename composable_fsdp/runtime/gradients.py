@@ -8,7 +8,6 @@ every rank makes the same launches in the same order, whichever parameters it us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -65,7 +64,9 @@ class GroupGradients:
         """Called when all gradients of the group are there."""
         self.state = GradientState.NONE
         self.are_held = False
-        """Whether there are gradients that have not become those of the sharded parameters yet."""
+        """Whether there are gradients that have not become those of the sharded parameters yet. Follows from ``state``,
+        with which it changes: every hook asks, some several times.
+        """
         self.run = AutogradRun()
         self.is_new = False
         """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
@@ -296,22 +297,18 @@ class Launch:
         ends_round: whether nothing is left of the round afterwards.
     """
 
+    __slots__ = ("_joiner", "_lanes", "ends_round", "members", "nbytes", "partial", "portion", "round_bytes")
+
     def __init__(
         self, portion: Portion, lanes: Lanes, joiner: Joiner | None, *, partial: bool, ends_round: bool
     ) -> None:
         self.portion, self.partial, self.ends_round = portion, partial, ends_round
         self.members = [member for member, _ in portion]
         self._lanes, self._joiner = lanes, joiner
-
-    @cached_property
-    def nbytes(self) -> int:
+        self.nbytes = sum(member.batch_bytes[batch] for member, batches in portion for batch in batches)
         """Of the gradients, in the dtype in which they are added up."""
-        return sum(member.batch_bytes[batch] for member, batches in self.portion for batch in batches)
-
-    @cached_property
-    def round_bytes(self) -> int:
+        self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
         """The same of all batches of its groups together."""
-        return sum(sum(member.batch_bytes) for member in self.members)
 
     @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self.members]))
     @without_grad

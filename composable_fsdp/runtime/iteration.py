@@ -252,7 +252,7 @@ class Iteration:
         self._backward.forget_before_step()
         self.deliver_before_changes()
         self._grad_mode = torch.is_grad_enabled()
-        self._in_step = InStep(self, unit) if True in [u.unequal_use for u in self.units.values()] else None
+        self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
         self._unsharding.begin_forward(each_alone=self._in_step is not None)
 
     def _unshard_in_forward(self, unit: Unit) -> None:

@@ -155,7 +155,7 @@ class GroupTensors:
         """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
         self._find_hooks()
         self.last_gather = LastGather()
-        """Of several groups, where this one is the first."""
+        """That began with these, of one group or several."""
         self.plan = self._make_plan()
         moved = [
             p for p in self.plan.buckets if _in_common(p, self.channels) and _place_of(p) not in self._common_places

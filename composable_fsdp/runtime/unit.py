@@ -231,7 +231,7 @@ class Unit:
         chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
         if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
             return False
-        return True not in [channel.is_custom for channel in self.group.channels]
+        return not any(channel.is_custom for channel in self.group.channels)
 
     @property
     def unequal_use(self) -> bool:

@@ -149,7 +149,7 @@ class Unsharding:
         """Those of ``ahead`` are launched before what is needed now arrives, unless that was on its way already: what
         arrives is in memory twice for a moment, as a message and in its place, and need not meet the next one there.
         """
-        needed = (unit, *unit.lenders) if unit.lenders else (unit,)
+        needed = (unit, *unit.lenders)
         was_ahead = True
         for each in needed:
             was_ahead = was_ahead and each.group.parameter_state is not ParameterState.SHARDED
@@ -190,7 +190,7 @@ class Unsharding:
 
     def after_forward(self, unit: Unit, *, leads_to_backward: bool) -> None:
         """``unit`` has computed: frees it and those of which it borrows, where that is chosen and nobody needs them."""
-        for done in (unit, *unit.lenders) if unit.lenders else (unit,):
+        for done in (unit, *unit.lenders):
             if not done.is_running and not done.is_lent:
                 self._reshard(done, leads_to_backward=leads_to_backward)
 
