@@ -44,7 +44,7 @@ class ParameterGroup:
         sources: the parameters as ``fully_shard`` found them, or ``parameters`` that are sharded already.
         axes: where modules compute, and the axes of a group without parameters.
 
-    Invariants: ``parameter_state`` changes only through the table of ``lifecycle``; a gather is pending exactly while
+    Invariants: ``parameter_state`` changes only through the table of ``lifecycle``; a gather is pending only while
     that is UNSHARDING.
     """
 
@@ -168,7 +168,7 @@ class ParameterGroup:
             raise self.tensors.misplaced(self.name)
         return self.parameter_state not in _HERE_OR_COMING
 
-    def _await_gather(self, pending: Pending[None], lane: str, begin: float | None) -> None:
+    def _await_gather(self, pending: Pending[None] | None, lane: str, begin: float | None) -> None:
         self._pending_gather = pending
         self.parameter_state = advance(
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
@@ -270,8 +270,11 @@ def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, label: str)
     not in memory or on their way.
     """
     needed = [group for group in groups if group._needs_gather(lanes)]
-    if needed:
+    if any(group.buckets for group in needed):
         _launch(needed, lanes, label)
+    else:  # as a root whose parameters are all those of modules inside
+        for group in needed:
+            group._await_gather(None, lanes.gather.name, None)
 
 
 @labelled("all_gather", lambda groups, lanes, label: all_of([group.name for group in groups]))

@@ -65,7 +65,9 @@ def _as_bytes(
     for payload in payloads:
         stop = start + payload.nbytes
         sent[start:stop].view(payload.dtype).copy_(payload)
-        places.append(rows[:, start:stop].view(payload.dtype))
+        place = rows[:, start:stop]
+        # Rows of nothing are not a whole number of elements apart.
+        places.append(place.view(payload.dtype) if payload.numel() else place.to(payload.dtype))
         start += aligned_bytes(payload.nbytes)
     return sent, rows, places
 

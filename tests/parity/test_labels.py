@@ -58,6 +58,7 @@ def have_the_same_words() -> None:
         assert any(label.startswith(f"FSDP::{word} (") for label in mine)
     for word in ("pre_forward", "post_forward", "pre_backward"):
         assert {f"FSDP::{word} (0)", f"FSDP::{word} (1)"} <= mine & torchs
+    assert "FSDP::all_gather (root)" not in mine  # all parameters are those of the blocks: nothing is gathered for it
     assert words_of(mine) >= {"post_backward_reduce", "root_post_backward_callback"}
 
 
@@ -100,8 +101,8 @@ def test_what_is_switched_on_between_steps_is_written_from_the_next_one_on(caplo
         forward, *_ = caplog.messages
         assert forward == "FSDP::pre_forward (root)"
         caplog.clear()
-        model.unshard()
-        assert caplog.messages[0] == "FSDP::all_gather (root)"
+        model[0].unshard()
+        assert caplog.messages[0] == "FSDP::all_gather (0)"
     caplog.clear()
     model(x).sum().backward()
     assert not caplog.text

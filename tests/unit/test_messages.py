@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_fsdp.runtime.bucket import Gather
@@ -14,6 +14,7 @@ HOST = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 
+@example([[(0, torch.float32), (0, torch.bfloat16)]])
 @given(st.lists(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=3), min_size=1, max_size=4))
 def test_every_gather_gets_its_payloads_from_every_rank(shapes: list[list[tuple[int, torch.dtype]]]) -> None:
     ranks = [
