@@ -48,7 +48,7 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
 
     The results are the same to the bit, without the cost of DTensor operations, which is most of the step for small
     parameters. On a CPU, large shards are updated piece by piece, so that each is read and written once, and not once
-    for every operation of the update; small ones, unless of 16 bits or with ``fused=True``, many at once.
+    for every operation of the update.
 
     All else stays as it is: ``param_groups`` and ``state`` hold DTensors whenever anybody looks, in hooks and closures
     too, so that learning-rate schedulers, gradient scalers and ``torch.distributed.checkpoint`` see no difference.

@@ -2,7 +2,7 @@
 
 An element-wise update of a shard needs nothing but that shard, its gradient and its state, yet every operation on a
 DTensor is dispatched in Python. So for the duration of the update each sharded parameter is stood in for by its *twin*:
-a plain tensor of the same memory, or several that are pieces of it. Small ones share a twin (``local_shards``).
+a plain tensor of the same memory, or several that are pieces of it.
 
 Invariant: outside of the update an optimizer holds sharded parameters only, and state of their shape as DTensors.
 Nothing is kept from one step to the next, so that whatever replaces shards, gradients or state in between is followed.
@@ -11,7 +11,7 @@ Nothing is kept from one step to the next, so that whatever replaces shards, gra
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_, methodcaller
 from typing import Any, NamedTuple
@@ -21,9 +21,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp.local_shards import Entry, JoinedShards, LocalShard, alike, as_state, is_like, is_small
-
 __all__ = ["twins_of"]
+
+Entry = dict[str, Any]
+"""State of one parameter."""
 
 PIECE_NUMEL = 1 << 18
 """Elements of a piece on a CPU: the dozen operations of an update then find parameter, gradient and state in its cache,
@@ -32,21 +33,12 @@ the results in between need no fresh memory from the system, and what Python doe
 
 
 class _Twin(NamedTuple):
-    """Of one shard."""
-
-    shard: LocalShard
+    parameter: Any
     pieces: Sequence[torch.Tensor]
     given: Sequence[Entry]
     """State of each piece before the update."""
-
-    @property
-    def parameters(self) -> list[Any]:
-        return [self.shard.parameter]
-
-    def take_back(self, new: Sequence[Entry], state: MutableMapping[Any, Entry]) -> None:
-        """Brings the parameter's state up to ``new``, that of the pieces. Their values are where they belong."""
-        if new:
-            _take_over(_joined(self, new), self.shard, state[self.shard.parameter])
+    entry: Entry
+    """That of the whole, local."""
 
 
 @contextmanager
@@ -55,50 +47,36 @@ def twins_of(optimizer: Optimizer, *, cuts: bool) -> Iterator[None]:
 
     Args:
         optimizer: whose update runs inside.
-        cuts: shards may be updated piece by piece, and small ones as pieces of one tensor: in their state, tensors of
-            their shape are made of elements like them, and all else is of the whole parameter and comes out the same
-            for every piece.
+        cuts: shards may be updated piece by piece: in their state, tensors of their shape are made of elements like
+            them, and all else is of the whole parameter and comes out the same for every piece.
     """
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [group["params"] for group in groups]
-    twins: list[_Twin | JoinedShards] = []
+    twins: list[_Twin] = []
     try:
         for group in groups:
+            cuts_here = cuts and not group.get("foreach") and not group.get("fused")
             stand_ins: list[torch.Tensor] = []
-            shards: list[LocalShard] = []
             for parameter in group["params"]:
                 if _is_sharded(parameter):
-                    shards.append(_shard(parameter, state.get(parameter, {})))
+                    twin = _twin(parameter, state.get(parameter, {}), cuts=cuts_here)
+                    twins.append(twin)
+                    stand_ins += twin.pieces
+                    if twin.entry:
+                        state.update(zip(twin.pieces, map(dict, twin.given), strict=True))
                 else:
                     stand_ins.append(parameter)
-            for twin in _twins(shards, group) if cuts else map(_whole, shards):
-                twins.append(twin)
-                stand_ins += twin.pieces
-                if twin.given[0]:
-                    state.update(zip(twin.pieces, map(dict, twin.given), strict=True))
             group["params"] = stand_ins
         yield
     finally:  # also of an update that failed halfway: what it has done by then is done
         for group, params in zip(groups, parameters, strict=True):
             group["params"] = params
         for twin in twins:
-            twin.take_back([entry for piece in twin.pieces if (entry := state.pop(piece, None)) is not None], state)
+            new = [entry for piece in twin.pieces if (entry := state.pop(piece, None)) is not None]
+            if new:
+                _take_over(_joined(twin, new), twin.entry, state[twin.parameter], twin.parameter)
         # The memory knows that it has changed; this tells whoever looks at the DTensors.
-        increment_version([parameter for twin in twins for parameter in twin.parameters])
-
-
-def _twins(shards: Sequence[LocalShard], group: Mapping[str, Any]) -> Iterator[_Twin | JoinedShards]:
-    """Of the shards of one group, the small ones joined and the large ones cut, where either is worth it."""
-    small: list[LocalShard] = []
-    for shard in shards:
-        if not group.get("fused") and is_small(shard):
-            small.append(shard)
-        elif group.get("fused") or group.get("foreach"):
-            yield _whole(shard)
-        else:
-            yield _cut(shard)
-    for together in alike(small):
-        yield JoinedShards(together) if len(together) > 1 else _whole(together[0])
+        increment_version([twin.parameter for twin in twins])
 
 
 _IS_PARTIAL = methodcaller("is_partial")
@@ -111,49 +89,43 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return not any(map(_IS_PARTIAL, parameter._spec.placements))
 
 
-def _shard(parameter: Any, state: Mapping[str, Any]) -> LocalShard:
-    gradient = parameter.grad
+def _twin(parameter: Any, state: Mapping[str, Any], *, cuts: bool) -> _Twin:
+    """Plain tensors in the memory of the local shard, with its gradient."""
+    whole, gradient = _local(parameter).detach(), parameter.grad
     if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    entry = {name: _local(value) if isinstance(value, DTensor) else value for name, value in state.items()}
-    return LocalShard(parameter, _local(parameter), _local(gradient), entry)
+    entry = dict(state)
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            entry[name] = _local(value)
+    local_gradient = _local(gradient)
+    if cuts and whole.numel() > PIECE_NUMEL and entry and _lie_alike(whole, local_gradient, entry):
+        return _Twin(parameter, *_pieces(whole, local_gradient, entry), entry)
+    _give(whole, local_gradient)
+    return _Twin(parameter, (whole,), (entry,), entry)
 
 
-def _whole(shard: LocalShard) -> _Twin:
-    """A plain tensor in the memory of the shard, with its gradient."""
-    twin = shard.values.detach()
-    _give(twin, shard.gradient)
-    return _Twin(shard, (twin,), (shard.entry,))
-
-
-def _cut(shard: LocalShard) -> _Twin:
-    """Several, where the shard is large."""
-    if shard.values.numel() > PIECE_NUMEL and shard.entry and _lie_alike(shard):
-        return _Twin(shard, *_pieces(shard))
-    return _whole(shard)
-
-
-def _lie_alike(shard: LocalShard) -> bool:
+def _lie_alike(whole: torch.Tensor, gradient: torch.Tensor, entry: Entry) -> bool:
     """Whether elements that belong to each other are in the same place of contiguous memory of the host.
 
     Not of 16-bit floats with several threads: those round differently at the ends of what each thread has.
     """
-    values = shard.values
-    if values.dtype.itemsize < torch.float32.itemsize and torch.get_num_threads() > 1:
+    if whole.dtype.itemsize < torch.float32.itemsize and torch.get_num_threads() > 1:
         return False
-    of_elements = [value for value in shard.entry.values() if is_like(value, values)]
-    return values.is_cpu and all(tensor.is_contiguous() for tensor in (values, shard.gradient, *of_elements))
+    of_elements = [value for value in entry.values() if _is_like(value, whole)]
+    return whole.device.type == "cpu" and all(tensor.is_contiguous() for tensor in (whole, gradient, *of_elements))
 
 
-def _pieces(shard: LocalShard) -> tuple[Sequence[torch.Tensor], Sequence[Entry]]:
-    """Pieces of a shard with their gradients, and the state of each. Of what they share, all but one have copies."""
-    whole = shard.values.detach()
+def _pieces(
+    whole: torch.Tensor, gradient: torch.Tensor, entry: Entry
+) -> tuple[Sequence[torch.Tensor], Sequence[Entry]]:
+    """Pieces of ``whole`` with their gradients, and the state of each. Of what they share, all but one have copies."""
     pieces = whole.view(-1).split(PIECE_NUMEL)
-    for piece, its_gradient in zip(pieces, shard.gradient.view(-1).split(PIECE_NUMEL), strict=True):
+    for piece, its_gradient in zip(pieces, gradient.view(-1).split(PIECE_NUMEL), strict=True):
         _give(piece, its_gradient)
     given: list[Entry] = [{} for _ in pieces]
-    for name, value in shard.entry.items():
-        if is_like(value, whole):
+    for name, value in entry.items():
+        if _is_like(value, whole):
             parts: Sequence[Any] = value.view(-1).split(PIECE_NUMEL)
         else:
             parts = [value, *(copy.deepcopy(value) for _ in pieces[1:])]
@@ -175,12 +147,16 @@ def _joined(twin: _Twin, new: Sequence[Entry]) -> Entry:
     given, joined = twin.given[0], {}
     for name, value in new[0].items():
         if name in given and value is given[name]:
-            joined[name] = twin.shard.entry[name]
-        elif is_like(value, twin.pieces[0]):
-            joined[name] = torch.cat([each[name] for each in new]).view(twin.shard.values.shape)
+            joined[name] = twin.entry[name]
+        elif _is_like(value, twin.pieces[0]):
+            joined[name] = torch.cat([each[name] for each in new]).view(_local(twin.parameter).shape)
         else:
             joined[name] = value
     return joined
+
+
+def _is_like(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -189,13 +165,26 @@ def _local(tensor: Any) -> torch.Tensor:
     return local if local.ndim else local.view(1)
 
 
-def _take_over(new: Entry, shard: LocalShard, state: Entry) -> None:
-    """Brings ``state`` of a parameter up to ``new``. Most of it was changed in place."""
-    given = shard.entry
+def _take_over(new: Entry, given: Entry, state: Entry, parameter: Any) -> None:
+    """Brings ``state`` of ``parameter`` up to ``new``, which was ``given`` before. Most of it was changed in place."""
     if new.keys() == given.keys() and all(map(is_, new.values(), given.values())):
         return
     for name, value in new.items():
         if name not in given or value is not given[name]:
-            state[name] = as_state(value, shard)
+            state[name] = _as_state(value, parameter)
     for name in [name for name in given if name not in new]:
         del state[name]
+
+
+def _as_state(value: Any, parameter: Any) -> Any:
+    """A tensor of the shard's shape as a DTensor like ``parameter``, in the same memory; anything else as it is."""
+    if not _is_like(value, _local(parameter)):
+        return value
+    return DTensor.from_local(
+        value.detach().view(parameter._local_tensor.shape),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from composable_fsdp import fully_shard, local_optimizer, local_shards, to_empty, twins
+from composable_fsdp import fully_shard, local_optimizer, to_empty, twins
 from composable_fsdp.testing import run_ranks
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import seeded
@@ -169,7 +169,6 @@ def in_pieces(name: str) -> None:
                 model(batch).square().mean().backward()
                 large = [p for p in model.parameters() if local(p).numel() > numel and optimizer.state.get(p)]
                 with (
-                    mock.patch.object(local_shards, "SMALL_NUMEL", 0),
                     mock.patch.object(twins, "PIECE_NUMEL", numel),
                     mock.patch.object(twins, "_pieces", wraps=twins._pieces) as cut,
                 ):
@@ -190,11 +189,7 @@ def with_two_threads(dtype: torch.dtype, expected: int) -> None:
     threads, cut = torch.get_num_threads(), mock.Mock(wraps=twins._pieces)
     torch.set_num_threads(2)
     try:
-        with (
-            mock.patch.object(local_shards, "SMALL_NUMEL", 0),
-            mock.patch.object(twins, "PIECE_NUMEL", 128),
-            mock.patch.object(twins, "_pieces", cut),
-        ):
+        with mock.patch.object(twins, "PIECE_NUMEL", 128), mock.patch.object(twins, "_pieces", cut):
             for _ in range(2):  # the first step makes the state
                 model(torch.ones(1, 40, dtype=dtype)).sum().backward()
                 optimizer.step()

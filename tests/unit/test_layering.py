@@ -95,7 +95,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("bypass", "client_state", "collect", "copying", "setters"),
     ("module",),
     ("broadcast", "placed", "registered"),
-    ("loan", "local_shards", "whole"),
+    ("loan", "whole"),
     ("clip", "communication", "full_params", "initialize", "nonfinite", "twins"),
     ("communication_state", "describe", "optim", "wrapping"),
     (
