@@ -203,8 +203,8 @@ class ParameterGroup:
         if self._pending_gather is not None:
             pending, self._pending_gather = self._pending_gather, None
             pending.wait()
-            # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
-            self._drop_slices()
+        # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
+        self._drop_slices()
 
     def _drop_slices(self) -> None:
         """The next gather comes from the whole shard axis again."""
@@ -223,7 +223,6 @@ class ParameterGroup:
             return
         if before is not ParameterState.UNSHARDED:  # a gather is on its way, or slices are kept for one
             self._end_gather()
-            self._drop_slices()
         if before is not ParameterState.SHRUNK:
             self._release()
 

@@ -26,7 +26,6 @@ from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame, frame_of_call
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
-from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.parameter import alias_of, local_part
 from composable_fsdp.runtime.tensors import shard_of
 from composable_fsdp.runtime.unit import Unit
@@ -144,8 +143,6 @@ class _Frame:
     """The exception that was being handled when the call began; another one at its end is the call's own."""
     caller: FrameType
     """The Python frame that runs the call."""
-    iteration: Iteration
-    """Of which it is part."""
     is_inner: bool
     """Whether it is part of another call of the same unit, such as ``forward`` called by a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
@@ -185,19 +182,18 @@ class _ModuleHooks:
 
     def begin(self, caller: FrameType) -> None:
         """A call that ``caller`` runs is under way."""
-        unit = self._unit
-        iteration = iteration_of(unit)
-        iteration.check_thread(unit)
-        is_inner = is_being_called(unit)
-        unit.calls_under_way.append(_Frame(sys.exc_info()[1], caller, iteration, is_inner))
+        iteration_of(self._unit).check_thread(self._unit)
+        is_inner = is_being_called(self._unit)
+        self._unit.calls_under_way.append(_Frame(sys.exc_info()[1], caller, is_inner))
 
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Brings the parameters into memory, and the inputs to where and in what they compute."""
         unit, frame = self._unit, self._unit.calls_under_way[-1]
+        iteration = iteration_of(unit)
         if not frame.is_inner:
-            frame.iteration.pre_forward(unit)
+            iteration.pre_forward(unit)
         dtype = unit.precision.input_dtype
-        device = unit.group.axes.device if unit is frame.iteration.root else None
+        device = unit.group.axes.device if unit is iteration.root else None
         watches = torch.is_grad_enabled() and not frame.is_inner
         if dtype is not None or device is not None or watches:
             take = _InputMap(device, dtype, frame.inputs if watches else None)
@@ -213,7 +209,7 @@ class _ModuleHooks:
             output = map_tensors(_cast_to(unit.precision.output_dtype), output)
         if frame.is_inner:
             return output
-        call = frame.iteration.post_forward(unit, self._module)
+        call = iteration_of(unit).post_forward(unit, self._module)
         return output if call is None else _watch_backward(call, frame.inputs, output)
 
     def abort(self) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.ranks._models import TASKS, seeded, shard_layers
@@ -52,6 +53,22 @@ def gather_from_a_smaller_mesh() -> None:
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
 def test_backward_gathers_from_the_smaller_mesh_in_every_step(transport: Environment) -> None:
     run_ranks(gather_from_a_smaller_mesh, 4, environment=transport)
+
+
+def shrink_a_root_without_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    mesh = init_device_mesh("cpu", (4,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    for _ in range(2):
+        output = model(torch.randn(2, 8))
+        assert [channel.smaller is None for channel in unit_of(model).group.channels] == [False]
+        output.sum().backward()
+        assert [channel.smaller is None for channel in unit_of(model).group.channels] == [True]
+
+
+def test_a_group_without_parameters_comes_back_from_its_smaller_mesh_too() -> None:
+    run_ranks(shrink_a_root_without_parameters, 4)
 
 
 def step_of_the_shards() -> None:
