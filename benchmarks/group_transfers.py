@@ -5,7 +5,8 @@
 A group of twelve parameters, shaped like a transformer block's. An all-gather is ``unshard``; a reduce-scatter is what
 each library does once autograd has left the gradients: so both contain all copies, allocations and waits that a
 transfer needs. A backward has hooks and autograd besides; its gradients are there already.
-``--batch-kib 512 --kib 2048,4096`` shows what smaller batches of gradients cost.
+``--batch-kib 512 --kib 2048,4096`` shows what smaller batches of gradients cost, and ``--alone`` how much of the time
+it is that a library's code and objects are no longer in the processor's caches after the other's turn.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from libraries import LIBRARIES, shard
-from report import interleaved, parser, publish, ratios, spread, timed
+from report import interleaved, one_after_the_other, parser, publish, ratios, spread, timed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -119,11 +120,12 @@ def transfers(library: str, kib: int, mesh: DeviceMesh) -> dict[str, Callable[[]
     return {"all-gather": gather, "reduce-scatter": reduce, "backward": backward}
 
 
-def measure(kib: int, mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
+def measure(kib: int, mesh: DeviceMesh, rounds: int, *, alone: bool) -> dict[str, Any]:
     built = {library: transfers(library, kib, mesh) for library in LIBRARIES}
     row: dict[str, Any] = {"KiB": kib}
     for kind in KINDS:
-        taken = interleaved({library: kinds[kind] for library, kinds in built.items()}, rounds, warm_up=WARM_UP)
+        variants = {library: kinds[kind] for library, kinds in built.items()}
+        taken = (one_after_the_other if alone else interleaved)(variants, rounds, warm_up=WARM_UP)
         longest = {library: slowest(samples) for library, samples in taken.items()}
         row |= {f"{kind}, {library} ms": spread(samples) for library, samples in longest.items()}
         row[f"{kind}, ours/fsdp2"] = ratios(longest["ours"], longest["fsdp2"])
@@ -142,6 +144,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=25)
     options.add_argument("--kib", default=",".join(map(str, KIB)), help="sizes of groups")
     options.add_argument("--batch-kib", type=int, help="least batch of gradients, instead of our own")
+    options.add_argument("--alone", action="store_true", help="all rounds of a library one after the other")
     arguments = options.parse_args()
     if arguments.batch_kib is not None:
         GlooCommunicator.batch_bytes = SharedMemoryCommunicator.batch_bytes = arguments.batch_kib << 10
@@ -151,10 +154,10 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     kib = [int(size) for size in arguments.kib.split(",")]
     sizes, rounds = (kib[:2], 3) if arguments.quick else (kib, arguments.rounds)
-    rows = [measure(kib, mesh, rounds) for kib in sizes]
+    rows = [measure(kib, mesh, rounds, alone=arguments.alone) for kib in sizes]
     if dist.get_rank() == 0:
         columns = ["KiB", *(f"{kind}, {what}" for kind in KINDS for what in ("ours ms", "fsdp2 ms", "ours/fsdp2"))]
-        settings = {"ranks": ranks, "dtype": "fp32"}
+        settings = {"ranks": ranks, "dtype": "fp32", **({"each library": "alone"} if arguments.alone else {})}
         if arguments.batch_kib is not None:
             settings["batches of KiB"] = arguments.batch_kib
         publish("transfers of a group", settings, columns, rows, arguments.out)

@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/host_overhead.py
 
 Nothing is sent and the tensors are tiny, so what is left is Python. Both libraries run step by step in turn; overhead
-is the step less that of the same model without sharding, per group.
+is the step less that of the same model without sharding, per group. With ``--alone`` the steps of each follow each
+other: the difference is what it costs that its code and objects are no longer in the processor's caches.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from libraries import LIBRARIES, fake_ranks, shard
-from report import interleaved, parser, publish, ratios, spread
+from report import interleaved, one_after_the_other, parser, publish, ratios, spread
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -58,11 +59,11 @@ def step(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
     return run
 
 
-def measure(parameters: int, mesh: DeviceMesh, rounds: int, *, bf16: bool) -> dict[str, Any]:
+def measure(parameters: int, mesh: DeviceMesh, rounds: int, *, bf16: bool, alone: bool) -> dict[str, Any]:
     x = torch.randn(4, 16, requires_grad=True, dtype=torch.bfloat16 if bf16 else torch.float32)
     libraries = {"none": None, "ours": "ours", "fsdp2": "fsdp2"}
     variants = {name: step(build(parameters, library, mesh, bf16=bf16), x) for name, library in libraries.items()}
-    samples = interleaved(variants, rounds, warm_up=5)
+    samples = (one_after_the_other if alone else interleaved)(variants, rounds, warm_up=5)
     base = spread(samples["none"])["median"]
     ours, fsdp2 = ([taken - base for taken in samples[name]] for name in ("ours", "fsdp2"))
     return {
@@ -77,13 +78,17 @@ def measure(parameters: int, mesh: DeviceMesh, rounds: int, *, bf16: bool) -> di
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=60)
+    options.add_argument("--alone", action="store_true", help="all steps of a library one after the other")
     arguments = options.parse_args()
     torch.set_num_threads(1)
     rounds, sizes = (5, (4,)) if arguments.quick else (arguments.rounds, (1, 4, 12, 48))
     with fake_ranks(WORLD) as mesh:
-        rows = [measure(size, mesh, rounds, bf16=bf16) for bf16 in (False, True) for size in sizes]
+        rows = [
+            measure(size, mesh, rounds, bf16=bf16, alone=arguments.alone) for bf16 in (False, True) for size in sizes
+        ]
     columns = ["parameters", "dtype", "ours us", "fsdp2 us", "ours/fsdp2"]
-    publish("host overhead per group", {"ranks": WORLD}, columns, rows, arguments.out)
+    settings = {"ranks": WORLD, **({"each library": "alone"} if arguments.alone else {})}
+    publish("host overhead per group", settings, columns, rows, arguments.out)
 
 
 if __name__ == "__main__":

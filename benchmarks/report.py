@@ -19,7 +19,7 @@ from tables import ratios, spread, table
 
 import composable_fsdp
 
-__all__ = ["SHARED_MEMORY", "interleaved", "parser", "publish", "ratios", "spread", "timed"]
+__all__ = ["SHARED_MEMORY", "interleaved", "one_after_the_other", "parser", "publish", "ratios", "spread", "timed"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,11 @@ def interleaved(variants: dict[str, Callable[[], T]], rounds: int, *, warm_up: i
             if turn >= warm_up:
                 samples[name].append(sample)
     return samples
+
+
+def one_after_the_other(variants: dict[str, Callable[[], T]], rounds: int, *, warm_up: int = 2) -> dict[str, list[T]]:
+    """As :func:`interleaved`, but all rounds of a variant follow each other: caches keep its code and objects."""
+    return {name: interleaved({name: variant}, rounds, warm_up=warm_up)[name] for name, variant in variants.items()}
 
 
 def timed(action: Callable[[], object]) -> Callable[[], float]:

@@ -70,6 +70,7 @@ BENCHMARKS = [
     Benchmark("describe", "describe.py"),
     Benchmark("exposure", "exposure.py"),
     Benchmark("host-overhead", "host_overhead.py"),
+    Benchmark("host-overhead-alone", "host_overhead.py --alone"),
     Benchmark("optimizer-step", "optimizer_step.py"),
     Benchmark("resident", "resident.py"),
     Benchmark("load-memory", "load_memory.py"),
@@ -90,6 +91,7 @@ BENCHMARKS = [
             Benchmark(f"order-check-{ranks}-sockets", "order_check.py", ranks, environment=SOCKETS),
             Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),
             Benchmark(f"group-transfers-{ranks}-sockets", "group_transfers.py", ranks, environment=SOCKETS),
+            Benchmark(f"group-transfers-{ranks}-alone", "group_transfers.py --alone", ranks),
             Benchmark(f"group-transfers-{ranks}-batches", f"group_transfers.py {SMALL_BATCHES}", ranks),
             Benchmark(
                 f"group-transfers-{ranks}-batches-sockets",
