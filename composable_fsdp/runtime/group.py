@@ -169,6 +169,7 @@ class ParameterGroup:
         return self.parameter_state not in _HERE_OR_COMING
 
     def _await_gather(self, pending: Pending[None] | None, lane: str, begin: float | None) -> None:
+        """``pending`` brings the parameters; ``None`` where there are none."""
         self._pending_gather = pending
         self.parameter_state = advance(
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name

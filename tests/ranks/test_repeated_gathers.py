@@ -67,6 +67,7 @@ def shrink_a_root_without_parameters() -> None:
         assert [channel.smaller is None for channel in unit_of(model).group.channels] == [True]
 
 
+@pytest.mark.behaviour("C-01")
 def test_a_group_without_parameters_comes_back_from_its_smaller_mesh_too() -> None:
     run_ranks(shrink_a_root_without_parameters, 4)
 
