@@ -128,6 +128,7 @@ def main() -> None:
     arguments = options.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    torch.manual_seed(0)  # all ranks begin with the same values
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     given = [tempfile.mkdtemp(dir=arguments.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(given)

@@ -88,6 +88,7 @@ def rank_main(library: str, case: str, steps: int) -> None:
     """What each rank's process runs: the first one prints the means as its last line."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    torch.manual_seed(0)  # all ranks begin with the same values
     dist.barrier()
     own = train(library, case, steps)
     figures = torch.tensor([own[name] for name in FIGURES])

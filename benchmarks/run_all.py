@@ -89,6 +89,7 @@ BENCHMARKS = [
             Benchmark(f"step-parts-{ranks}-sockets", "step_parts.py", ranks, environment=SOCKETS),
             Benchmark(f"order-check-{ranks}", "order_check.py", ranks),
             Benchmark(f"order-check-{ranks}-sockets", "order_check.py", ranks, environment=SOCKETS),
+            Benchmark(f"version-check-{ranks}", "version_check.py", ranks),
             Benchmark(f"group-transfers-{ranks}", "group_transfers.py", ranks),
             Benchmark(f"group-transfers-{ranks}-sockets", "group_transfers.py", ranks, environment=SOCKETS),
             Benchmark(f"group-transfers-{ranks}-alone", "group_transfers.py --alone", ranks),

@@ -34,7 +34,7 @@ def build():
         dump_folder="",
     )
     model.to_empty(device="cpu")
-    torch.manual_seed(0)
+    torch.manual_seed(dist.get_rank())  # on CPU every rank draws its shards by itself: one seed would make them equal
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
     return model.train()

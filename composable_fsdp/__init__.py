@@ -24,9 +24,13 @@ from composable_fsdp.communication import CommunicationReport, CommunicationRow,
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.describe import GroupDescription, ModelDescription, describe
 from composable_fsdp.errors import (
+    ArgumentTypeError,
     CheckpointError,
     ConfigurationError,
+    ConflictError,
+    DeviceError,
     DivergenceError,
+    ExtensionError,
     FSDPError,
     GradientError,
     LifecycleError,
@@ -36,12 +40,16 @@ from composable_fsdp.errors import (
     UnsupportedError,
 )
 from composable_fsdp.full_params import apply_to_full_params, unsharded_params
-from composable_fsdp.initialize import to_empty
+from composable_fsdp.initialize import initialize, to_empty
+from composable_fsdp.mesh import OffloadBackendWarning
 from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
 from composable_fsdp.nonfinite import find_nonfinite
 from composable_fsdp.optim import local_optimizer
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.runtime.assemble import LowPrecisionWarning
 from composable_fsdp.runtime.strangers import PlainParameterWarning
+from composable_fsdp.runtime.tensor_classes import LostExtensionWarning
+from composable_fsdp.sharded_rng import sharded_rng
 from composable_fsdp.sharding import ShardPlacementResult
 from composable_fsdp.strategy import ShardingStrategy
 from composable_fsdp.tied import tie_groups
@@ -52,6 +60,7 @@ if TYPE_CHECKING:
     from composable_fsdp.from_rank0 import shard_from_rank0
 
 __all__ = [
+    "ArgumentTypeError",
     "CPUOffloadPolicy",
     "Cast",
     "CheckpointError",
@@ -60,9 +69,12 @@ __all__ = [
     "CommunicationRow",
     "CommunicationState",
     "ConfigurationError",
+    "ConflictError",
     "DataParallelMeshDims",
+    "DeviceError",
     "DivergenceError",
     "ErrorFeedback",
+    "ExtensionError",
     "FSDPError",
     "FSDPModule",
     "Float8",
@@ -71,9 +83,12 @@ __all__ = [
     "Int4",
     "Int8",
     "LifecycleError",
+    "LostExtensionWarning",
+    "LowPrecisionWarning",
     "MeshError",
     "MixedPrecisionPolicy",
     "ModelDescription",
+    "OffloadBackendWarning",
     "OffloadPolicy",
     "ParameterError",
     "PeerError",
@@ -90,12 +105,14 @@ __all__ = [
     "find_nonfinite",
     "fully_shard",
     "get_total_norm",
+    "initialize",
     "local_optimizer",
     "no_sync",
     "register_fsdp_forward_method",
     "rekey_optimizer",
     "shard_from_rank0",
     "sharded_ema",
+    "sharded_rng",
     "share_comm_ctx",
     "tie_groups",
     "to_empty",

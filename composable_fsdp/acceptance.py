@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMeshDims
@@ -26,23 +28,33 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_fsdp_forward_method
 from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo as TorchDDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as TorchHSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.distributed.tensor.placement_types import Shard
 
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 from composable_fsdp.grouping import Group, Scope
+from composable_fsdp.mesh import DataParallelAxes
 from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.sharding import ShardPlacementResult
 from composable_fsdp.strategy import ShardingStrategy
 from composable_fsdp.wrap import Policy, as_policy, by_class
 
 __all__ = [
+    "ParamModuleInfo",
+    "ShardedState",
+    "TorchFSDPMeshInfo",
     "TorchFSDPModule",
+    "TorchFSDPState",
     "TorchUnshardHandle",
+    "TrainingState",
     "as_mesh_dims",
     "as_mixed_precision_policy",
     "as_offload_policy",
@@ -51,7 +63,9 @@ __all__ = [
     "as_wrap_policy",
     "enter_state",
     "find_state",
+    "mesh_info_of",
     "modules_sharded_by_torch",
+    "register_state",
     "sharded_by_torch",
     "torch_fully_shard",
     "torch_register_fsdp_forward_method",
@@ -60,25 +74,34 @@ __all__ = [
 
 
 def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
-    """Ours, or torch's as ours."""
+    """Ours, or torch's as ours, or either class, which stands for its defaults."""
+    policy = _instance_of(policy, MixedPrecisionPolicy, TorchMixedPrecisionPolicy)
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if isinstance(policy, TorchMixedPrecisionPolicy):
         return MixedPrecisionPolicy(
             policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
         )
-    raise ConfigurationError(f"mp_policy must be a MixedPrecisionPolicy, not {type(policy).__name__}.")
+    raise ArgumentTypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(policy).__name__}.")
 
 
 def as_offload_policy(policy: object) -> OffloadPolicy:
-    """Ours, or torch's as ours."""
+    """Ours, or torch's as ours, or either class, which stands for its defaults. ``None`` offloads nothing."""
+    policy = _instance_of(policy, OffloadPolicy, TorchOffloadPolicy)
+    if policy is None:
+        return OffloadPolicy()
     if isinstance(policy, OffloadPolicy):
         return policy
     if isinstance(policy, TorchCPUOffloadPolicy):
         return CPUOffloadPolicy(policy.pin_memory)
     if isinstance(policy, TorchOffloadPolicy):
         return OffloadPolicy()
-    raise ConfigurationError(f"offload_policy must be an OffloadPolicy, not {type(policy).__name__}.")
+    raise ArgumentTypeError(f"offload_policy must be an OffloadPolicy or None, not {type(policy).__name__}.")
+
+
+def _instance_of(policy: object, *classes: type) -> object:
+    """``policy``, or an instance of it where it is one of ``classes`` or a subclass."""
+    return policy() if isinstance(policy, type) and issubclass(policy, classes) else policy
 
 
 def as_strategy(strategy: object) -> ShardingStrategy:
@@ -98,7 +121,7 @@ def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
         return dims
     if isinstance(dims, TorchDataParallelMeshDims):
         return DataParallelMeshDims(dims.shard, dims.replicate)
-    raise ConfigurationError(f"dp_mesh_dims must be a DataParallelMeshDims, not {type(dims).__name__}.")
+    raise ArgumentTypeError(f"dp_mesh_dims must be a DataParallelMeshDims, not {type(dims).__name__}.")
 
 
 def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
@@ -136,6 +159,15 @@ def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
     return info.mesh
 
 
+def mesh_info_of(axes: DataParallelAxes) -> TorchFSDPMeshInfo | TorchDDPMeshInfo:
+    """``axes`` as torch's FSDP describes them."""
+    if axes.mesh.ndim > 1:
+        return TorchHSDPMeshInfo(axes.mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    if axes.shard.size == axes.mesh.size():
+        return TorchFSDPMeshInfo(axes.mesh, shard_mesh_dim=0)
+    return TorchDDPMeshInfo(axes.mesh, replicate_mesh_dim=0)
+
+
 # -- what torch's own fully_shard made, and where it keeps it
 
 
@@ -155,7 +187,7 @@ def sharded_by_torch(module: nn.Module) -> str | None:
 
 
 def _is_sharded_by_torch(module: nn.Module) -> bool:
-    return isinstance(find_state(module), TorchFSDPState)
+    return issubclass(type(find_state(module)), TorchFSDPState)  # ours are instances of it, but no subclass
 
 
 def enter_state(module: nn.Module, state: object) -> None:
@@ -163,6 +195,12 @@ def enter_state(module: nn.Module, state: object) -> None:
     namespace = vars(module)
     namespace.setdefault(STATE_KEY, {})[_CONTRACT] = state
     namespace.setdefault(REGISTRY_KEY, {})[torch_fully_shard.__name__] = RegistryItem()
+    register_state(module, state)
+
+
+def register_state(module: nn.Module, state: object) -> None:
+    """Makes ``state`` what torch's ``_get_module_fsdp_state(module)`` returns, as long as the module keeps it."""
+    _module_state_mapping[module] = cast(Any, weakref.ref(state))
 
 
 def find_state(module: nn.Module) -> object:

@@ -23,11 +23,24 @@ from composable_fsdp.codec.choice import CommunicationPolicy
 from composable_fsdp.collect import Collector, CommunicationFunction, PlacementFunction
 from composable_fsdp.describe import describe_groups
 from composable_fsdp.diagnostics.recording import enable_from_environment
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError
 from composable_fsdp.initialize import left_alone, materialise, synchronise
-from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes, default_mesh, named_data_parallel_axes
+from composable_fsdp.mesh import (
+    DataParallelAxes,
+    data_parallel_axes,
+    default_mesh,
+    named_data_parallel_axes,
+    warn_without_cpu_backend,
+)
 from composable_fsdp.module import sharded_class
-from composable_fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, Reshard, ReshardKind
+from composable_fsdp.policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Reshard,
+    ReshardKind,
+)
 from composable_fsdp.runtime.assemble import watch_optimizers
 from composable_fsdp.runtime.compile import mark_managed
 from composable_fsdp.runtime.group import ParameterGroup
@@ -57,7 +70,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFunction | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     ignored_modules: Collection[nn.Module] | None = None,
     device: torch.device | str | int | None = None,
@@ -96,6 +109,7 @@ def fully_shard(
             ``Shard(0)``, or a ``ShardPlacementResult`` with a mesh of its own, such as that of experts.
         mp_policy: dtypes of computation, reduction and output; ours or torch's.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU; ours or torch's.
+            ``None`` offloads nothing.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         ignored_modules: modules to leave alone with all modules below them: their parameters and buffers are not
             sharded, moved, synchronised or reduced. Give them to every call whose module contains them.
@@ -110,7 +124,8 @@ def fully_shard(
             first rank of the mesh, so that ranks with different seeds start equal.
         param_init_fn: called with each module that has parameters or buffers of its own on the meta device, which it
             must give memory and values, before they are shared out: ``module.to_empty(device=..., recurse=False)``,
-            then ``module.reset_parameters()``. Comes before ``sync_module_states``.
+            then ``module.reset_parameters()``. Comes before ``sync_module_states``. Where the values depend on a seed
+            only, ``initialize(model, seed=...)`` after ``fully_shard`` needs no such function.
 
     Returns:
         ``module`` itself.
@@ -152,6 +167,8 @@ def fully_shard(
     for each in modules:
         _check_module(each)
     axes, full_mesh = _axes(mesh, as_mesh_dims(dp_mesh_dims), device)
+    if isinstance(offload, CPUOffloadPolicy):
+        warn_without_cpu_backend(axes)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
     left = left_alone(modules, ignored_params, ignored_modules)
     for each in modules:
@@ -207,7 +224,7 @@ def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> Communi
     if isinstance(policy, CommunicationPolicy):
         return lambda _: policy
     if not callable(policy):
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             f"comm_policy must be a CommunicationPolicy, or a function of a parameter that returns one, not {policy!r}."
         )
     return policy
@@ -215,7 +232,7 @@ def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> Communi
 
 def _as_model(module: object) -> nn.Module:
     if isinstance(module, (list, tuple)):
-        raise ConfigurationError("policy= says which modules in a model are groups: pass that model, and no list.")
+        raise ArgumentTypeError("policy= says which modules in a model are groups: pass that model, and no list.")
     _check_module(module)
     return cast(nn.Module, module)
 
@@ -226,7 +243,7 @@ def _as_modules(module: object) -> list[nn.Module]:
     if not module:
         raise ConfigurationError("fully_shard was given an empty list of modules.")
     if len({id(each) for each in module}) < len(module):
-        raise ConfigurationError("fully_shard was given a list with the same module twice.")
+        raise ConflictError("fully_shard was given a list with the same module twice.")
     return list(module)
 
 
@@ -238,7 +255,7 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
+        raise ArgumentTypeError(f"fully_shard takes an nn.Module or a list of them, not {type(module).__name__}.")
     name = type(module).__name__.removeprefix("FSDP")
     foreign = sharded_by_torch(module)
     if foreign is not None:
@@ -247,7 +264,7 @@ def _check_module(module: object) -> None:
             "of them; composable_fsdp.interop.patch_torch(), called before, makes callers of torch's use ours."
         )
     if find_unit(module) is not None:
-        raise ConfigurationError(
+        raise ConflictError(
             f"fully_shard has been applied to this {name} already. Apply it once to each module, bottom-up."
         )
     # Other modules may do without: their methods can be registered with register_fsdp_forward_method.

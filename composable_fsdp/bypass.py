@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FunctionType, TracebackType
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from composable_fsdp.errors import LifecycleError
-from composable_fsdp.runtime.unit import Unit, owners, unit_of
+from composable_fsdp.runtime.parameter import find_parameter
+from composable_fsdp.runtime.unit import Unit, holding_unit, unit_of
 
 __all__ = ["explain_uncaught", "explaining_methods", "explanation_of"]
 
@@ -95,21 +96,21 @@ def explanation_of(error: BaseException) -> str | None:
     """
     if not isinstance(error, RuntimeError) or isinstance(error, LifecycleError) or _MIXED not in str(error):
         return None
-    sharded = {id(p.sharded): (p.name, unit) for unit in set(owners().values()) for p in unit.group.parameters}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name != "<module>"]
     values = (value for frame in reversed(frames) for value in frame.f_locals.values())
-    return next(filter(None, (_told_of(value, sharded) for value in values)), None)
+    return next(filter(None, map(_told_of, values)), None)
 
 
-def _told_of(value: object, sharded: Mapping[int, tuple[str, Unit]]) -> str | None:
-    """What there is to say of a parameter among ``sharded``, or of a module that has one of its own."""
-    if id(value) in sharded:
-        name, unit = sharded[id(value)]
-        return _advice(repr(name), unit)
+def _told_of(value: object) -> str | None:
+    """Explain a sharded parameter, or a module that has one of its own, for the text of an error."""
+    found, unit = find_parameter(value), holding_unit(value)
+    if found is not None and found.sharded is value and unit is not None:
+        return _advice(repr(found.name), unit)
     for name, parameter in value._parameters.items() if isinstance(value, nn.Module) else ():
-        if id(parameter) in sharded:
+        found, unit = find_parameter(parameter), holding_unit(parameter)
+        if found is not None and found.sharded is parameter and unit is not None:
             owner = type(value).__name__.removeprefix("FSDP")
-            return _advice(f"{name!r} of this {owner}", sharded[id(parameter)][1])
+            return _advice(f"{name!r} of this {owner}", unit)
     return None
 
 

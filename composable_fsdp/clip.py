@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from composable_fsdp.placed import units_below
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+_NARROW = (torch.float16, torch.bfloat16)
+"""dtypes whose sums and norms are computed in float32."""
 
 
 @torch.no_grad()
@@ -201,9 +205,11 @@ def _exchanges(cuts: Sequence[_Cut]) -> list[_Exchange]:
 
 
 def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The DTensor ``tensor`` with pending sums done. Collective."""
+    """The DTensor ``tensor`` with pending sums carried out, in float32 where it is narrower. Collective."""
     assert isinstance(tensor, DTensor)
-    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    wide = cast(DTensor, tensor.to(torch.float32)) if tensor.dtype in _NARROW else tensor
+    return wide.redistribute(placements=placements)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,8 +244,7 @@ def _from_powers(sums: torch.Tensor, order: float) -> torch.Tensor:
 
 def _norms(tensors: list[torch.Tensor], order: float, foreach: bool) -> Sequence[torch.Tensor]:
     """The norm of each, none of them empty, in float32 where the tensors are narrower."""
-    narrow = tensors[0].dtype in (torch.float16, torch.bfloat16)
-    dtype = torch.float32 if narrow else None
+    dtype = torch.float32 if tensors[0].dtype in _NARROW else None
     if foreach:
         return torch._foreach_norm(tensors, order, dtype)
     return [torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]

@@ -16,7 +16,7 @@ from composable_fsdp.errors import ConfigurationError, ParameterError
 from composable_fsdp.layout.shard import resolve_dim
 from composable_fsdp.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, find_taken, local_part
-from composable_fsdp.runtime.unit import Unit, find_unit, owners
+from composable_fsdp.runtime.unit import Unit, find_unit, holding_unit
 from composable_fsdp.sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
 
 __all__ = ["Collector", "CommunicationFunction", "PlacementFunction", "elsewhere"]
@@ -51,8 +51,6 @@ class Collector:
     lenders: Sequence[Unit] = ()
     communication_of: CommunicationFunction = _plain
     _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
-    _taken: dict[int, Unit] = field(default_factory=owners)
-    """The unit of every parameter object that any has, by its id."""
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
         """The parameters that the call takes, each once, with all the places where it is registered."""
@@ -127,7 +125,7 @@ class Collector:
 
     def _check_free(self, name: str, parameter: nn.Parameter, module_name: str) -> None:
         """Raises where another group has ``parameter``, or it is not there yet."""
-        owner = self._taken.get(id(parameter))
+        owner = holding_unit(parameter)
         if owner is not None:
             raise ConfigurationError(
                 f"parameter {name!r} of {module_name} already belongs to the group of {owner.name!r}. fully_shard "

@@ -26,6 +26,9 @@ class CommunicationState:
     is about its own gradients, so it can be loaded only on as many ranks as it was saved on; on others ``dcp.load``
     tells of a size mismatch. Leave it out there: what one step lost is all that is missing.
 
+    In the middle of a step, between its first backward and the optimizer's step, it is the state from before the step:
+    a checkpoint has no gradients, so that training goes on from there with the whole step.
+
     Args:
         model: the outermost sharded module, or one that contains it.
 
@@ -77,6 +80,8 @@ class CommunicationState:
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
         places = {module: name for name, module in self._model.named_modules()}
         for unit_name, unit in units_of(self._model):
+            if unit.iteration is not None:
+                unit.iteration.commit_residuals()
             for bucket in unit.group.buckets:
                 name = _name(bucket, places) or unit_name
                 for leg, encoder in bucket.scatter.encoders.items():

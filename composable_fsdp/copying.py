@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.runtime.extension import hooks_of
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.parameter import local_part
-from composable_fsdp.runtime.unit import Unit, find_unit
+from composable_fsdp.runtime.tensor_classes import hooks_of
+from composable_fsdp.runtime.unit import ITERATION_ATTRIBUTE, Unit, find_unit
 
 __all__ = ["copy_sharded"]
 
@@ -68,8 +68,9 @@ def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
     clone: nn.Module = object.__new__(type(module))
     memo[id(module)] = clone
     get_state = getattr(module, "__getstate__", None)  # every object has it from Python 3.11 on
-    state = vars(module) if get_state is None else get_state()
-    clone.__setstate__(copy.deepcopy(dict(state), memo))
+    state = dict(vars(module) if get_state is None else get_state())
+    state.pop(ITERATION_ATTRIBUTE, None)
+    clone.__setstate__(copy.deepcopy(state, memo))
     return clone
 
 

@@ -6,9 +6,13 @@ Each also derives from the builtin that fits, so that ``except ValueError`` writ
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentTypeError",
     "CheckpointError",
     "ConfigurationError",
+    "ConflictError",
+    "DeviceError",
     "DivergenceError",
+    "ExtensionError",
     "FSDPError",
     "GradientError",
     "LifecycleError",
@@ -27,12 +31,28 @@ class ConfigurationError(FSDPError, ValueError):
     """An argument of ``fully_shard`` or of one of its setters does not make sense."""
 
 
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument of ``fully_shard`` or of one of its setters has a type that it cannot have."""
+
+
+class ConflictError(ConfigurationError, AssertionError):
+    """Two calls exclude each other. FSDP2 raises ``AssertionError`` in these cases."""
+
+
 class MeshError(ConfigurationError):
     """The device mesh, or the process groups under it, cannot serve the request."""
 
 
 class ParameterError(FSDPError, ValueError):
     """A parameter cannot be sharded, or is not what it was when it was sharded. The text names it."""
+
+
+class DeviceError(ParameterError, RuntimeError):
+    """Parameters are on the meta device, or not on the device on which their group keeps them. The text names them."""
+
+
+class ExtensionError(ParameterError, AssertionError):
+    """The communication hooks of a parameter's local tensor do not have the form that they must have."""
 
 
 class LifecycleError(FSDPError, RuntimeError):

@@ -21,6 +21,7 @@ from composable_fsdp.errors import ConfigurationError, DivergenceError, Paramete
 from composable_fsdp.initialize import give_memory
 from composable_fsdp.placed import shardings_of, units_below
 from composable_fsdp.registered import registered_buffers, registered_parameters
+from composable_fsdp.runtime.tensor_classes import as_parameter, parameter_class
 
 __all__ = ["shard_from_rank0"]
 
@@ -91,7 +92,7 @@ def _set_aside(model: nn.Module) -> dict[str, torch.Tensor]:
     values = {plain_name(name): tensor.detach() for name, tensor in _tensors(model) if not tensor.is_meta}
     for parameter in registered_parameters(model):
         real = parameter.parameter
-        blank = nn.Parameter(real.detach().to("meta"), requires_grad=real.requires_grad)
+        blank = as_parameter(real.detach().to("meta"), parameter_class(real), real.requires_grad)
         vars(blank).update(vars(real))
         if real.grad_dtype != real.dtype:
             blank.grad_dtype = real.grad_dtype

@@ -85,7 +85,7 @@ def apply_to_full_params(
     """Calls ``fn(name, parameter)`` with each sharded parameter of ``module`` whole, and keeps what it writes in place.
 
     Group by group, each as inside :func:`unsharded_params`, so that memory is needed for one group only. For
-    initialisations, surgery and statistics that need whole tensors; plain parameters are whole anyway, and are not
+    surgery and statistics that need whole tensors; plain parameters are whole anyway, and are not
     passed. All ranks must call it together. Where ``fn`` raises, groups that were complete before keep what it wrote.
 
     Args:
@@ -160,8 +160,8 @@ def _sharded_parameters(module: nn.Module, units: Sequence[Unit]) -> list[Regist
     on_meta = [e.name for e in entries if e.parameter.is_meta]
     if on_meta:
         raise ParameterError(
-            f"unsharded_params: parameters are still on the meta device and have no values: {on_meta}. Call "
-            "to_empty(module, device=...) and initialise them (reset_parameters(), or load a state dict) first."
+            f"unsharded_params: parameters are still on the meta device and have no values: {on_meta}. First call "
+            "composable_fsdp.initialize(module, seed=...), or to_empty(module, device=...) and load a state dict."
         )
     return entries
 

@@ -151,14 +151,12 @@ def _used_in_several(scope: Scope, groups: Sequence[Group]) -> nn.Module | None:
     """
     chosen = {module: group for group in groups for module in group.modules}
     groups_of: dict[nn.Module, set[int]] = {}
-
-    def visit(module: nn.Module, group: Group) -> None:
+    visits = [(scope.model, groups[-1])]  # no recursive function: it would own itself, and the modules with it
+    while visits:
+        module, group = visits.pop()
         group = chosen.get(module, group)
         groups_of.setdefault(module, set()).add(id(group))
-        for child in module.children():
-            visit(child, group)
-
-    visit(scope.model, groups[-1])
+        visits += [(child, group) for child in module.children()]
     several = [module for module in scope.modules if len(groups_of.get(module, ())) > 1]
     return several[-1] if several else None
 

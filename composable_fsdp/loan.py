@@ -17,25 +17,29 @@ from composable_fsdp.runtime.unit import Unit
 __all__ = ["Loan", "check_idle"]
 
 
-def check_idle(units: Sequence[Unit]) -> None:
+def check_idle(units: Sequence[Unit], caller: str = "unsharded_params") -> None:
     """
+    Args:
+        units: whose parameters are to be lent.
+        caller: the public function that lends them, for errors.
+
     Raises:
         LifecycleError: a forward or backward of ``units`` is under way, or another loan of the same root.
     """
     if torch._C._current_graph_task_id() != -1:
         raise LifecycleError(
-            "unsharded_params was entered during a backward, whose parameters would be pulled from under it. Enter it "
+            f"{caller} was entered during a backward, whose parameters would be pulled from under it. Enter it "
             "before the forward or after backward() has returned."
         )
     for unit in units:
         if isinstance(unit.iteration, _OnLoan):
             raise LifecycleError(
-                f"unsharded_params was entered for {unit.name!r} inside another one for modules of the same root. "
+                f"{caller} was entered for {unit.name!r} inside another one for modules of the same root. "
                 "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
             )
         if isinstance(unit.iteration, Iteration) and any(map(is_being_called, _of_same_root(unit))):
             raise LifecycleError(
-                f"unsharded_params was entered during a forward that {unit.name!r} is part of, whose parameters would "
+                f"{caller} was entered during a forward that {unit.name!r} is part of, whose parameters would "
                 "be pulled from under it. Enter it before the forward or after backward() has returned."
             )
 
@@ -59,7 +63,7 @@ class _OnLoan:
     def __getattr__(self, name: str) -> NoReturn:
         raise LifecycleError(
             "a forward, unshard() or another operation of a sharded module came inside unsharded_params, where "
-            "parameters of its root are not sharded. Leave unsharded_params first."
+            "parameters of its root are not sharded, or inside a function that initialize called. Leave it first."
         )
 
 
@@ -73,8 +77,9 @@ class Loan:
         # All units of the same root: each of them may prefetch those on loan.
         affected = [u for unit in units for u in _of_same_root(unit)]
         self._iterations = {unit: unit.iteration for unit in affected}
+        self._stand_in = _OnLoan()  # units do not own what they take part in
         for unit in affected:
-            unit.iteration = _OnLoan()
+            unit.iteration = self._stand_in
         for entry, whole in zip(entries, wholes, strict=True):
             if whole is not None:
                 entry.put(whole)
@@ -85,6 +90,6 @@ class Loan:
         for entry in self._entries:
             entry.put(entry.parameter)
         for unit, iteration in self._iterations.items():
-            if isinstance(unit.iteration, _OnLoan):
+            if unit.iteration is self._stand_in:
                 unit.iteration = iteration
         return shown

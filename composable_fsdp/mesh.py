@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,10 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp.comm.choose import communicator_over
 from composable_fsdp.comm.loopback import LoopbackCommunicator
 from composable_fsdp.comm.protocol import Communicator
-from composable_fsdp.errors import MeshError
+from composable_fsdp.errors import ArgumentTypeError, MeshError
 from composable_fsdp.policy import DataParallelMeshDims
 
-__all__ = ["DataParallelAxes", "data_parallel_axes", "default_mesh", "join_meshes", "named_data_parallel_axes"]
+__all__ = [
+    "DataParallelAxes",
+    "OffloadBackendWarning",
+    "data_parallel_axes",
+    "default_mesh",
+    "join_meshes",
+    "named_data_parallel_axes",
+    "warn_without_cpu_backend",
+]
 
 HOW_TO_START = (
     "Start one process per device with `torchrun --nproc-per-node N script.py` and call "
@@ -104,6 +114,34 @@ _smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator]] = W
 _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
+class OffloadBackendWarning(UserWarning):
+    """Shards rest on CPU, and a process group of their mesh moves no CPU tensors."""
+
+
+def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
+    """Says which operations fail on shards that are offloaded to CPU, where a process group has no backend for CPU.
+
+    Training needs none: parameters and gradients are communicated on the device where modules compute.
+
+    Warns:
+        OffloadBackendWarning: a process group of the mesh has none.
+    """
+    device = axes.device.type
+    for dim in range(axes.mesh.ndim):
+        group = axes.mesh.get_group(dim)
+        if device != "cpu" and torch.device("cpu") not in cast(Any, group)._device_types:
+            warnings.warn(
+                f"CPUOffloadPolicy keeps shards on CPU, but the process group of dim {dim} of {axes.mesh} has no "
+                f"backend for CPU tensors ({dist.get_backend_config(group)}). Training works. Operations that "
+                "communicate the shards themselves fail: full_tensor(), GradScaler, and torch's clip_grad_norm_, "
+                "instead of which composable_fsdp.clip_grad_norm_ works. For these call init_process_group with both "
+                f'backends, such as "cpu:gloo,{device}:nccl". Else filter this composable_fsdp.OffloadBackendWarning.',
+                OffloadBackendWarning,
+                stacklevel=3,
+            )
+            return
+
+
 def default_mesh() -> DeviceMesh:
     """A 1-d mesh over all ranks of the default process group, on its accelerator if it serves one, else on CPU.
 
@@ -131,10 +169,13 @@ def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
     """The axes of a 1-d mesh (shard) or of a 2-d one (replicate, shard).
 
     Raises:
+        ArgumentTypeError: ``mesh`` is no ``DeviceMesh``.
         MeshError: the mesh has another number of dims, or this rank is not in it.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"mesh must be a torch.distributed.DeviceMesh, not {type(mesh).__name__}. {HOW_TO_START}")
+        raise ArgumentTypeError(
+            f"mesh must be a torch.distributed.DeviceMesh, not {type(mesh).__name__}. {HOW_TO_START}"
+        )
     if mesh.ndim not in (1, 2):
         raise MeshError(
             f"mesh must be 1-d (shard) or 2-d (replicate, shard), not {mesh.ndim}-d {tuple(mesh.shape)}. "
@@ -154,10 +195,11 @@ def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> Da
     """The axes made of the dims that ``dims`` names of a mesh that has others too. Several names become one axis.
 
     Raises:
+        ArgumentTypeError: ``mesh`` is no ``DeviceMesh``.
         MeshError: ``mesh`` has no dim names, or not these.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"dp_mesh_dims needs mesh= to be a DeviceMesh, not {type(mesh).__name__}.")
+        raise ArgumentTypeError(f"dp_mesh_dims needs mesh= to be a DeviceMesh, not {type(mesh).__name__}.")
     names = mesh.mesh_dim_names
     if names is None:
         raise MeshError("dp_mesh_dims names dims of the mesh, but the mesh has none: give it mesh_dim_names.")

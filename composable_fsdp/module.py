@@ -17,7 +17,7 @@ from composable_fsdp.client_state import client_state
 from composable_fsdp.comm.agreement import order_check_from
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.copying import copy_sharded
-from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError, UnsupportedError
 from composable_fsdp.labels import ask_logger
 from composable_fsdp.policy import Reshard
 from composable_fsdp.runtime.assemble import iteration_of
@@ -25,7 +25,7 @@ from composable_fsdp.runtime.changes import ChangeCheck
 from composable_fsdp.runtime.hooks import call_as_forward, is_being_called
 from composable_fsdp.runtime.recovery import set_order_check
 from composable_fsdp.runtime.unit import Accumulation, Unit, find_unit, unit_of
-from composable_fsdp.setters import check_between_steps, check_count, on_stream, tell_root
+from composable_fsdp.setters import check_between_steps, check_count, check_factor, on_stream, tell_root
 
 __all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_comm_ctx"]
 
@@ -33,14 +33,17 @@ __all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_com
 class UnshardHandle(TorchUnshardHandle):
     """An all-gather in flight, from ``FSDPModule.unshard(async_op=True)``."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, *, is_new: bool) -> None:
         self._unit: Unit | None = unit
+        self._is_new = is_new
 
     def wait(self) -> None:
         """Makes the unsharded parameters usable. Waiting twice is waiting once."""
         if self._unit is not None:
-            self._unit.group.wait()
-            self._unit = None
+            unit, self._unit = self._unit, None
+            unit.group.wait()
+            if self._is_new:
+                iteration_of(unit).keep_unsharded(unit)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -67,9 +70,9 @@ class FSDPModule(TorchFSDPModule):
         unit = _unit(self)
         unit.deliver_before_changes()
         ask_logger()
-        unit.group.unshard(iteration_of(unit).lanes)
-        unit.note_kept()
-        handle = UnshardHandle(unit)
+        with unit.group.unshard_async_op(async_op):
+            is_new = iteration_of(unit).gather_by_hand(unit)
+        handle = UnshardHandle(unit, is_new=is_new)
         if async_op:
             return handle
         handle.wait()
@@ -84,7 +87,8 @@ class FSDPModule(TorchFSDPModule):
 
         Completes collectives in flight, shards every group of the root again, and drops gradients that have not been
         reduced, those accumulated with ``set_requires_gradient_sync(False)`` included. Reduced gradients stay: call
-        ``zero_grad`` as usual. All ranks must call it: they wait for each other.
+        ``zero_grad`` as usual, and repeat the step from its first microbatch: what ``ErrorFeedback`` remembers is as it
+        was before the step. All ranks must call it: they wait for each other.
 
         Raises:
             PeerError: some ranks did not come within the timeout of the process group. Named in the text.
@@ -99,10 +103,10 @@ class FSDPModule(TorchFSDPModule):
         """Whether to free parameters after forward and gather them again in backward.
 
         Raises:
-            ConfigurationError: not a ``bool``. A smaller mesh is chosen by ``fully_shard(reshard_after_forward=n)``.
+            ArgumentTypeError: not a ``bool``. A smaller mesh is chosen by ``fully_shard(reshard_after_forward=n)``.
         """
         if not isinstance(reshard_after_forward, bool):
-            raise ConfigurationError(
+            raise ArgumentTypeError(
                 f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}; to reshard to a smaller mesh, "
                 "pass an int as fully_shard(reshard_after_forward=...)."
             )
@@ -145,8 +149,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
-        if factor <= 0:
-            raise ConfigurationError(f"the gradient divide factor must be positive, not {factor!r}.")
+        check_factor(factor)
         _unit(self).group.gradients.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -170,9 +173,13 @@ class FSDPModule(TorchFSDPModule):
 
         All ranks then go through the sharded modules below the root in the order in which these are registered, and a
         rank takes part in the collectives of what it skips, with zero gradients. So each must run at most once per
-        forward, in that order, and every rank's loss must depend on some of them. What no rank used keeps ``grad``
-        ``None``. Without it, ranks may use different parameters of one group, as long as their backwards complete
-        the groups in the same order. Nothing is gathered ahead then where ``set_max_unsharded_bytes`` sets a bound.
+        forward, in that order, and every rank's loss must depend on some of them. Every trainable parameter of these
+        modules gets a gradient in each backward that synchronises: zeros if no rank used it. An optimizer then treats
+        it like any other, with weight decay and momentum. Nothing is gathered ahead where ``set_max_unsharded_bytes``
+        sets a bound.
+
+        Without it, ranks may use different parameters of one group, as long as their backwards complete the groups in
+        the same order. A parameter that no rank used then keeps ``grad`` ``None``.
 
         Raises:
             LifecycleError: a backward may still come to a forward that has run.
@@ -264,14 +271,18 @@ class FSDPModule(TorchFSDPModule):
         set_order_check(units, chosen)
 
     def set_version_check(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether to raise where parameters are changed between a forward and its backward, or given other data.
+        """How parameters that change between a forward and its backward are looked for.
 
-        For those who look for a mistake: autograd finds such changes only in parameters that stay in memory. All shards
-        are read twice in each step, and the host waits for that. ``p.data = ...``, which a sharded parameter does not
-        follow, is found in the next forward.
+        By default a change in place that torch counts, or a step of an optimizer, is a ``LifecycleError`` in backward:
+        the gradients would be those of a model that never ran. Writes through ``.data`` are not counted.
+
+        Args:
+            enable: ``True`` finds these too: all shards are read twice in each step, and the host waits for that.
+                ``False`` looks for no change.
+            recurse: also in the sharded modules below this one.
         """
         for unit in _units(self, recurse):
-            unit.change_check = ChangeCheck(unit.group) if enable else None
+            unit.change_check = ChangeCheck(unit.group, reads_shards=True) if enable else None
 
     # -- communication
 
@@ -280,9 +291,13 @@ class FSDPModule(TorchFSDPModule):
 
         Args:
             comm: has ``allocate(size, *, dtype, device)``, which gives the 1-d output, and is called with keywords
-                ``output_tensor``, ``input_tensor`` (1-d), ``group`` and ``async_op=True``; returns a work or ``None``.
+                ``output_tensor``, ``input_tensor`` (1-d), ``group`` and ``async_op``; returns a work or ``None``.
+                ``async_op`` is ``False``, but ``True`` in ``unshard(async_op=True)`` and after
+                ``_set_unshard_async_op(True)``, as with FSDP2. Where ranks wait for collectives on the host, a call
+                that waits hides no communication.
 
         Raises:
+            ArgumentTypeError: ``comm`` lacks ``allocate`` or cannot be called.
             LifecycleError: a backward may still come to a forward that has run.
         """
         check_between_steps("set_custom_all_gather", [_unit(self)])
@@ -296,9 +311,11 @@ class FSDPModule(TorchFSDPModule):
         Gradients with a codec or hooks of their own are exchanged instead, and do not go through ``comm``.
 
         Args:
-            comm: as for :meth:`set_custom_all_gather`; ``allocate`` gives the input, the call also has keyword ``op``.
+            comm: as for :meth:`set_custom_all_gather`; ``allocate`` gives the input and then the output, in which the
+                reduced gradients stay where they need no cast. The call has keyword ``op`` and no ``async_op``.
 
         Raises:
+            ArgumentTypeError: ``comm`` lacks ``allocate`` or cannot be called.
             LifecycleError: a backward may still come to a forward that has run.
         """
         check_between_steps("set_custom_reduce_scatter", [_unit(self)])
@@ -306,16 +323,30 @@ class FSDPModule(TorchFSDPModule):
             channel.customize_scatter(comm)
         _unit(self).group.rebuild()
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Calls ``hook`` with this module's reduced gradients before they are set.
 
         Args:
-            hook: gets the flat, 1-d shard of all gradients that share their dtypes, in the reduce dtype, not yet
-                divided where the division comes after the reduction; it changes it in place, for example by an
-                all-reduce over ranks outside the mesh. Every rank calls it equally often.
+            hook: gets a 1-d tensor of this rank's shards of all gradients that share their dtypes, one after the other
+                and nothing else, in the reduce dtype; zeros for a parameter without gradient. It changes the tensor
+                in place, for example by an all-reduce over ranks outside the mesh. The gradients are divided already,
+                but not after ``set_force_sum_reduction_for_comms(True)`` or where they are reduced in fp16, as with
+                FSDP2. Every rank calls it equally often. ``None`` takes it off.
             stream: where the hook runs on an accelerator; ``None`` is the stream of the reduction.
+
+        Raises:
+            ArgumentTypeError: ``hook`` cannot be called.
+            ConfigurationError: ``stream`` on a 2-d mesh, where the hook follows the all-reduce on its stream.
         """
-        _unit(self).group.gradients.all_reduce_hook = hook if stream is None else on_stream(hook, stream)
+        if hook is not None and not callable(hook):
+            raise ArgumentTypeError(f"set_all_reduce_hook takes a function of a tensor, not {type(hook).__name__}.")
+        unit = _unit(self)
+        if stream is not None and any(channel.axes.mesh.ndim > 1 for channel in unit.group.channels):
+            raise ConfigurationError(
+                f"set_all_reduce_hook on {unit.name!r} takes no stream, as its mesh is 2-d (replicate, shard): the "
+                "hook runs on the stream of the all-reduce over the replicate axis. Leave stream out."
+            )
+        unit.group.gradients.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Makes the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
@@ -332,8 +363,18 @@ class FSDPModule(TorchFSDPModule):
                 channel.separate_scatter(separate if enable else None)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether messages lie in memory of the backend's own allocator, where it has one, as NCCL has."""
-        for channel in _unit(self).group.channels:
+        """Whether messages lie in memory of the backend's own allocator, where it has one, as NCCL has.
+
+        Raises:
+            ConflictError: after ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, whose ``allocate`` decides.
+        """
+        unit = _unit(self)
+        if any(channel.is_custom for channel in unit.group.channels):
+            raise ConflictError(
+                f"set_allocate_memory_from_process_group_for_comm on {unit.name!r}, which has a custom collective: its "
+                "allocate() gives the memory of messages. Allocate there from the process group, or leave this out."
+            )
+        for channel in unit.group.channels:
             channel.pool(enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -341,7 +382,10 @@ class FSDPModule(TorchFSDPModule):
         _unsupported("set_symm_mem_for_comm", "use set_allocate_memory_from_process_group_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted: all-gathers are always asynchronous here."""
+        """The ``async_op`` that custom all-gathers are called with. Ours are always asynchronous."""
+        for unit in _units(self, recurse=True):
+            for channel in unit.group.channels:
+                channel.unshard_async_op = async_op
 
     def _get_fsdp_state(self) -> Any:
         assert isinstance(self, nn.Module)
@@ -435,9 +479,10 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
         body.update(explaining_methods(original))
         if original.forward is not nn.Module.forward:
             body["forward"] = _hooked_forward(original.forward)
-        _classes[original] = types.new_class(
+        made = types.new_class(
             f"FSDP{original.__name__}", (FSDPModule, original), exec_body=lambda namespace: namespace.update(body)
         )
+        _classes.setdefault(original, made)  # another thread may have been first
     return _classes[original]
 
 
@@ -469,7 +514,7 @@ def _units(module: object, recurse: bool) -> Iterator[Unit]:
 def _sharded_units(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ConfigurationError(
+            raise ArgumentTypeError(
                 f"{taker} takes sharded modules, not {type(module).__name__}: call fully_shard on it first."
             )
     return [_unit(module) for module in modules]

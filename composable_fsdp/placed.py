@@ -23,7 +23,7 @@ from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.runtime.unit import Unit, find_unit
 from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["extent_of", "gather", "like", "shardings_of", "units_below"]
+__all__ = ["extent_of", "gather", "has_own_memory", "like", "shardings_of", "units_below"]
 
 
 def units_below(module: nn.Module) -> list[Unit]:
@@ -34,6 +34,13 @@ def units_below(module: nn.Module) -> list[Unit]:
 def shardings_of(units: Iterable[Unit]) -> dict[int, ParameterSharding]:
     """How the sharded parameters of ``units`` are cut, by their ids."""
     return {id(p.sharded): p.sharding for unit in units for p in unit.group.parameters}
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values of ``tensor`` are in its memory, so that a plain view of it has them: true of classes without
+    ``__torch_dispatch__``.
+    """
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def extent_of(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> Extent:

@@ -11,7 +11,7 @@ from enum import Enum
 
 import torch
 
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = [
     "AUTO_RESHARD",
@@ -32,7 +32,9 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: dtype of the unsharded floating-point parameters, and so of the all-gather and of the computation;
-            ``None`` keeps the original dtype. Integer and boolean parameters are never cast.
+            ``None`` keeps the original dtype. Integer and boolean parameters are never cast, nor are frozen ones of a
+            subclass of ``nn.Parameter``, which may be packed. Parameters of a normalization with running statistics
+            keep the dtype of these, if that is wider.
         reduce_dtype: dtype of the gradient reduction; ``None`` reduces in the dtype of the computation.
         output_dtype: dtype to which floating-point tensors in the module's output are cast; ``None`` leaves them.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, where that is set.
@@ -49,10 +51,10 @@ class MixedPrecisionPolicy:
             return original
         return self.param_dtype
 
-    def gradient_reduce_dtype(self, original: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients of such a parameter are reduced."""
-        if self.reduce_dtype is None or not original.is_floating_point:
-            return self.compute_dtype(original)
+    def gradient_reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients of a parameter are reduced that modules compute with in ``compute``."""
+        if self.reduce_dtype is None or not compute.is_floating_point:
+            return compute
         return self.reduce_dtype
 
     @property
@@ -83,6 +85,9 @@ class CPUOffloadPolicy(OffloadPolicy):
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """Which dims of a full mesh are data-parallel, by name, for parameters that are DTensors on that mesh.
+
+    Gradients are those of DDP: the mean of the gradients of each data-parallel rank's own loss. On these dims the local
+    tensor of a gradient is taken for the gradient of that loss, whether it arrives as ``Partial`` or as ``Replicate``.
 
     Args:
         shard: dims over which parameters are sharded. Several names count as one axis.
@@ -143,7 +148,7 @@ class Reshard:
         if isinstance(value, bool):
             return Reshard(ReshardKind.ALWAYS if value else ReshardKind.NEVER)
         if not isinstance(value, int):
-            raise ConfigurationError(
+            raise ArgumentTypeError(
                 f"reshard_after_forward must be True, False, None or an int, not {value!r} ({type(value).__name__})."
             )
         if value < 1 or shard_size % value:

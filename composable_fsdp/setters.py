@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat, cast
 
 import torch
 
-from composable_fsdp.errors import ConfigurationError, LifecycleError
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.settings import check_settings
 from composable_fsdp.runtime.unit import Unit
 
-__all__ = ["check_between_steps", "check_count", "on_stream", "tell_root"]
+__all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "tell_root"]
 
 
 def check_count(name: str, value: object, *, least: int = 0, or_none: bool = False) -> None:
     """
     Raises:
-        ConfigurationError: ``value`` is not an int of at least ``least``, nor ``None`` where it may be.
+        ArgumentTypeError: ``value`` is not an int, nor ``None`` where it may be. A bool is no int here.
+        ConfigurationError: it is less than ``least``.
     """
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if not is_count and not (or_none and value is None):
-        raise ConfigurationError(
-            f"{name} must be an int of at least {least}{' or None' if or_none else ''}, not {value!r}."
-        )
+    if or_none and value is None:
+        return
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or cast(int, value) < least:
+        error = ConfigurationError if is_int else ArgumentTypeError
+        raise error(f"{name} must be an int of at least {least}{' or None' if or_none else ''}, not {value!r}.")
+
+
+def check_factor(factor: object) -> None:
+    """
+    Raises:
+        ArgumentTypeError: ``factor`` is not a number.
+        ConfigurationError: it is not positive.
+    """
+    if not isinstance(factor, SupportsFloat):
+        raise ArgumentTypeError(f"the gradient divide factor must be a number, not {factor!r}.")
+    if not float(factor) > 0:
+        raise ConfigurationError(f"the gradient divide factor must be positive, not {factor!r}.")
 
 
 def check_between_steps(setter: str, units: Sequence[Unit]) -> None:

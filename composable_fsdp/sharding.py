@@ -50,7 +50,7 @@ class ModelParallel:
         mesh: where it is placed: a tensor-parallel mesh, or with ``dp_mesh_dims`` the full one.
         placements: one per axis of ``mesh``.
         shape: of the whole parameter.
-        data_axes: axes of ``mesh`` that are data-parallel. Gradients may arrive as ``Partial`` on them.
+        data_axes: axes of ``mesh`` that are data-parallel.
     """
 
     mesh: DeviceMesh
@@ -58,32 +58,47 @@ class ModelParallel:
     shape: tuple[int, ...]
     data_axes: frozenset[int] = frozenset()
 
+    @property
+    def may_leave_sums(self) -> bool:
+        """Whether gradients can arrive as pending sums over a model-parallel axis."""
+        return any(self.mesh.size(axis) > 1 for axis in range(self.mesh.ndim) if axis not in self.data_axes)
+
     def wrap(self, local: torch.Tensor) -> DTensor:
         """``local`` as a DTensor that shares its memory."""
         return _distributed(local, self.mesh, self.placements, self.shape)
 
-    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's addend of the mean over data-parallel ranks, out of the gradient that autograd left.
+    def local_gradient(self, gradient: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of this rank's loss, as a plain tensor, to be averaged over the data-parallel ranks.
 
-        Pending sums over model-parallel axes are carried out here. On a data-parallel axis a ``Partial`` gradient is
-        one addend already; one that came ``Replicate`` is the whole sum on every rank, so each sends its part of it.
+        On a data-parallel axis the local tensor of ``gradient`` is the gradient of this rank's loss, whether it arrives
+        as ``Replicate`` or as ``Partial``; nothing is communicated there. A gradient that arrives cut over such an axis
+        holds the sum of all ranks' gradients. It is gathered, and each rank passes on an equal part of it.
+
+        Args:
+            gradient: what autograd left, a DTensor on :attr:`mesh`.
+            sum_dtype: in which pending sums over model-parallel axes are carried out. A result that is such a sum has
+                this dtype; any other has the dtype of ``gradient``.
         """
         assert isinstance(gradient, DTensor)
+        arrived = gradient.placements
         wanted = tuple(
-            got if axis in self.data_axes and _is_sum(got) else own
-            for axis, (own, got) in enumerate(zip(self.placements, gradient.placements, strict=True))
+            got if axis in self.data_axes and _is_linear(got) else own
+            for axis, (own, got) in enumerate(zip(self.placements, arrived, strict=True))
         )
-        if wanted != gradient.placements:
+        if wanted != arrived:
+            if any(got.is_partial() and got != new for got, new in zip(arrived, wanted, strict=True)):
+                gradient = cast(DTensor, gradient.to(sum_dtype))
             gradient = gradient.redistribute(placements=wanted)
         local: torch.Tensor = cast(Any, gradient)._local_tensor
         if isinstance(local, AsyncCollectiveTensor):
             local = local.wait()
-        copies = prod(self.mesh.size(axis) for axis in self.data_axes if not _is_sum(wanted[axis]))
-        return local if copies == 1 else local / copies
+        parts = prod(self.mesh.size(axis) for axis in self.data_axes if not _is_linear(arrived[axis]))
+        return local if parts == 1 else local / parts
 
 
-def _is_sum(placement: Placement) -> bool:
-    return isinstance(placement, Partial) and placement.reduce_op == "sum"
+def _is_linear(placement: Placement) -> bool:
+    """Whether a tensor with ``placement`` is a sum or a mean of the ranks' local tensors."""
+    return placement.is_replicate() or (isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg"))
 
 
 def _distributed(

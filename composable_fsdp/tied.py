@@ -11,7 +11,7 @@ from torch import nn
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.runtime.parameter import find_taken
-from composable_fsdp.runtime.unit import Unit, find_unit, owners
+from composable_fsdp.runtime.unit import Unit, find_unit, holding_unit
 
 __all__ = ["holders", "tie_groups", "tied_holders"]
 
@@ -62,9 +62,5 @@ def tied_holders(modules: Iterable[nn.Module]) -> list[Unit]:
 def holders(modules: Iterable[nn.Module]) -> list[Unit]:
     """Units that took parameters of which ``modules``, or those below them, still have the original."""
     taken = [find_taken(parameter) for module in modules for parameter in module.parameters()]
-    sharded = [parameter for each in taken if each is not None and (parameter := each.parameter()) is not None]
-    if not sharded:
-        return []
-    unit_by_parameter = owners()
-    units = (unit_by_parameter.get(id(parameter.sharded)) for parameter in sharded)
+    units = (holding_unit(each.parameter()) for each in taken if each is not None)
     return list(dict.fromkeys(unit for unit in units if unit is not None))

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp.placed import extent_of, gather, like
-from composable_fsdp.runtime.parameter import local_part
+from composable_fsdp.runtime.parameter import find_parameter, local_part
+from composable_fsdp.runtime.tensor_classes import as_parameter
 from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["agree_on_gradients", "keep", "keep_gradient", "whole_parameter", "whole_tensor"]
+__all__ = ["agree_on_gradients", "blank_parameter", "keep", "keep_gradient", "whole_parameter", "whole_tensor"]
 
 
 def agree_on_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
@@ -42,8 +44,22 @@ def whole_parameter(
             gradient = whole_tensor(own, sharding, offload_to_cpu)
         if not shows:
             return None
-        whole = nn.Parameter(value, requires_grad=sharded.requires_grad)
+        whole = _like_sharded(value, sharded)
         whole.grad = gradient
+    return whole
+
+
+def blank_parameter(sharded: nn.Parameter) -> nn.Parameter:
+    """The whole parameter without values, where the mesh computes. Nothing is communicated."""
+    device = cast(DTensor, sharded).device_mesh.device_type
+    with torch.inference_mode(False):
+        return _like_sharded(torch.empty(sharded.shape, dtype=sharded.dtype, device=device), sharded)
+
+
+def _like_sharded(value: torch.Tensor, sharded: nn.Parameter) -> nn.Parameter:
+    """``value`` as a parameter of the class, and with the attributes, that users gave to the sharded one."""
+    owner = find_parameter(sharded)
+    whole = as_parameter(value, nn.Parameter if owner is None else owner.kind, sharded.requires_grad)
     for name, attribute in vars(sharded).items():
         setattr(whole, name, attribute)
     return whole
@@ -54,14 +70,22 @@ def whole_tensor(tensor: torch.Tensor, sharding: ParameterSharding | None, offlo
     local, full = local_part(tensor).detach(), gather(tensor.detach(), sharding)
     if offload_to_cpu:
         full = full.cpu()
-    shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return full.clone() if shared else full
+    return full.clone() if _memory_of(full) & _memory_of(local) else full
+
+
+def _memory_of(tensor: Any) -> set[int]:
+    """Addresses of its storages: those of the inner tensors, where a class keeps its values in these."""
+    if is_traceable_wrapper_subclass(tensor):
+        return {at for name in tensor.__tensor_flatten__()[0] for at in _memory_of(getattr(tensor, name))}
+    return {tensor.untyped_storage().data_ptr()}
 
 
 @torch.no_grad()
 def keep(parameter: nn.Parameter, sharding: ParameterSharding, whole: torch.Tensor, requires_grad: bool) -> None:
     """Writes this rank's part of ``whole`` to the sharded parameter."""
-    cast(DTensor, parameter).to_local().copy_(extent_of(parameter, sharding).take(whole.detach()))
+    local, part = cast(DTensor, parameter).to_local(), extent_of(parameter, sharding).take(whole.detach())
+    if not torch.equal(local, part):  # who only read has changed nothing, also between a forward and its backward
+        local.copy_(part)
     if parameter.requires_grad != requires_grad:
         parameter.requires_grad_(requires_grad)
 

@@ -242,10 +242,11 @@ class _Balanced:
         pieces: dict[nn.Module, int] = {}
         covered = set[nn.Module]()
         counted = set[nn.Parameter]()
-
-        def visit(module: nn.Module) -> None:
+        visits = [scope.model]  # no recursive function: it would own itself, and the modules with it
+        while visits:
+            module = visits.pop()
             if module in covered:
-                return
+                continue
             opens = any(m in scope.modules for m in module.modules() if m is not module)
             whole = not opens or scope.nbytes(module) <= self.target_bytes
             if whole and module in scope.modules and module is not scope.model:
@@ -253,11 +254,8 @@ class _Balanced:
                 pieces[module] = sum(p.numel() * p.element_size() for p in new)
                 counted.update(new)
                 covered.update(module.modules())
-                return
-            for child in module.children():
-                visit(child)
-
-        visit(scope.model)
+            else:
+                visits += reversed(list(module.children()))
         return pieces
 
 

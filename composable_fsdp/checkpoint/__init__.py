@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from composable_fsdp.checkpoint.folder import latest
 from composable_fsdp.checkpoint.forms import load_state_dict, state_dict, state_dict_form
+from composable_fsdp.checkpoint.intact import latest
 from composable_fsdp.checkpoint.optimizer_in import load_optimizer_state_dict
 from composable_fsdp.checkpoint.optimizer_out import optimizer_state_dict
 from composable_fsdp.checkpoint.options import Full, Local, Sharded

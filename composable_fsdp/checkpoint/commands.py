@@ -21,7 +21,7 @@ from rich.table import Table
 from composable_fsdp.checkpoint.convert import MAX_FILE_BYTES, convert
 from composable_fsdp.checkpoint.describe import Description, FolderDescription, describe, describe_folder
 from composable_fsdp.checkpoint.sources import Kind, kind_of
-from composable_fsdp.checkpoint.verify import verify
+from composable_fsdp.checkpoint.verify import verify as verify_files
 from composable_fsdp.errors import ConfigurationError, FSDPError
 
 __all__ = ["app"]
@@ -63,9 +63,14 @@ def _say(text: str) -> None:
 
 @app.command("inspect")
 @_explained
-def _inspect(path: Source, as_json: Json = False) -> None:
-    """Shows what is in a checkpoint."""
-    found = describe_folder(path) if kind_of(path) is Kind.FOLDER else describe(path)
+def _inspect(
+    path: Source,
+    as_json: Json = False,
+    verify: Annotated[bool, typer.Option("--verify", help="compare checksums too, which reads all files")] = False,
+) -> None:
+    """Shows what is in a checkpoint, or which checkpoints are in a folder, and which files are missing or damaged."""
+    is_folder = kind_of(path) is Kind.FOLDER
+    found = describe_folder(path, verify=verify) if is_folder else describe(path, verify=verify)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
         return
@@ -87,8 +92,10 @@ def _count(number: int, what: str) -> str:
 def _show_folder(console: Console, found: FolderDescription) -> None:
     table = Table("step", "name", "ranks", "size", "")
     for each in found.checkpoints:
-        note = each.problem or ("newest" if each.name == found.newest else "")
-        numbers = ("", "") if each.problem else (str(each.ranks), _size(each.nbytes))
+        marks = ["newest"] if each.name == found.newest else []
+        marks += ["newest intact"] if each.name == found.newest_intact != found.newest else []
+        note = "; ".join([*marks, each.problem] if each.problem else marks)
+        numbers = (str(each.ranks), _size(each.nbytes)) if each.ranks else ("", "")
         table.add_row(str(each.step), each.name, *numbers, note)
     console.print(found.path, soft_wrap=True)
     console.print(table)
@@ -130,7 +137,7 @@ def _summary(found: Description) -> list[str]:
         saved = found.saved
         versions = f"composable_fsdp {saved['library']}, torch {saved['torch']}"
         lines.append(f"step {saved['step']}, saved by {_count(saved['ranks'], 'rank')} with {versions}")
-    return [*lines, f"all tensors: {_size(found.nbytes)}"]
+    return [*lines, f"all tensors: {_size(found.nbytes)}", *(f"damaged: {problem}" for problem in found.problems)]
 
 
 # -- verify
@@ -140,7 +147,7 @@ def _summary(found: Description) -> list[str]:
 @_explained
 def _verify(path: Source, as_json: Json = False) -> None:
     """Checks whether files are complete and checksums hold. Exit code 1 if not."""
-    verdict = verify(path)
+    verdict = verify_files(path)
     if as_json:
         problems: dict[str, Any] = {"problems": verdict.problems, "files": verdict.files, "nbytes": verdict.nbytes}
         typer.echo(json.dumps({**problems, "unchecked": verdict.unchecked}, indent=2))

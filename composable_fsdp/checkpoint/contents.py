@@ -7,6 +7,8 @@
 ``averages.values.<name>``                moving averages; ``averages.steps`` how many updates they are made of
 ``communication.<name>.residual``         what codecs with error feedback keep; ``.rounds`` beside it
 ``ranks.<rank>.extra``, ``….random``      what each rank gave as ``extra``; its random number generators
+``classes.<key>``                         of a tensor of a class of its own, of which the checkpoint has the inner
+                                          tensors under ``<key>.<inner>``: a ``Record`` of ``tensor_classes``
 ========================================  =============================================================
 
 Names are those of the model before anything wrapped it.
@@ -25,11 +27,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp.checkpoint import tensor_classes
 from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.local_state import is_plain
 from composable_fsdp.checkpoint.names import tensors_of
-from composable_fsdp.checkpoint.optimizer_offers import Agreed, checksum, packed, state_of
-from composable_fsdp.checkpoint.part import Part
+from composable_fsdp.checkpoint.optimizer_offers import Agreed, packed, state_of
+from composable_fsdp.checkpoint.part import Part, checksum
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.placed import units_below
 from composable_fsdp.runtime.parameter import alias_of
@@ -67,15 +70,49 @@ class Contents:
     def add_alike(self, path: Path, value: torch.Tensor) -> None:
         """A plain tensor, of which one rank's is saved."""
         self.add_tensor(path, Part(value))
-        self.alike[self._key(path)] = checksum(value)
+        self.alike[self._key(path)] = checksum(Part(value).local)
 
     def add_object(self, path: Path, value: object) -> None:
         self.objects[self._key(path)] = packed(value)
+
+    def inner_offers(self) -> dict[str, tensor_classes.Offer]:
+        """This rank's parts of tensors that a checkpoint holds as inner tensors.
+
+        Raises:
+            CheckpointError: nothing says which ones stand for a tensor.
+        """
+        for key, part in self.parts.items():
+            tensor_classes.refuse_unknown(key, part)
+        return {key: tensor_classes.offer_of(p) for key, p in self.parts.items() if tensor_classes.has_inner(p)}
+
+    def expand(self, agreed: Mapping[str, tensor_classes.Agreed]) -> None:
+        """Puts inner tensors in the place of those that have any, as all ranks ``agreed``."""
+        of = {alias: key for alias, key in self.aliases.items() if key in agreed}
+        for key in of:
+            del self.aliases[key]
+        for key in [key for key in self.parts if key in agreed]:
+            part, path = self.parts.pop(key), self.paths.pop(key)
+            inner = tensor_classes.parts_of(part, agreed[key].inner)
+            self._add_record(key, path, part, agreed[key])
+            for suffix, each in inner.items():
+                self.add_tensor(_longer(path, suffix), each)
+            for alias in (alias for alias, first in of.items() if first == key):
+                other = self.paths.pop(alias)
+                self._add_record(alias, other, part, agreed[key])
+                for suffix in inner:
+                    self.add_alias(_longer(other, suffix), _longer(path, suffix))
+
+    def _add_record(self, key: str, path: Path, part: Part, agreed: tensor_classes.Agreed) -> None:
+        self.add_object(("classes", key), agreed.record(path, part).encoded())
 
     def _key(self, path: Path) -> str:
         key = ".".join(path)
         self.paths[key] = path
         return key
+
+
+def _longer(path: Path, suffix: str) -> Path:
+    return (*path[:-1], f"{path[-1]}{suffix}")
 
 
 def contents_of(
@@ -125,7 +162,7 @@ def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, a
         path = ("optimizer", "state", member.name, key)
         if (member.name, key) in agreed.shards:
             contents.add_tensor(path, Part(alias_of(cast(DTensor, member.parameter), value), member.sharding))
-        elif is_plain(value, member) and type(value) is torch.Tensor:
+        elif is_plain(value, member) and type(Part(value).local) is torch.Tensor:
             contents.add_alike(path, value)
         elif isinstance(value, torch.Tensor):
             contents.add_tensor(path, Part(value, member.sharding))

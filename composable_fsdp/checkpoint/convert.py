@@ -22,7 +22,11 @@ __all__ = ["MAX_FILE_BYTES", "convert"]
 
 MAX_FILE_BYTES = 5 * 10**9
 
-_WORDS = {"model": "extra state of modules", "ranks": "extra and random number generators"}
+_WORDS = {
+    "classes": "classes of tensors",
+    "model": "extra state of modules",
+    "ranks": "extra and random number generators",
+}
 """For what is left out. The step, which has its own place in each kind but safetensors, goes without saying."""
 
 _WRITERS: Mapping[Kind, Callable[[Work, Path, int], None]] = {
@@ -96,7 +100,8 @@ def _work(source: Source, to: Kind, *, dtype: torch.dtype | None, model_only: bo
     """What of ``source`` is to be written, and what is not."""
 
     def stays(path: contents.Path) -> bool:
-        return path[0] == "model" or not (model_only or to is Kind.SAFETENSORS)
+        is_record = path[0] == "classes" and path[1].startswith("model.") and to is Kind.DCP
+        return path[0] == "model" or is_record or not (model_only or to is Kind.SAFETENSORS)
 
     def spec(path: contents.Path, own: Spec) -> Spec:
         converts = dtype is not None and path[0] == "model" and own.dtype.is_floating_point

@@ -61,7 +61,7 @@ def _key(path: contents.Path) -> str:
 
 def _with_extra(work: Work) -> tuple[int, dict[contents.Path, Any]]:
     """The step, and objects in which what has no place in our checkpoints is ``extra``, as ``load`` returns it."""
-    kinds = ("model", "optimizer", "averages", "communication", "ranks")
+    kinds = ("model", "optimizer", "averages", "classes", "communication", "ranks")
     ours = {path: value for path, value in work.objects.items() if path[0] in kinds}
     others = nested((path, value) for path, value in work.objects.items() if path not in ours)
     extra = ours.get(("ranks", "0", "extra"))

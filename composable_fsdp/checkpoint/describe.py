@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from composable_fsdp.checkpoint import folder
-from composable_fsdp.checkpoint.manifest import Manifest
+from composable_fsdp.checkpoint.intact import problems_of, read_manifest
 from composable_fsdp.checkpoint.reports import dtype_name
 from composable_fsdp.checkpoint.sources import Kind, Source, Spec, open_source
 from composable_fsdp.errors import CheckpointError
@@ -53,6 +53,7 @@ class Description:
     extra: the keys of what each rank gave as ``extra``; ``None`` where that has classes that are not admitted.
     others: what else there is, with its bytes.
     nbytes: of all tensors.
+    problems: a sentence for each file that is missing or damaged, as far as was looked.
     """
 
     path: str
@@ -63,13 +64,18 @@ class Description:
     extra: dict[str, list[str] | None]
     others: dict[str, int]
     nbytes: int
+    problems: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def describe(path: Path) -> Description:
+def describe(path: Path, *, verify: bool = False) -> Description:
     """The checkpoint at ``path``, of any kind.
+
+    Args:
+        path: of the checkpoint.
+        verify: compare the checksums of the manifest, where there is one; otherwise only sizes of files.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -99,6 +105,7 @@ def describe(path: Path) -> Description:
         extra={at[1]: _keys(source, at) for at in source.object_paths if at[0] == "ranks" and at[2:] == ("extra",)},
         others=others,
         nbytes=sum(spec.nbytes for spec in source.tensors.values()),
+        problems=() if manifest is None else tuple(problems_of(source.path, contents=verify)),
     )
 
 
@@ -146,7 +153,7 @@ def _keys(source: Source, path: tuple[str, ...]) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint in a folder. ``problem`` says why its manifest cannot be read; there are no numbers then."""
+    """A checkpoint in a folder. ``problem`` says what is damaged; without its manifest there are no numbers."""
 
     step: int
     name: str
@@ -159,32 +166,39 @@ class Listed:
 class FolderDescription:
     """Attributes:
     path: of the folder.
-    checkpoints: the complete ones, by step.
-    newest: the name of the one that ``load`` takes.
+    checkpoints: all, by step, damaged ones too.
+    newest: the name of the newest one.
+    newest_intact: the name of the newest one of which nothing is known to be damaged.
     leftovers: names of what killed saves left, which the next save removes.
     """
 
     path: str
     checkpoints: tuple[Listed, ...]
     newest: str
+    newest_intact: str | None
     leftovers: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         return {"kind": Kind.FOLDER.value, **asdict(self)}
 
 
-def describe_folder(path: Path) -> FolderDescription:
-    """The folder of checkpoints at ``path``."""
-    found = folder.complete(path)
-    listed = tuple(_listed(step, each) for step, each in found.items())
-    names = {each.name for each in found.values()}
+def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
+    """The folder of checkpoints at ``path``. Arguments are those of :func:`describe`."""
+    found = folder.candidates(path)[::-1]
+    listed = tuple(_listed(each, verify) for each in found)
+    intact = [each.name for each in listed if each.problem is None]
+    names = {each.name for each in found}
     left = [name for name in folder.leftovers(path) if name not in names]
-    return FolderDescription(str(path), listed, listed[-1].name, tuple(left))
+    return FolderDescription(str(path), listed, listed[-1].name, intact[-1] if intact else None, tuple(left))
 
 
-def _listed(step: int, path: Path) -> Listed:
+def _listed(path: Path, verify: bool) -> Listed:
+    step = folder.step_of(path)
     try:
-        manifest = Manifest.read(path)
-    except CheckpointError as error:
+        manifest, _ = read_manifest(path)
+        problem = " ".join(problems_of(path, contents=verify)) or None
+    except CheckpointError as error:  # of a newer format
         return Listed(step, path.name, problem=str(error))
-    return Listed(step, path.name, manifest.ranks, sum(record.bytes for record in manifest.files.values()))
+    if manifest is None:
+        return Listed(step, path.name, problem=problem)
+    return Listed(step, path.name, manifest.ranks, sum(each.bytes for each in manifest.files.values()), problem)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["MANIFEST", "METADATA", "Writing", "complete", "find", "latest", "leftovers"]
+__all__ = ["MANIFEST", "METADATA", "Writing", "candidates", "complete", "find", "leftovers", "options", "step_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,24 @@ def complete(path: str | os.PathLike[str]) -> dict[int, Path]:
     return found
 
 
-def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in the folder ``path``: that of the highest step. ``None`` if there is none.
+def candidates(path: str | os.PathLike[str]) -> list[Path]:
+    """All checkpoints in the folder ``path``, damaged ones too, the newest first.
 
-    Not collective, and costs no more than listing the folder.
+    A save renames a directory only when all is in it, so one that has lost its manifest is damaged too.
     """
-    return next(reversed(complete(path).values()), None)
+    folder = Path(path)
+    found = complete(folder)
+    for name in os.listdir(folder) if folder.is_dir() else []:
+        if (match := _NAME.fullmatch(name)) and (folder / name).is_dir():
+            found.setdefault(int(match[1]), folder / name)
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of one of :func:`candidates`."""
+    match = _NAME.match(checkpoint.name)
+    assert match is not None
+    return int(match[1])
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[str]:
@@ -63,7 +75,19 @@ def leftovers(path: str | os.PathLike[str]) -> list[str]:
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that ``path`` is, or the newest complete one in it.
+    """The checkpoint that ``path`` is, or the newest one in it.
+
+    Raises:
+        CheckpointError: neither; or it was never finished, or lacks its manifest.
+    """
+    found = options(path)[0]
+    if not (found / MANIFEST).is_file() and not (found == Path(path) and (found / METADATA).is_file()):
+        raise CheckpointError(f"{found / MANIFEST} is missing.")
+    return found
+
+
+def options(path: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoint that ``path`` is, or those in it, damaged ones too, the newest first.
 
     Raises:
         CheckpointError: neither; or ``path`` is one that was never finished, or lacks its manifest.
@@ -72,18 +96,18 @@ def find(path: str | os.PathLike[str]) -> Path:
     if given.name.endswith((_PARTIAL, _DELETED)):
         raise CheckpointError(f"{given} is not complete: its save, or its deletion, did not come to an end.")
     if (given / MANIFEST).is_file():
-        return given
+        return [given]
     if (given / METADATA).is_file():
         if _NAME.fullmatch(given.name):
             raise CheckpointError(f"{given / MANIFEST} is missing.")
-        return given
-    newest = latest(given)
-    if newest is None:
+        return [given]
+    found = candidates(given)
+    if not found:
         unfinished = sorted(entry.name for entry in given.glob(f"*{_PARTIAL}")) if given.is_dir() else []
         hint = f" Never finished: {', '.join(unfinished)}." if unfinished else ""
         what = "no complete checkpoint is in it" if given.exists() else "it does not exist"
         raise CheckpointError(f"{given} is not a checkpoint, and {what}.{hint}")
-    return newest
+    return found
 
 
 def _sync_directory(path: Path) -> None:

@@ -18,6 +18,8 @@ from composable_fsdp.checkpoint.options import Form, Full, Sharded
 from composable_fsdp.checkpoint.reports import Misfit, refuse, tensor_text
 from composable_fsdp.checkpoint.tensor_forms import compare, fill, shown
 from composable_fsdp.errors import CheckpointError, ConfigurationError
+from composable_fsdp.placed import has_own_memory
+from composable_fsdp.runtime.parameter import local_part
 
 __all__ = ["SHARDED", "comes_from_rank0", "load_state_dict", "state_dict", "state_dict_form", "streams_from_rank0"]
 
@@ -54,8 +56,8 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
         for name, entry in entries.items():
             shows = not comes_from_rank0(form) or holders.is_source_of(entry.value)
             if entry.is_tensor and id(entry.value) not in known:
-                value = shown(entry.value, entry.sharding, form)
-                known[id(entry.value)] = value if shows else value.new_empty(0)
+                value = shown(name, entry.value, entry.sharding, form)
+                known[id(entry.value)] = value if shows else torch.empty(0)
                 del value
             if shows:
                 state[name] = known[id(entry.value)] if entry.is_tensor else entry.value
@@ -218,6 +220,12 @@ class _Load:
             report.misfit.missing[name] = _described(entry.value)
         elif entry.is_tensor:
             compare(name, entry.value, self._given[name], self._form, report.misfit)
+            value = self._given[name]
+            if self._streams and isinstance(value, torch.Tensor) and not has_own_memory(local_part(value)):
+                report.misfit.others.append(
+                    f"{name!r} is a {type(value).__name__}, which cannot be sent from rank 0: only plain tensors can. "
+                    "Load it on all ranks, without broadcast_from_rank0"
+                )
         elif self._streams:
             report.others[name] = self._given[name]
 

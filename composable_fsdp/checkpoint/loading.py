@@ -10,15 +10,18 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from composable_fsdp.checkpoint import folder
 from composable_fsdp.checkpoint.contents import set_random_state
 from composable_fsdp.checkpoint.ema import ShardedEMA
-from composable_fsdp.checkpoint.folder import MANIFEST, find
-from composable_fsdp.checkpoint.manifest import Manifest, check_file
+from composable_fsdp.checkpoint.folder import MANIFEST
+from composable_fsdp.checkpoint.intact import listed, problem_of, read_manifest, share_of
+from composable_fsdp.checkpoint.manifest import Manifest
 from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.ranks import Ranks
-from composable_fsdp.checkpoint.reports import Misfit, leave_common_unexpected, refuse, told
+from composable_fsdp.checkpoint.reports import Misfit, joined, leave_common_unexpected, refuse, told
 from composable_fsdp.checkpoint.restore import Restore, read_objects
 from composable_fsdp.checkpoint.storage import read_metadata
+from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Loading"]
 
@@ -42,30 +45,84 @@ class _Fit:
     fits_communication: bool
 
 
+@dataclass(frozen=True)
+class _Read:
+    """How reading went on one rank: whether it changed anything, and why it ended early, if it did."""
+
+    has_changed: bool
+    problem: str
+
+
 class Loading:
     """One load, on one rank.
 
     Args:
         ranks: that load.
         path: a checkpoint, or a folder of them.
+        contents: compare checksums of all files; otherwise only their sizes.
+        fallback: take the newest intact checkpoint in the folder if newer ones are damaged.
         show: whether to show bars on rank 0.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the one to be loaded is damaged.
     """
 
-    def __init__(self, ranks: Ranks, path: Path, *, show: bool) -> None:
+    def __init__(self, ranks: Ranks, path: Path, *, contents: bool, fallback: bool, show: bool) -> None:
         self._ranks = ranks
         self._what = f"loading {path}"
         self._show = show and ranks.rank == 0
-        self.folder, self._manifest = ranks.from_first(self._what, lambda: _found(path))
+        self.folder, self._manifest = self._chosen(path, contents, fallback)
+        self._is_verified = contents or self._manifest is None
         self._same_ranks = self._manifest is not None and self._manifest.ranks == ranks.size
         self._own = f"ranks.{ranks.rank if self._same_ranks else 0}"
 
-    def check(self, *, contents: bool) -> None:
-        """Whether all files are there in full, and unless ``contents`` is false whether they are what was written."""
-        manifest = self._manifest
+    def _chosen(self, path: Path, contents: bool, fallback: bool) -> tuple[Path, Manifest | None]:
+        """The checkpoint to load, with its manifest, if it has one. The same on all ranks, which each check a share."""
+        options = self._ranks.from_first(self._what, lambda: folder.options(path))
+        damaged: dict[str, str] = {}
+        for option in options:
+            manifest, problem = self._examined(option, contents, is_given=option == path)
+            if not problem:
+                if damaged:
+                    self._fall_back(option, damaged, fallback)
+                return option, manifest
+            damaged[option.name] = problem
+        if len(options) == 1:
+            raise CheckpointError(f"{self._what}: {damaged[options[0].name]}")
+        raise CheckpointError(f"{self._what}: no checkpoint in it is intact:{listed(damaged)}")
+
+    def _examined(self, option: Path, contents: bool, *, is_given: bool) -> tuple[Manifest | None, str]:
+        """The manifest of a checkpoint, if it has one, and what is damaged of it, if anything is."""
+        if is_given and not self._ranks.from_first(self._what, (option / MANIFEST).is_file):
+            if self._ranks.rank == 0:
+                logger.warning("%s has no %s: whether it is intact cannot be verified", option, MANIFEST)
+            return None, ""
+        manifest, problem = self._ranks.from_first(self._what, lambda: read_manifest(option))
         if manifest is not None:
-            self._ranks.agree(self._what, lambda: self._check_share(manifest, contents))
-        elif self._ranks.rank == 0:
-            logger.warning("%s has no %s: whether it is intact cannot be verified", self.folder, MANIFEST)
+            problem = self._ranks.exchange(
+                self._what,
+                lambda: self._problem_of_share(option, manifest, contents),
+                lambda found: [joined({r: text for r, text in enumerate(found) if text}, len(found))] * len(found),
+            )
+        return manifest, problem
+
+    def _problem_of_share(self, option: Path, manifest: Manifest, contents: bool) -> str:
+        """Describe the damage in this rank's share of the files."""
+        share = share_of(manifest, self._ranks.rank, self._ranks.size)
+        total = sum(record.bytes for record in share.values())
+        with progress_bar(self._show and contents, f"verifying {option.name}", total) as done:
+            return problem_of(option, share, contents=contents, done=done)
+
+    def _fall_back(self, option: Path, damaged: dict[str, str], fallback: bool) -> None:
+        """Says that ``option`` is the newest that is intact: in a warning, or in an error if that is no option."""
+        if not fallback:
+            raise CheckpointError(
+                f"{self._what}: the newest checkpoint is damaged. {option.name} is the newest that is intact: pass "
+                f"fallback=True to load it. Damaged:{listed(damaged)}"
+            )
+        if self._ranks.rank == 0:
+            text = "%s: %s is loaded, the newest checkpoint that is intact. Damaged:%s"
+            logger.warning(text, self._what, option.name, listed(damaged))
 
     def prepare(
         self,
@@ -80,7 +137,7 @@ class Loading:
 
         def each() -> _Fit:
             metadata = read_metadata(self.folder)
-            kinds = ["model.", "communication.", f"{self._own}."]
+            kinds = ["model.", "classes.", "communication.", f"{self._own}."]
             kinds += [kind for kind, wants in (("optimizer.", optimizer), ("averages.", averages)) if wants is not None]
             keys = [key for key in metadata.state_dict_metadata if key.startswith(tuple(kinds))]
             self._objects = read_objects(self.folder, metadata, keys, weights_only=weights_only)
@@ -93,10 +150,20 @@ class Loading:
 
     def read(self) -> None:
         """Reads this rank's parts of all tensors."""
-        self._ranks.agree(
-            self._what,
-            lambda: self._restore.run(self.folder, communication=self._communication, show=self._show),
-        )
+        failure: CheckpointError | None = None
+
+        def each() -> _Read:
+            nonlocal failure
+            try:
+                self._restore.run(self.folder, communication=self._communication, show=self._show)
+            except CheckpointError as error:
+                failure = error
+            return _Read(self._restore.has_changed, "" if failure is None else str(failure))
+
+        try:
+            self._ranks.exchange(self._what, each, self._all_read)
+        except CheckpointError as error:
+            raise error from failure
 
     def restore_random_state(self) -> None:
         """Sets the random number generators, if as many ranks saved theirs."""
@@ -109,14 +176,13 @@ class Loading:
         """What this rank saved besides, or else rank 0."""
         return cast(dict[str, Any], self._objects.get(f"{self._own}.extra", {}))
 
-    def _check_share(self, manifest: Manifest, contents: bool) -> None:
-        by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
-        share = by_size[self._ranks.rank :: self._ranks.size]
-        total = sum(record.bytes for _, record in share)
-        with progress_bar(self._show and contents, f"verifying {self.folder.name}", total) as done:
-            for name, record in share:
-                check_file(self.folder / name, record, contents=contents)
-                done(record.bytes)
+    def _all_read(self, reads: list[_Read]) -> list[None]:
+        problems = {rank: read.problem for rank, read in enumerate(reads) if read.problem}
+        if problems:
+            state = "The model is loaded in part." if any(r.has_changed for r in reads) else "Nothing was loaded."
+            advice = "" if self._is_verified else " verify=True finds damage before anything is loaded."
+            raise CheckpointError(f"{joined(problems, len(reads))} {state}{advice}")
+        return [None] * len(reads)
 
     def _judged(self, fits: list[_Fit], model: str, strict: bool) -> list[bool]:
         """Whether the state of codecs is loaded too, for each rank."""
@@ -124,7 +190,7 @@ class Loading:
         leave_common_unexpected(list(misfits.values()))
         refuse(
             f"{self.folder} does not fit {model}",
-            misfits if strict else {rank: Misfit(shapes=misfit.shapes) for rank, misfit in misfits.items()},
+            misfits if strict else {r: Misfit(shapes=m.shapes, classes=m.classes) for r, m in misfits.items()},
         )
         differences = told(misfits)
         if differences:
@@ -138,8 +204,3 @@ class Loading:
                 self.folder,
             )
         return [loads] * len(fits)
-
-
-def _found(path: Path) -> tuple[Path, Manifest | None]:
-    folder = find(path)
-    return folder, Manifest.read(folder) if (folder / MANIFEST).exists() else None

@@ -14,7 +14,7 @@ from typing import Any
 from composable_fsdp.checkpoint.folder import MANIFEST
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["FORMAT", "FileRecord", "Manifest", "TensorRecord", "check_file", "library_version"]
+__all__ = ["FORMAT", "FileRecord", "Manifest", "TensorRecord", "body_of", "check_file", "library_version"]
 
 FORMAT = 1
 """Of the manifest and of the keys in the checkpoint. What reads this also reads all earlier ones."""
@@ -71,23 +71,40 @@ class Manifest:
         Raises:
             CheckpointError: it is damaged, or of a newer format.
         """
-        path = folder / MANIFEST
-        try:
-            document = json.loads(path.read_text())
-            body = dict(document["manifest"])
-            version = body.pop("format")
-        except (ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}.") from error
-        if isinstance(version, int) and version > FORMAT:
+        body = body_of(folder)
+        version = body.pop("format")
+        if _is_newer(version):
             raise CheckpointError(
                 f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
                 f"reads versions up to {FORMAT}. Update composable_fsdp."
             )
-        if document.get("crc32") != _checksum(document["manifest"]):
-            raise CheckpointError(f"{path} is damaged: its checksum does not fit.")
         body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
         body["tensors"] = {key: TensorRecord(tuple(t["shape"]), t["dtype"]) for key, t in body["tensors"].items()}
         return Manifest(**body)
+
+
+def body_of(folder: Path) -> dict[str, Any]:
+    """Read the manifest of the checkpoint ``folder``, in any format.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text())
+        body = dict(document["manifest"])
+        version = body["format"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if not _is_newer(version) and document.get("crc32") != _checksum(document["manifest"]):
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit.")
+    return body
+
+
+def _is_newer(version: object) -> bool:
+    return isinstance(version, int) and version > FORMAT
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -98,12 +115,18 @@ def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None
     """Compares the file ``path`` with its ``record``; only its size unless ``contents``.
 
     Raises:
-        CheckpointError: it is missing, truncated or changed. Names it.
+        CheckpointError: it is missing, truncated or changed, or cannot be read. Names it.
     """
     try:
-        size = path.stat().st_size
+        _check(path, record, contents)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _check(path: Path, record: FileRecord, contents: bool) -> None:
+    size = path.stat().st_size
     if size != record.bytes:
         raise CheckpointError(f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten.")
     if not contents:

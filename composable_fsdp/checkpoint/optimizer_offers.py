@@ -10,7 +10,6 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from composable_fsdp.checkpoint.rekey import Member, members_of
 from composable_fsdp.checkpoint.reports import named
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Agreed", "Offer", "agreed", "check_alike", "checksum", "offer_of", "packed", "state_of"]
+__all__ = ["Agreed", "Offer", "agreed", "check_alike", "offer_of", "packed", "state_of"]
 
 StateKey = tuple[str, str]
 """Name of a parameter, and of state for it."""
@@ -98,12 +97,6 @@ def packed(value: object) -> bytes:
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
-
-
-def checksum(value: torch.Tensor) -> int:
-    """Of shape, dtype and bytes."""
-    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return crc32(data.numpy().data, crc32(repr((tuple(value.shape), value.dtype)).encode()))
 
 
 def check_alike(checksums: Sequence[Mapping[str, int]]) -> None:

@@ -53,7 +53,8 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
         for member in members:
             shows = not comes_from_rank0(form) or holders.is_source_of(member.parameter)
             for key, value in distributed.get(member.name, {}).items():
-                found = shown(value, member.sharding, form) if isinstance(value, torch.Tensor) else value
+                name = f"the state {key} of {member.name}"
+                found = shown(name, value, member.sharding, form) if isinstance(value, torch.Tensor) else value
                 if shows:
                     state.setdefault(member.name, {})[key] = found
                 del found

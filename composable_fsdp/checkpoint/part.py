@@ -4,43 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from zlib import crc32
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp.broadcast import fill_
+from composable_fsdp.checkpoint.reports import said
+from composable_fsdp.errors import CheckpointError
 from composable_fsdp.layout.extent import Extent
-from composable_fsdp.placed import extent_of
+from composable_fsdp.placed import extent_of, has_own_memory
 from composable_fsdp.runtime.parameter import local_part
 from composable_fsdp.sharding import ParameterSharding
 
-__all__ = ["Part"]
+__all__ = ["Part", "checksum"]
 
 
-@dataclass(frozen=True, eq=False)
 class Part:
-    """This rank's part of ``value``, which ``fully_shard`` cut as ``sharding`` says, if it did."""
+    """This rank's part of a tensor. Final.
 
-    value: torch.Tensor
-    sharding: ParameterSharding | None = None
+    Args:
+        value: the tensor.
+        sharding: how ``fully_shard`` cut it, if it did.
+        extent: which part of a larger tensor the plain tensor ``value`` is, where nothing else says so.
+    """
+
+    def __init__(
+        self, value: torch.Tensor, sharding: ParameterSharding | None = None, *, extent: Extent | None = None
+    ) -> None:
+        self.value = value
+        self.sharding = sharding
+        self._given = extent
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return tuple(self.value.shape)
+        return tuple(self.value.shape) if self._given is None else self._given.shape
 
     @cached_property
     def extent(self) -> Extent:
         """Where it is in the whole."""
-        return extent_of(self.value, self.sharding)
+        return extent_of(self.value, self.sharding) if self._given is None else self._given
 
     @cached_property
     def local(self) -> torch.Tensor:
-        """Its memory, of the shape that the extent says."""
-        return local_part(self.value).detach()
+        """Its memory, of the shape that the extent says. A plain view of it where the tensor is of a class of its own
+        that has no ``__torch_dispatch__``.
+        """
+        local = local_part(self.value).detach()
+        is_special = type(local) is not torch.Tensor and has_own_memory(local)
+        return local.as_subclass(torch.Tensor) if is_special else local
 
     @property
     def numel(self) -> int:
@@ -70,7 +85,19 @@ class Part:
             return
         part = torch.empty(local.shape, dtype=local.dtype, device=local.device)
         if not write:
-            part.copy_(local)
+            try:
+                part.copy_(local)
+            except Exception as error:  # code of the class
+                raise CheckpointError(
+                    f"a {type(local).__name__} cannot be copied to a plain tensor ({said(error)}). "
+                    "composable_fsdp.checkpoint.save keeps such tensors as they are."
+                ) from error
         yield part
         if write:
             fill_(local if isinstance(self.value, DTensor) else self.value, part)
+
+
+def checksum(value: torch.Tensor) -> int:
+    """Compute a CRC-32 of the shape, the dtype and the bytes."""
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return crc32(data.numpy().data, crc32(repr((tuple(value.shape), value.dtype)).encode()))

@@ -1,8 +1,10 @@
 """All ranks of a job in step: how they meet for a checkpoint, tell each other what they have, and fail together.
 
 They meet through the default store, before anything collective, so that a rank that does not come is named and nobody
-hangs. After that they talk over a gloo process group of their own, from point to point with rank 0: nothing mixes with
-the collectives of training, which may go on meanwhile, and the group serves on after ``destroy_process_group``.
+hangs. After some seconds of waiting one of those that came calls the roll (``comm/watch.py``). It warns of the missing
+ranks and says where they are; a rank that can no longer come is an error. After the meeting they talk over a gloo
+process group of their own, from point to point with rank 0: nothing mixes with the collectives of training, which may
+go on meanwhile, and the group serves on after ``destroy_process_group``.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import logging
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -21,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.checkpoint.pending import finish_earlier
-from composable_fsdp.checkpoint.reports import joined, named
+from composable_fsdp.checkpoint.reports import joined, named, said
+from composable_fsdp.comm.roll import Place, Report
+from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.errors import CheckpointError, FSDPError
 
 __all__ = ["TIMEOUT", "Ranks", "meet"]
@@ -36,6 +40,10 @@ TIMEOUT = 1800.0
 
 _TAG = 6
 _LONGEST_PAUSE = 0.02
+_ASK_AFTER = 5.0
+"""Seconds of waiting after which one asks where the missing ranks are. The next times are twice as far away each."""
+_ASK_AGAIN = 2.0
+"""Seconds until then, if a missing rank seems to wait for one that is here."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,7 @@ class _Failure:
     def of(error: Exception) -> _Failure:
         if isinstance(error, FSDPError):
             return _Failure(str(error), type(error))
-        text = str(error).partition("\n")[0] if isinstance(error, RuntimeError) else str(error)
-        return _Failure(f"{type(error).__name__}: {text}")
+        return _Failure(said(error))
 
 
 class Ranks:
@@ -133,9 +140,10 @@ class Ranks:
     def _lost(self, error: RuntimeError) -> str:
         """What became of a peer. Notes that the group is of no more use."""
         reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
-        for meetings in _meetings.values():
-            if meetings.group is self._group:
-                meetings.group = None
+        world = dist.group.WORLD
+        meetings = _meetings.get(world) if world is not None else None
+        if meetings is not None and meetings.group is self._group:
+            meetings.group = None
         return f"gone, or did not answer within {self._timeout:g} s ({reason})"
 
     def _send(self, value: object, peer: int) -> None:
@@ -234,6 +242,7 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
     """
     store, rank = meetings.store, dist.get_rank()
     verdict: dict[str, Any]
+    search = _Search(note["call"], timeout)
     size, deadline = dist.get_world_size(), time.monotonic() + timeout
     while True:
         place = f"composable_fsdp/checkpoint/{meetings.number}"
@@ -248,6 +257,11 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
         while not store.check([f"{place}/verdict"]):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+            if search.is_due():
+                present = [r for r in range(size) if store.check([f"{place}/{r}"])]
+                if reason := search.ask(present, rank, size):
+                    verdict = {"missing": [r for r in range(size) if r not in present], "reason": reason}
+                    store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
             if time.monotonic() > deadline:
                 missing = [r for r in range(size) if not store.check([f"{place}/{r}"])]
                 verdict = {"missing": missing} if missing else _open(store, place, size)
@@ -255,13 +269,77 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
         verdict = json.loads(store.get(f"{place}/verdict"))
         missing = verdict.get("missing", [])
         if missing and rank not in missing:
+            reason = verdict.get("reason", f"{named(missing)} did not make this call within {timeout:g} s. ")
             raise CheckpointError(
-                f"{note['call']}: {named(missing)} did not make this call within {timeout:g} s. All {size} ranks of "
-                "the default process group must make it, also those that have no part of the model."
+                f"{note['call']}: {reason}All {size} ranks of the default process group must make it, also those that "
+                "have no part of the model."
             )
         if not missing:
             _forget(store, meetings, place)
             return verdict
+
+
+class _Search:
+    """Finds out where the ranks are that have not come to a meeting."""
+
+    def __init__(self, call: str, timeout: float) -> None:
+        self._call = call
+        self._timeout = timeout
+        self._begin = time.monotonic()
+        self._due = self._begin + _ASK_AFTER
+        self._suspects: dict[int, Place] = {}
+        """Missing ranks that waited for a rank that is here, and in which operation."""
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def ask(self, present: Sequence[int], rank: int, size: int) -> str:
+        """Why some ranks can no longer come, as far as is known. Warns of those that may be late. The first of
+        ``present`` asks for all.
+        """
+        waited = time.monotonic() - self._begin
+        self._due += max(waited, _ASK_AFTER)
+        missing = [other for other in range(size) if other not in present]
+        watch = watch_of_job() if missing and rank == min(present, default=rank) else None
+        if watch is None:
+            return ""
+        reports = watch.call_roll(range(size))
+        found = {other: reports[other] for other in missing if other in reports}
+        stuck = {
+            other: each.waiting for other, each in found.items() if each.waiting and _waits(each, present, reports)
+        }
+        gone = [other for other, each in found.items() if each.left]
+        gone += [other for other, place in stuck.items() if self._suspects.get(other) == place]
+        if gone:
+            lines = "".join(f"\n  {_told(found[other], present)}" for other in sorted(gone))
+            return f"{named(sorted(gone))} did not make this call, and cannot any more.{lines}\n"
+        self._suspects = stuck
+        if stuck:
+            self._due = time.monotonic() + _ASK_AGAIN
+        places = "".join(f"\n  {reports.get(other) or _silent(other)}" for other in missing)
+        text = "%s: waiting for %s, for %.1f s so far and up to %g s.%s"
+        logger.warning(text, self._call, named(missing), waited, self._timeout, places)
+        return ""
+
+
+def _waits(report: Report, present: Sequence[int], reports: Mapping[int, Report]) -> bool:
+    """Whether a rank waits in an operation that one of ``present`` has not done: that one waits in the meeting."""
+    place = report.waiting
+    if place is None:
+        return False
+    here = [reports[rank].last for rank in place.ranks if rank in present and rank in reports]
+    return any(last is None or last.line != place.line or last.number < place.number for last in here)
+
+
+def _told(report: Report, present: Sequence[int]) -> str:
+    if report.left or report.waiting is None:
+        return str(report)
+    here = [rank for rank in report.waiting.ranks if rank in present]
+    return f"{report}, which needs {named(here)}"
+
+
+def _silent(rank: int) -> str:
+    return f"rank {rank} does not answer: its process is gone or stopped, or it has sharded no model so far"
 
 
 def _open(store: dist.Store, place: str, size: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +19,7 @@ __all__ = [
     "leave_common_unexpected",
     "named",
     "refuse",
+    "said",
     "tensor_text",
     "told",
 ]
@@ -27,6 +30,7 @@ _TITLES = {
     "unexpected": "unexpected",
     "shapes": "of another shape",
     "dtypes": "of another dtype",
+    "classes": "of another tensor class, or cut where this cannot be undone",
 }
 
 
@@ -41,6 +45,27 @@ def joined(texts: Mapping[int, str], size: int) -> str:
     if len(texts) == size and len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{named(ranks)}: {text}" for text, ranks in found.items())
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_STACK = re.compile(r"\n\s*(Exception raised from |C\+\+ CapturedTraceback|frame #0: )")
+_UNPICKLER = re.compile(r"WeightsUnpickler error: *(.*)")
+_CLASS = re.compile(r"GLOBAL (\S+) was not an allowed global")
+
+
+def said(error: BaseException) -> str:
+    """Type and text of ``error``, without colours for terminals and without the C++ stack that torch puts below it."""
+    text = _ESCAPES.sub("", str(error))
+    if stack := _STACK.search(text):
+        text = text[: stack.start()]
+    if isinstance(error, pickle.UnpicklingError) and (reason := _UNPICKLER.search(text)):
+        text = reason[1]
+        if refused := _CLASS.search(text):
+            text = (
+                f"it has an object of the class {refused[1]}, which torch.load(weights_only=True) does not admit. If "
+                f"you trust whoever wrote it, call torch.serialization.add_safe_globals([{refused[1]}]) first"
+            )
+    return f"{type(error).__name__}: {text.strip().rstrip('.')}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -67,6 +92,7 @@ class Misfit:
         unexpected: what is there, by name.
         shapes: what both have, by name.
         dtypes: what both have, by name.
+        classes: tensors of classes of their own, and inner tensors of these, by name.
         others: sentences.
     """
 
@@ -74,6 +100,7 @@ class Misfit:
     unexpected: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
 

@@ -24,12 +24,13 @@ from composable_fsdp.checkpoint.part import Part
 from composable_fsdp.checkpoint.planners import LoadPlanner
 from composable_fsdp.checkpoint.progress import progress_bar
 from composable_fsdp.checkpoint.rekey import Member, members_of
-from composable_fsdp.checkpoint.reports import Misfit, differ, dtype_name, tensor_text
+from composable_fsdp.checkpoint.reports import Misfit, differ, dtype_name, said, tensor_text
 from composable_fsdp.checkpoint.storage import reader_of
+from composable_fsdp.checkpoint.tensor_classes import Record, class_name, wanted_of
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.placed import like
-from composable_fsdp.runtime.parameter import alias_of
+from composable_fsdp.runtime.parameter import alias_of, local_part
 
 __all__ = ["Restore", "read_objects"]
 
@@ -64,6 +65,7 @@ class Restore:
         misfit: how the checkpoint differs from what is wanted.
         wants_communication: whether codecs of the model keep anything from step to step.
         fits_communication: whether the checkpoint has that, in its shapes.
+        has_changed: whether :meth:`run` has changed anything so far.
     """
 
     def __init__(
@@ -80,13 +82,23 @@ class Restore:
         self._metadata = metadata
         self._saved = metadata.state_dict_metadata
         self._objects = objects
+        self._records = {
+            key.removeprefix("classes."): Record.decoded(value)
+            for key, value in objects.items()
+            if key.startswith("classes.")
+        }
         self._parts: dict[str, Part] = {}
+        self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
+        """Tensors, with inner tensors that they do not have so far, by attribute."""
+        self._state_memory: dict[str, torch.Tensor] = {}
+        """For state that has inner tensors, by key."""
         self._by_module: dict[str, Any] = {}
         """By plain names: what modules take from a state dict rather than from memory."""
         self._members: list[Member] = []
         self._groups: list[dict[str, Any]] = []
         self._communication = communication_of(model)
         self.misfit = Misfit()
+        self.has_changed = False
         self._match_model()
         if optimizer is not None:
             self._match_optimizer(optimizer)
@@ -104,16 +116,12 @@ class Restore:
             show: whether to show a bar.
 
         Raises:
-            CheckpointError: something cannot be read after all. The model is loaded in part then.
+            CheckpointError: something cannot be read after all. The model is loaded in part if ``has_changed``.
         """
         try:
             self._run(folder, communication, show)
         except Exception as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
-            raise CheckpointError(
-                f"{folder} could not be loaded: {type(error).__name__}: {reason}. The model is loaded in part. In "
-                "checkpoints that have a manifest, verify=True finds damage before anything is loaded."
-            ) from error
+            raise CheckpointError(f"{folder} could not be loaded: {said(error)}.") from error
 
     def _run(self, folder: Path, communication: bool, show: bool) -> None:
         state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
@@ -122,11 +130,20 @@ class Restore:
                 self._parts[f"communication.{name}.residual"] = Part(each["residual"])
                 each["rounds"] = self._objects[f"communication.{name}.rounds"]
         total = sum(part.nbytes for part in self._parts.values())
-        with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as done:
+        with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as show_done:
+
+            def done(nbytes: int) -> None:
+                self.has_changed = True
+                show_done(nbytes)
+
             with ExitStack() as memory:  # of their own for parts that cannot be written to, such as expanded buffers
                 blocks = {k: p.blocks(memory.enter_context(p.plain(write=True))) for k, p in self._parts.items()}
                 planner = LoadPlanner(self._metadata, blocks, done=done)
                 reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
+            self.has_changed = True
+            for tensor, absent in self._absent:
+                for attribute, value in absent.items():
+                    setattr(tensor, attribute, value)
             self._give_to_modules()
         if self._optimizer is not None:
             self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
@@ -144,15 +161,14 @@ class Restore:
             else:
                 self.misfit.missing[entry.name] = "an object"
         for entries in tensors:
-            entry = next((e for e in entries if f"model.{e.name}" in self._saved), entries[0])
-            if self._match_tensor(f"model.{entry.name}", entry.name, entry.value):
-                value = entry.value
-                if id(value) not in registered:  # a hook made it for the state dict
-                    self._by_module[entry.name] = value = value.detach().clone()
-                self._parts[f"model.{entry.name}"] = Part(value, entry.sharding)
+            entry = next((e for e in entries if self._has(f"model.{e.name}")), entries[0])
+            is_made = id(entry.value) not in registered  # by a hook, for the state dict
+            value = entry.value.detach().clone() if is_made else entry.value
+            if self._match_tensor(f"model.{entry.name}", entry.name, Part(value, entry.sharding)) and is_made:
+                self._by_module[entry.name] = value
         known = {f"model.{entry.name}" for entries in (others, *tensors) for entry in entries}
         for key, saved in self._saved.items():
-            if key.startswith("model.") and key not in known:
+            if key.startswith("model.") and key not in known and self._outer_of(key) not in known:
                 self.misfit.unexpected[key.removeprefix("model.")] = _described(saved)
 
     def _match_averages(self, averages: ShardedEMA) -> None:
@@ -161,14 +177,31 @@ class Restore:
             return
         prefix = "averages.values."
         for entry in averages.entries():
-            if self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", entry.value):
-                self._parts[f"{prefix}{entry.name}"] = Part(entry.value, entry.sharding)
+            part = Part(entry.value, entry.sharding)
+            self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", part)
         for key, saved in self._saved.items():
             if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
                 self.misfit.unexpected[f"average of {key.removeprefix(prefix)}"] = _described(saved)
 
-    def _match_tensor(self, key: str, name: str, wanted: torch.Tensor) -> bool:
-        saved, misfit = self._saved.get(key), self.misfit
+    def _has(self, key: str) -> bool:
+        return key in self._saved or key in self._records
+
+    def _outer_of(self, key: str) -> str | None:
+        """The key of the tensor of which ``key`` is that of an inner one, if it is."""
+        for at, character in enumerate(key):
+            record = self._records.get(key[:at]) if character == "." else None
+            if record is not None and key[at + 1 :].partition("@")[0] in record.inner:
+                return key[:at]
+        return None
+
+    def _match_tensor(self, key: str, name: str, part: Part) -> bool:
+        """Whether the checkpoint has what goes to ``part``, which is noted then."""
+        saved, misfit, wanted = self._saved.get(key), self.misfit, part.value
+        if key in self._records:
+            inner = wanted_of(part, self._records[key], name, lambda suffix: self._spec(f"{key}{suffix}"), misfit)
+            self._parts |= {f"{key}{suffix}": each for suffix, each in inner.parts.items()}
+            self._absent.append((local_part(part.value), inner.absent))
+            return True
         if saved is None:
             misfit.missing[name] = tensor_text(wanted.dtype, wanted.shape)
         elif not isinstance(saved, TensorStorageMetadata):
@@ -178,8 +211,13 @@ class Restore:
         else:
             if saved.properties.dtype != wanted.dtype:
                 misfit.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
+            self._parts[key] = part
             return True
         return False
+
+    def _spec(self, key: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        saved = self._saved.get(key)
+        return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
         saved_groups, states = _param_groups(self._objects), self._states()
@@ -204,13 +242,38 @@ class Restore:
         known = {member.name for member in self._members}
         for name in states.keys() - known:
             self.misfit.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
+        for member in self._members:
+            for key, full_key in states.get(member.name, {}).items():
+                if full_key in self._records:
+                    self._match_inner_state(optimizer, member, key, full_key)
+
+    def _match_inner_state(self, optimizer: Optimizer, member: Member, key: str, full_key: str) -> None:
+        """Finds or makes a tensor for state that has inner tensors: only a class itself can make one of it."""
+        name, kind = f"optimizer state {key} of {member.name}", self._records[full_key].kind
+        value = optimizer.state.get(member.parameter, {}).get(key)
+        if value is None:
+            local = local_part(member.parameter)
+            if class_name(local) != kind:
+                self.misfit.classes[name] = f"a {kind}, which the optimizer has not made so far. Step it once first"
+                return
+            dtype = getattr(torch, self._records[full_key].dtype)
+            value = torch.empty_like(local, dtype=dtype, requires_grad=False)
+            value = like(member.parameter, value) if isinstance(member.parameter, DTensor) else value
+        self._state_memory[full_key] = value
+        plain = has_shards_shape(value, member)
+        part = alias_of(cast(DTensor, member.parameter), value) if plain else value
+        self._match_tensor(full_key, name, Part(part, member.sharding))
 
     def _states(self) -> dict[str, dict[str, str]]:
         """The checkpoint's keys of optimizer state, by parameter and name of the state."""
         found: dict[str, dict[str, str]] = {}
         for key, path in (self._metadata.planner_data or {}).items():
-            if tuple(path[:2]) == ("optimizer", "state") and len(path) == 4 and key in self._saved:
+            is_state = tuple(path[:2]) == ("optimizer", "state") and len(path) == 4 and key in self._saved
+            if is_state and self._outer_of(key) is None:
                 found.setdefault(path[2], {})[path[3]] = key
+        for key, record in self._records.items():
+            if record.path[:2] == ("optimizer", "state"):
+                found.setdefault(record.path[2], {})[record.path[3]] = key
         return found
 
     def _allocate_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
@@ -220,8 +283,10 @@ class Restore:
         for i, member in enumerate(self._members):
             existing = optimizer.state.get(member.parameter, {})
             for key, full_key in states.get(member.name, {}).items():
-                saved = self._saved[full_key]
-                if isinstance(saved, TensorStorageMetadata):
+                saved = self._saved.get(full_key)
+                if saved is None:
+                    value = self._state_memory[full_key]
+                elif isinstance(saved, TensorStorageMetadata):
                     value, self._parts[full_key] = _memory_for(key, saved, member, existing.get(key))
                 else:
                     value = self._objects[full_key]
@@ -271,13 +336,21 @@ def _memory_for(key: str, saved: TensorStorageMetadata, member: Member, existing
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if shape == parameter.shape and (shape or key != "step"):
         fits = has_shards_shape(existing, member) and existing.dtype == dtype
-        own = cast(torch.Tensor, existing) if fits else torch.empty_like(local, dtype=dtype, requires_grad=False)
+        own = cast(torch.Tensor, existing) if fits else _plain_like(local, dtype)
         if has_shards_shape(existing, member):
             return own, Part(alias_of(cast(DTensor, parameter), own), member.sharding)
         placed = like(parameter, own) if isinstance(parameter, DTensor) else own
         return placed, Part(placed, member.sharding)
     whole = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
     return whole, Part(whole)
+
+
+def _plain_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a plain tensor, that lies as ``local`` does where that has memory of its own."""
+    plain = Part(local).local
+    if type(plain) is torch.Tensor:
+        return torch.empty_like(plain, dtype=dtype, requires_grad=False)
+    return torch.empty(local.shape, dtype=dtype, device=local.device)
 
 
 def _described(saved: object) -> str:

@@ -13,6 +13,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -248,7 +249,11 @@ def _shares(offers: Sequence[Sequence[_Offer]]) -> tuple[dict[str, _Offer], list
 
 def _write_part(opened: int, file: FileLayout, spec: TensorSpec, part: Part) -> None:
     itemsize = spec.dtype.itemsize
-    with part.plain(write=False) as local:
+    with ExitStack() as stack:
+        try:
+            local = stack.enter_context(part.plain(write=False))
+        except CheckpointError as error:
+            raise CheckpointError(f"{spec.name}: {error}") from error
         for box in part.extent.boxes():
             for piece in box.pieces(spec.shape, BLOCK_BYTES // itemsize):
                 values = piece.of_part(local).to("cpu", spec.dtype).reshape(-1)

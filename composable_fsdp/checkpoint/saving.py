@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from composable_fsdp.checkpoint.contents import contents_of
+from composable_fsdp.checkpoint import tensor_classes
+from composable_fsdp.checkpoint.contents import Contents, contents_of
 from composable_fsdp.checkpoint.ema import ShardedEMA
 from composable_fsdp.checkpoint.folder import Writing, complete
 from composable_fsdp.checkpoint.manifest import FileRecord, Manifest, TensorRecord, library_version
@@ -75,8 +76,17 @@ class Saving:
             what, lambda: offer_of(model, optimizer), lambda offers: [agreed(offers)] * len(offers)
         )
 
-        def each() -> _Planned:
+        contents = Contents()
+
+        def offers() -> Mapping[str, tensor_classes.Offer]:
+            nonlocal contents
             contents = contents_of(model, optimizer, averages, extra, self._ranks.rank, of_all)
+            return contents.inner_offers()
+
+        inner = self._ranks.exchange(what, offers, lambda of_ranks: [tensor_classes.agreed(of_ranks)] * len(of_ranks))
+
+        def each() -> _Planned:
+            contents.expand(inner)
             self._planner = SavePlanner(contents)
             return _Planned(self._planner.create_local_plan(), contents.aliases, contents.alike)
 

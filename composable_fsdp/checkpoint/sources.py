@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from composable_fsdp.checkpoint import contents
-from composable_fsdp.checkpoint.folder import MANIFEST, METADATA, complete, find
+from composable_fsdp.checkpoint.folder import MANIFEST, METADATA, candidates, find
 from composable_fsdp.checkpoint.items import mapped_item
 from composable_fsdp.checkpoint.manifest import Manifest
 from composable_fsdp.checkpoint.restore import read_objects
@@ -52,7 +52,7 @@ def kind_of(path: Path) -> Kind:
     if path.is_dir():
         if (path / MANIFEST).is_file() or (path / METADATA).is_file():
             return Kind.DCP
-        if complete(path):
+        if candidates(path):
             return Kind.FOLDER
         if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
             return Kind.SAFETENSORS

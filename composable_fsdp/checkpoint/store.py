@@ -94,6 +94,7 @@ def load(
     averages: ShardedEMA | None = None,
     strict: bool = True,
     verify: bool = True,
+    fallback: bool = False,
     restore_rng: bool = True,
     weights_only: bool = True,
     progress: bool | None = None,
@@ -113,7 +114,7 @@ def load(
     many ranks as saved them; on others they are left as they are.
 
     Args:
-        path: a checkpoint, or a folder of them of which the newest complete one is loaded. Also one that
+        path: a checkpoint, or a folder of them of which the newest one is loaded. Also one that
             ``torch.distributed.checkpoint`` wrote of ``{"model": ..., "optimizer": ...}``: without a manifest,
             there is nothing to verify then, which is logged.
         model: sharded or not.
@@ -124,6 +125,11 @@ def load(
             in the model's dtypes, and the differences are logged; another shape is refused all the same.
         verify: compare checksums; otherwise only whether files are there, and their sizes. Each file is read by one
             of the ranks for that.
+        fallback: if checkpoints of the folder ``path`` are damaged, load the newest one that is intact, with a warning
+            that says what is damaged. What was trained since then is lost. Without it that is an error, which says
+            which one is intact. All ranks decide together, and each checks a share of the files; every checkpoint from
+            the newest to the first intact one is read for that. ``verify=False`` sees only what is missing or of
+            another size.
         restore_rng: restore the random number generators.
         weights_only: admit only what ``torch.load(weights_only=True)`` does: no code in the checkpoint can run then.
         progress: show a bar on rank 0. If left out, where stderr is a terminal.
@@ -139,8 +145,7 @@ def load(
     """
     show = wants_progress(progress)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
-    loading = Loading(ranks, Path(path), show=show)
-    loading.check(contents=verify)
+    loading = Loading(ranks, Path(path), contents=verify, fallback=fallback, show=show)
     loading.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
     loading.read()
     if restore_rng:

@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp.broadcast import fill_
 from composable_fsdp.checkpoint.options import Form, Full, Local, Sharded
-from composable_fsdp.checkpoint.reports import Misfit, differ, dtype_name
-from composable_fsdp.placed import extent_of, gather
+from composable_fsdp.checkpoint.reports import Misfit, differ, dtype_name, said
+from composable_fsdp.errors import CheckpointError
+from composable_fsdp.placed import extent_of, gather, has_own_memory
 from composable_fsdp.runtime.parameter import alias_of, local_part
 from composable_fsdp.sharding import ParameterSharding
 from composable_fsdp.whole import whole_tensor
@@ -18,10 +19,23 @@ from composable_fsdp.whole import whole_tensor
 __all__ = ["compare", "fill", "part_for", "shown"]
 
 
-def shown(tensor: torch.Tensor, sharding: ParameterSharding | None, form: Form) -> torch.Tensor:
-    """``tensor`` in ``form``. Collective over its mesh for :class:`Full`, whose result has memory of its own."""
+def shown(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None, form: Form) -> torch.Tensor:
+    """``tensor`` in ``form``. Collective over its mesh for :class:`Full`, whose result has memory of its own.
+
+    Raises:
+        CheckpointError: the class of the tensor lacks the operations that make it whole. Has the ``name``.
+    """
     if isinstance(form, Full):
-        return whole_tensor(tensor, sharding, form.offload_to_cpu)
+        try:
+            return whole_tensor(tensor, sharding, form.offload_to_cpu)
+        except Exception as error:  # code of the class, the same on all ranks
+            local = local_part(tensor)
+            if has_own_memory(local):
+                raise
+            raise CheckpointError(
+                f"{name} cannot be shown whole: its class {type(local).__name__} does not support it ({said(error)}). "
+                "Use the form Sharded() or Local(), or composable_fsdp.checkpoint.save, which saves its inner tensors."
+            ) from error
     value = tensor.detach()
     if isinstance(form, Local) or not isinstance(value, DTensor):
         value = local_part(value).detach()

@@ -31,7 +31,8 @@ def canonical(paths: list[Path]) -> list[Path]:
     return [(_MODEL[0], *path) if len(path) == 1 else path for path in renamed]
 
 
-_DEPTHS = {**dict.fromkeys(_MODEL, 2), **dict.fromkeys(_OPTIMIZER, 4), "averages": 3, "communication": 3, "ranks": 3}
+_OTHERS = {"averages": 3, "classes": 2, "communication": 3, "ranks": 3}
+_DEPTHS = {**dict.fromkeys(_MODEL, 2), **dict.fromkeys(_OPTIMIZER, 4), **_OTHERS}
 
 
 def flat(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

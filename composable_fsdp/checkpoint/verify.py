@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from composable_fsdp.checkpoint.folder import MANIFEST, complete
+from composable_fsdp.checkpoint.folder import MANIFEST, candidates
 from composable_fsdp.checkpoint.items import archive_in
 from composable_fsdp.checkpoint.manifest import Manifest, check_file
 from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
@@ -47,7 +47,7 @@ class _Check:
 
 
 def verify(path: Path, *, progress: bool | None = None) -> Verdict:
-    """Reads all files of the checkpoint at ``path``, or of all complete ones in the folder that it is.
+    """Reads all files of the checkpoint at ``path``, or of all in the folder that it is.
 
     Those of :func:`~composable_fsdp.checkpoint.save` are compared with the manifest, those of ``torch.save`` and of
     ``torch.distributed.checkpoint`` with the checksums that their archives have inside. safetensors have none: headers
@@ -57,7 +57,7 @@ def verify(path: Path, *, progress: bool | None = None) -> Verdict:
         CheckpointError: there is no checkpoint.
     """
     kind = kind_of(path)
-    folders = list(complete(path).values()) if kind is Kind.FOLDER else [path]
+    folders = candidates(path)[::-1] if kind is Kind.FOLDER else [path]
     checks: list[_Check] = []
     problems = [_problem(partial(_collect, kind, folder, checks)) for folder in folders]
     with progress_bar(wants_progress(progress), f"verifying {path.name}", sum(c.nbytes for c in checks)) as done:
@@ -81,10 +81,14 @@ def _problem(run: Callable[[], None]) -> str:
     return ""
 
 
+def _of_ours(folder: Path) -> Iterator[_Check]:
+    for name, record in Manifest.read(folder).files.items():
+        yield _Check(record.bytes, partial(check_file, folder / name, record))
+
+
 def _of_dcp(folder: Path) -> Iterator[_Check]:
     if (folder / MANIFEST).exists():
-        for name, record in Manifest.read(folder).files.items():
-            yield _Check(record.bytes, partial(check_file, folder / name, record))
+        yield from _of_ours(folder)
         return
     items: dict[str, list[tuple[int, int]]] = {}
     for stored in read_metadata(folder).storage_data.values():
@@ -130,7 +134,7 @@ def _of_safetensors(path: Path) -> Iterator[_Check]:
 
 
 _CHECKS: dict[Kind, Callable[[Path], Iterator[_Check]]] = {
-    Kind.FOLDER: _of_dcp,
+    Kind.FOLDER: _of_ours,
     Kind.DCP: _of_dcp,
     Kind.TORCH: _of_torch,
     Kind.SAFETENSORS: _of_safetensors,

@@ -53,6 +53,10 @@ class Encoder:
 
     Invariant: with error feedback, what was decoded so far on the other side and the residual make up what was to be
     encoded so far, but for ``decay`` and for what ``keep`` rounds.
+
+    The residual from before a training step is kept beside the new one until :meth:`commit`, so that a step that fails
+    can be undone by :meth:`roll_back`. It takes as much memory as the residual, from the first :meth:`encode` of the
+    step until then.
     """
 
     def __init__(self, codec: GradientCodec, num_rows: int, numel: int) -> None:
@@ -60,6 +64,8 @@ class Encoder:
         self._feedback = codec if isinstance(codec, ErrorFeedback) else None
         self._codec = codec.codec if isinstance(codec, ErrorFeedback) else codec
         self._residual: _Residual | None = None
+        self._before_step: _Residual | None = None
+        """Set from the first encoding of a step until that is committed or rolled back."""
 
     @property
     def row_bytes(self) -> int:
@@ -71,16 +77,17 @@ class Encoder:
 
         ``values`` is changed; ``out`` may be strided along dim 0.
         """
-        residual = self._residual_for(values.device)
+        feedback = self._feedback
+        old, new = self._begin_round(values.device) if feedback is not None else (values, values)
         for rows in row_runs(self.num_rows, self.numel):
             run = values[rows]
-            if self._feedback is not None and residual is not None:
-                run.add_(self._feedback.keep.decode(residual.rows[rows], self.numel), alpha=self._feedback.decay)
+            if feedback is not None:
+                run.add_(feedback.keep.decode(old[rows], self.numel), alpha=feedback.decay)
             payload = encode_rows(self._codec, run)
             out[rows] = payload
-            if self._feedback is not None and residual is not None:
+            if feedback is not None:
                 lost = run.sub_(self._codec.decode(payload, self.numel)).nan_to_num_(0.0, 0.0, 0.0)
-                residual.rows[rows] = self._feedback.keep.encode(lost)
+                new[rows] = feedback.keep.encode(lost)
         self._count_round()
 
     def decode(self, payload: torch.Tensor) -> torch.Tensor:
@@ -109,21 +116,41 @@ class Encoder:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the residual is made of."""
-        return 0 if self._residual is None else self._residual.rounds
+        """How many rounds the residual is made of, without those of a step that is not committed."""
+        residual = self._before_step or self._residual
+        return 0 if residual is None else residual.rounds
 
     def residual(self, device: torch.device) -> torch.Tensor:
-        """The residual as it rests, ``(num_rows, bytes)`` uint8; zeros where nothing was encoded so far."""
-        residual = self._residual_for(device)
-        assert residual is not None, "asked only where the encoder remembers"
-        return residual.rows
+        """The residual as it rests, without a step that is not committed: ``(num_rows, bytes)`` uint8, zeros where
+        nothing was encoded so far.
+        """
+        return (self._before_step or self._residual_on(device)).rows
 
     def restore(self, residual: torch.Tensor, rounds: int) -> None:
         """Goes on from a residual that :meth:`residual` gave, and its ``rounds``."""
-        self._residual = _Residual(residual.clone(), rounds)
+        self._residual, self._before_step = _Residual(residual.clone(), rounds), None
 
-    def _residual_for(self, device: torch.device) -> _Residual | None:
-        if self._feedback is not None and self._residual is None:
+    def commit(self) -> None:
+        """Ends a step: its residual is final, and the memory of the one before is released."""
+        self._before_step = None
+
+    def roll_back(self) -> None:
+        """Restores the residual from before the step, if anything was encoded in it."""
+        if self._before_step is not None:
+            self._residual, self._before_step = self._before_step, None
+
+    def _begin_round(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows to read the residual from and those to write the next one to. They are the same from the second
+        round of a step on.
+        """
+        old = self._residual_on(device)
+        if self._before_step is None:
+            self._before_step, self._residual = old, _Residual(torch.empty_like(old.rows), old.rounds)
+        return old.rows, self._residual_on(device).rows
+
+    def _residual_on(self, device: torch.device) -> _Residual:
+        assert self._feedback is not None, "asked only where the encoder remembers"
+        if self._residual is None:
             self._residual = _Residual(self._nothing(self._feedback, device).repeat(self.num_rows, 1))
         return self._residual
 

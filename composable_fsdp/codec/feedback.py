@@ -20,9 +20,11 @@ class ErrorFeedback:
     Karimireddy et al. 2019, arXiv:1901.09847). A residual that is not finite, after an overflow, is dropped.
 
     The residual of a reduce-scatter is as large as the group's full gradients, on each rank, times what ``keep`` makes
-    of a value: with the default a byte and 4 per block of 256. It begins anew where ``requires_grad`` changes, where
-    local tensors are replaced (``to``, ``to_empty``, loading with ``assign``) and in copies of the module. To save it
-    with a checkpoint see :class:`composable_fsdp.CommunicationState`.
+    of a value: with the default a byte and 4 per block of 256. From the reduction in backward until the forward of the
+    next step the residual takes that twice, so that a step that fails can be undone (``reset_iter_state``). It begins
+    anew where ``requires_grad`` changes, where local tensors are replaced (``to``, ``to_empty``, loading with
+    ``assign``) and in copies of the module. To save it with a checkpoint see
+    :class:`composable_fsdp.CommunicationState`.
 
     Args:
         codec: how the sum of both travels.

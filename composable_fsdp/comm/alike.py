@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import unified_diff
 from hashlib import blake2b
 from itertools import zip_longest
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer
 from composable_fsdp.errors import DivergenceError
 
-__all__ = ["check_alike", "difference_text"]
+__all__ = ["check_alike", "difference_text", "ranks_text", "texts_of_all"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """In what Python shows of functions and of objects without a text of their own."""
@@ -31,7 +31,13 @@ _NOTHING = "nothing more"
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def check_alike(own: Iterable[str], communicators: Iterable[Communicator], device: torch.device, subject: str) -> None:
+def check_alike(
+    own: Iterable[str],
+    communicators: Iterable[Communicator],
+    device: torch.device,
+    subject: str,
+    facts: Callable[[], Sequence[int]] = tuple,
+) -> dict[int, list[int]]:
     """Compares ``own`` with what all ranks along ``communicators`` give. All of them must call it, together.
 
     Args:
@@ -39,26 +45,45 @@ def check_alike(own: Iterable[str], communicators: Iterable[Communicator], devic
         communicators: of the axes of one mesh. Those that are of no process group, as in simulations, do not count.
         device: on which they take tensors.
         subject: what is compared, the same on every rank: for the label of the operation, and the error.
+        facts: gives 64-bit integers that go along in the same message, as many on every rank. Called like ``own``.
+
+    Returns:
+        The facts of every rank, by rank. Nothing where nothing is compared.
 
     Raises:
         DivergenceError: the lines differ. On all ranks, with the same text.
     """
-    axes = [c for c in communicators if isinstance(c, GroupCommunicator) and c.size > 1]
-    if not axes or isinstance(torch.empty(0), FakeTensor):  # what is simulated has no values to compare
-        return
+    axes = _compared(communicators)
+    if not axes:
+        return {}
     text = _ADDRESS.sub("", "\n".join(own)).encode()
     digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
-    sent = torch.tensor([dist.get_rank(), digest], device=device)
-    label = f"comparison of {subject}"
+    sent = torch.tensor([dist.get_rank(), digest, *facts()], device=device)
+    rows = _from_all(sent, axes, f"comparison of {subject}").tolist()
+    if any(other != digest for _, other, *_ in rows):
+        lines = {rank: text.split("\n") for rank, text in texts_of_all(text.decode(), axes, device, subject).items()}
+        raise DivergenceError(difference_text(subject, lines))
+    return {rank: numbers for rank, _, *numbers in rows}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def texts_of_all(own: str, communicators: Iterable[Communicator], device: torch.device, subject: str) -> dict[int, str]:
+    """The texts of all ranks along ``communicators``, by rank. All of them must call it, together."""
+    axes, label, packed = _compared(communicators), f"comparison of {subject}", zlib.compress(own.encode())
+    sent = torch.tensor([dist.get_rank(), len(packed)], device=device)
     rows = _from_all(sent, axes, label).tolist()
-    if all(other == digest for _, other in rows):
-        return
-    packed = zlib.compress(text)
-    length = int(_from_all(torch.tensor([len(packed)], device=device), axes, label).max())
+    length = max(length for _, length in rows)
     message = torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8).to(device)
     texts = [_unpacked(bytes(row.tolist())) for row in _from_all(message, axes, label).cpu()]
-    lines = {rank: text.split("\n") for (rank, _), text in zip(rows, texts, strict=True)}
-    raise DivergenceError(difference_text(subject, lines))
+    return {rank: text for (rank, _), text in zip(rows, texts, strict=True)}
+
+
+def _compared(communicators: Iterable[Communicator]) -> list[Communicator]:
+    """Those along which there are other ranks. None in simulations, which have no values to compare."""
+    if isinstance(torch.empty(0), FakeTensor):
+        return []
+    return [c for c in communicators if isinstance(c, GroupCommunicator) and c.size > 1]
 
 
 def _from_all(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
@@ -84,7 +109,7 @@ def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
     variants = sorted(ranks_by_lines, key=lambda variant: (-len(ranks_by_lines[variant]), ranks_by_lines[variant]))
     place = next(i for i, parts in enumerate(zip_longest(*variants)) if len(set(parts)) > 1)
     first = "".join(
-        f"\n  {_ranks(ranks_by_lines[variant])}: {variant[place] if place < len(variant) else _NOTHING}"
+        f"\n  {ranks_text(ranks_by_lines[variant])}: {variant[place] if place < len(variant) else _NOTHING}"
         for variant in variants
     )
     usual, other = variants[:2]
@@ -101,6 +126,7 @@ def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """The ranks by number, the first of them where they are many."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

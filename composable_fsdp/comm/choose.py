@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import count
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -19,8 +20,12 @@ from composable_fsdp.comm.watch import watch_of_job
 
 __all__ = ["abandon", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
-# Neither knows the process group that it belongs to, so that it goes with it.
+# Neither knows the process group that it belongs to, so that it goes with it. They are not iterated: another thread may
+# ask for a group of its own meanwhile.
 _known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
+_places: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""In the order in which this rank first asked for them."""
+_next_place = count()
 
 
 def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator:
@@ -31,6 +36,7 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
     if device_type != "cpu" or dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return ProcessGroupCommunicator(group, device_type)
     if group not in _known:
+        _places[group] = next(_next_place)
         _known[group] = connect(group) or Line(group, watch_of_job(), order_check_from())
     known = _known[group]
     return GlooCommunicator(group, known) if isinstance(known, Line) else SharedMemoryCommunicator(group, known)
@@ -57,7 +63,7 @@ def reopen(groups: Collection[dist.ProcessGroup]) -> None:
     Raises:
         PeerError: these cannot be had on some rank.
     """
-    for group in [group for group in _known if group in groups]:  # in the order in which all ranks first asked for them
+    for group in sorted((group for group in groups if group in _known), key=_places.__getitem__):  # alike on all ranks
         known = _known[group]
         if isinstance(known, Line):
             known.reopen()

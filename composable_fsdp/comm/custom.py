@@ -7,7 +7,7 @@ where it is done already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from composable_fsdp.comm.c10d import OPERATIONS, Together
 from composable_fsdp.comm.protocol import Communicator, GroupCommunicator, Transfer, Work
-from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.errors import ArgumentTypeError
 from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
@@ -33,7 +33,7 @@ class CustomCollective(Protocol):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kw: Any
     ) -> Work | None:
-        """Launches. Keyword ``async_op`` is true; a reduce-scatter also gets keyword ``op``, a ``dist.ReduceOp``."""
+        """Launches. An all-gather gets keyword ``async_op``, a reduce-scatter keyword ``op``, a ``dist.ReduceOp``."""
         ...
 
 
@@ -41,10 +41,16 @@ class CustomCollective(Protocol):
 class CustomCommunicator:
     """``base``, with one direction replaced. Everything of a group and dtype travels in one message, so that
     ``allocate`` is asked for all of it. Final.
+
+    Args:
+        base: performs the other direction.
+        collective: performs this one.
+        all_gather_options: returns further keywords for an all-gather.
     """
 
     base: GroupCommunicator
     collective: CustomCollective
+    all_gather_options: Callable[[], Mapping[str, Any]] = dict
     direct_bytes: int = NEVER_DIRECT
     whole_bytes: int = NEVER_DIRECT
     batch_bytes: int = NEVER_DIRECT
@@ -67,7 +73,7 @@ class CustomCommunicator:
         return self.collective.allocate((numel,), dtype=dtype, device=device)
 
     def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        return self._launch(transfers, {})
+        return self._launch(transfers, self.all_gather_options())
 
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
         return self._launch(transfers, {"op": OPERATIONS[op]})
@@ -78,24 +84,29 @@ class CustomCommunicator:
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
         return self.base.all_reduce(tensors, op, label)
 
-    def _launch(self, transfers: Sequence[Transfer], options: dict[str, Any]) -> Work:
-        options["group"], options["async_op"] = self.base.group, True
-        works = (self.collective(output_tensor=t.output, input_tensor=t.input, **options) for t in transfers)
+    def _launch(self, transfers: Sequence[Transfer], options: Mapping[str, Any]) -> Work:
+        call, group = self.collective, self.base.group
+        works = [call(output_tensor=t.output, input_tensor=t.input, group=group, **options) for t in transfers]
         return Together(tuple(work for work in works if work is not None))
 
 
-def customize(base: Communicator, collective: object, setter: str) -> Communicator:
+def customize(
+    base: Communicator,
+    collective: object,
+    setter: str,
+    all_gather_options: Callable[[], Mapping[str, Any]] = dict,
+) -> Communicator:
     """``base`` with ``collective`` in its place; an axis of one rank moves nothing, so nothing is replaced there.
 
     Raises:
-        ConfigurationError: ``collective`` lacks ``allocate`` or cannot be called.
+        ArgumentTypeError: ``collective`` lacks ``allocate`` or cannot be called.
     """
     allocate: Callable[..., Any] | None = getattr(collective, "allocate", None)
     if not callable(collective) or not callable(allocate):
-        raise ConfigurationError(
+        raise ArgumentTypeError(
             f"{setter} takes an object with allocate(size, *, dtype, device) that can be called with (output_tensor, "
-            f"input_tensor, group, ..., async_op), not {type(collective).__name__}."
+            f"input_tensor, group, ...), not {type(collective).__name__}."
         )
     if not isinstance(base, GroupCommunicator):
         return base
-    return CustomCommunicator(base, collective)  # type: ignore[arg-type]
+    return CustomCommunicator(base, collective, all_gather_options)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from composable_fsdp.comm.line import Line, exchange
 from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.comm.roll import Place
+from composable_fsdp.comm.shown import profiled
 from composable_fsdp.comm.sums import add_up
 from composable_fsdp.errors import UnsupportedError
 from composable_fsdp.layout.bucket import NEVER_DIRECT
@@ -107,6 +108,7 @@ class GlooCommunicator:
     def with_pool(self, pooled: bool) -> GlooCommunicator:
         return self
 
+    @profiled
     def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
         place = self._line.begin(label, transfers)
         works: list[Work] = []
@@ -119,6 +121,7 @@ class GlooCommunicator:
         _copy(own)  # while the wire works
         return Arrival(self._line, place, works)
 
+    @profiled
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
         _check_sum(op)
         messages = [(outputs, full.unbind(0), self._summands(full)) for outputs, full in self._messages(transfers)]
@@ -157,6 +160,7 @@ class GlooCommunicator:
     def _rows(self, full: torch.Tensor) -> torch.Tensor:
         return full.view(self.size, full.numel() // self.size)
 
+    @profiled
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
         place = self._line.begin(label, transfers)
         works: list[Work] = []
@@ -169,6 +173,7 @@ class GlooCommunicator:
         _copy(own)  # while the wire works
         return Arrival(self._line, place, works)
 
+    @profiled
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
         _check_sum(op)
         place = self._line.begin(label, [Transfer(tensor, tensor) for tensor in tensors])

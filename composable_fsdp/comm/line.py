@@ -6,6 +6,7 @@ user. Gloo offers no other way.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -63,6 +64,7 @@ class Line:
         self._timeout: timedelta = options._timeout
         self._watch, self._level = watch, level
         self._name, self._numbers = group.group_name, _numbers.setdefault(group, count())
+        self._closing = threading.Lock()
         self._open()
 
     def _open(self) -> None:
@@ -141,6 +143,9 @@ class Line:
             done = True
         except RuntimeError as error:
             raise self.explained(place, error, time.monotonic() - begin) from error
+        except BaseException as error:
+            self._give_up(f"the wait for {place} was ended by {type(error).__name__}")
+            raise
         finally:
             if self._watch is not None:
                 self._watch.end_wait(done=done)
@@ -187,9 +192,14 @@ class Line:
         return found
 
     def _give_up(self, reason: str) -> None:
-        """Ends all waits on this line, for ever: gloo closes a connection on which a wait has timed out."""
-        self._broken = self._broken or reason
-        self._close()
+        """Ends all waits on this line for good: gloo closes a connection on which a wait has timed out.
+
+        Invariant: a line that says it is broken is closed, so that gloo writes to none of its memory any more. Whoever
+        finds it broken may free that memory, while another thread may still be closing it.
+        """
+        with self._closing:
+            self._close()
+            self._broken = self._broken or reason
 
     def _close(self) -> None:
         for peer in range(self.size):
@@ -238,6 +248,8 @@ class Launching:
         """
         if isinstance(error, RuntimeError):
             raise self.line.explained(self.place, error, 0.0) from error
+        if error is not None:  # part of the operation may be under way
+            self.line._give_up(f"{type(error).__name__} ended the launch of {self.place}")
 
 
 def exchange(

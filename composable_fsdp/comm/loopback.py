@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.comm.shown import profiled
 from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
 
@@ -46,15 +47,19 @@ class LoopbackCommunicator:
     def part(self, name: str) -> _Done:
         return _Done()
 
+    @profiled
     def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> _Done:
         return self._copy(transfers)
 
+    @profiled
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> _Done:
         return self._copy(transfers)
 
+    @profiled
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> _Done:
         return self._copy(transfers)
 
+    @profiled
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> _Done:
         return _Done()
 

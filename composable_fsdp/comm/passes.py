@@ -1,18 +1,21 @@
-"""Passes of sharded modules that are under way, and which of them nobody runs any more.
+"""The forward and backward passes of sharded modules that are under way, and how each of them ends.
 
-No hook sees an interrupt that ends a forward, nor whatever ends a backward. So whoever wants to know looks for the
-code that runs the pass on the stacks of all threads: on accelerators hooks run in one of autograd's own, while another
-waits.
+The thread that runs a pass publishes its end, except for two endings that no hook sees: an interrupt that ends a
+forward and an exception that ends a backward. Both are found without looking at the stack of a running thread: CPython
+makes frame objects for that while the stack changes, and a rank has crashed there.
+
+- Autograd holds a callback for the end of its run and releases it together with the run, also after an exception.
+  :class:`EndOfRun` is this callback; its finalizer publishes the end.
+- A frame object knows whether it still executes. :func:`has_ended` asks only the frame that runs the forward.
 """
 
 from __future__ import annotations
 
-import sys
+import inspect
+from collections.abc import Callable
 from types import FrameType
 
-import torch
-
-__all__ = ["RunningPass", "is_in_backward", "said_of"]
+__all__ = ["EndOfRun", "RunningPass", "has_ended", "said_of"]
 
 
 class RunningPass:
@@ -21,10 +24,10 @@ class RunningPass:
     Args:
         kind: ``"forward"`` or ``"backward"``.
         unit: the outermost; in backward the one that it has come to.
-        caller: the Python frame that runs it; ``None`` where that is autograd.
+        caller: the Python frame that runs it; ``None`` where that is autograd, which has an :class:`EndOfRun`.
     """
 
-    __slots__ = ("_caller", "_raised", "_said", "is_told", "kind", "raised_in", "unit")
+    __slots__ = ("_caller", "_raised", "_said", "is_told", "kind", "raised_in", "run_has_ended", "unit")
 
     def __init__(self, kind: str, unit: str, caller: FrameType | None) -> None:
         self.kind = kind
@@ -33,6 +36,8 @@ class RunningPass:
         """The unit out of which the last exception came first."""
         self.is_told = False
         """Whether fault listeners know how it ended."""
+        self.run_has_ended = False
+        """Whether autograd's run of a backward is over. Set by :class:`EndOfRun`."""
         self._caller = caller
         self._raised = 0
         self._said = ""
@@ -49,12 +54,35 @@ class RunningPass:
 
     @property
     def left(self) -> str:
-        """What is told of it if nobody runs it any more, and else nothing."""
+        """How the pass was left, for other ranks; empty while it runs. Any thread may ask, before the pass is ended."""
         if self._caller is not None:
-            return "" if _runs(self._caller) else f"was interrupted in the {self.kind} of {self.unit}"
-        if any(map(_runs_backward, sys._current_frames().values())):
+            return f"was interrupted in the {self.kind} of {self.unit}" if has_ended(self._caller) else ""
+        if not self.run_has_ended:
             return ""
         return self.failure if self._said else f"raised in the {self.kind} of {self.unit}"
+
+
+class EndOfRun:
+    """The callback that autograd calls when its run of the backward ``running`` succeeds. Final.
+
+    Only autograd may hold it: then it is deleted when the run ends, before the exception of a failed run is raised in
+    the thread that called autograd.
+    """
+
+    __slots__ = ("_end", "_running")
+
+    def __init__(self, end: Callable[[], None], running: RunningPass) -> None:
+        self._end, self._running = end, running
+
+    def __call__(self) -> None:
+        try:
+            self._end()
+        except BaseException:  # its traceback holds this object, maybe for long
+            self._running.run_has_ended = True
+            raise
+
+    def __del__(self) -> None:
+        self._running.run_has_ended = True
 
 
 def said_of(error: BaseException) -> str:
@@ -62,25 +90,19 @@ def said_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def is_in_backward(thread: int | None) -> bool:
-    """Whether the Python thread of this number has called autograd, and not come back."""
-    return thread is not None and _runs_backward(sys._current_frames().get(thread))
+def has_ended(frame: FrameType) -> bool:
+    """Whether ``frame``, of any thread, has returned or was left by an exception. If so, its locals are released.
+
+    ``frame.clear()`` is what Python offers for the question: it refuses a frame that executes. Frames of generators and
+    coroutines count as running, as a suspended one would be closed by it.
+    """
+    if frame.f_code.co_flags & _MAY_BE_SUSPENDED:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:  # it executes
+        return False
+    return True
 
 
-def _runs(frame: FrameType) -> bool:
-    for top in sys._current_frames().values():
-        running: FrameType | None = top
-        while running is not None:
-            if running is frame:
-                return True
-            running = running.f_back
-    return False
-
-
-def _runs_backward(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not _RUN_BACKWARD:
-        frame = frame.f_back
-    return frame is not None
-
-
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_MAY_BE_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -103,14 +104,23 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_ou
     late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
     if timed_out and not missing and not late:  # all are there by now
         late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
+    known = {rank: str(place) for rank in missing if (place := _last_known(rank, own, reports)) is not None}
     return PeerError(
-        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{roll_text(reports)}\n  {lost}"
+        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{roll_text(reports, known)}\n  {lost}"
     )
 
 
-def roll_text(reports: Mapping[int, Report]) -> str:
-    """A line for each rank."""
-    return "".join(f"\n  {report}" for _, report in sorted(reports.items()))
+def _last_known(rank: int, own: Place, reports: Mapping[int, Report]) -> Place | None:
+    """The last operation that any rank has completed together with ``rank``, over the line of ``own`` if possible."""
+    shared = [each.last for each in reports.values() if each.last is not None and rank in each.last.ranks]
+    return max(shared, key=lambda place: (place.line == own.line, place.number), default=None)
+
+
+def roll_text(reports: Mapping[int, Report], last_known: Mapping[int, str] = MappingProxyType({})) -> str:
+    """A line for each report, and one for each rank of ``last_known``: the last operation in which it took part."""
+    lines = [(rank, str(report)) for rank, report in reports.items()]
+    lines += [(rank, f"rank {rank} last took part in {operation}") for rank, operation in last_known.items()]
+    return "".join(f"\n  {line}" for _, line in sorted(lines))
 
 
 def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:

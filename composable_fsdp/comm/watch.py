@@ -72,7 +72,10 @@ class _Here:
     @property
     def left(self) -> str:
         """What is told of a pass that nobody runs any more, if there is one."""
-        return next(filter(None, (each.left for each in list(self.passes))), "")
+        for each in list(self.passes):
+            if (left := each.left) and each in self.passes:  # else it has ended meanwhile, as it should
+                return left
+        return ""
 
 
 class Watch:
@@ -98,7 +101,8 @@ class Watch:
         self._due = 0.0
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
-        _all.add(self)
+        with _lock:
+            _all.add(self)
 
     # -- what the training thread notes
 
@@ -138,11 +142,11 @@ class Watch:
     def go_on(self) -> None:
         """What failed before is over."""
         here = self.here
-        left = [each for each in here.passes if each.left]
+        left = [each for each in list(here.passes) if each.left]
         if here.failure or here.verdict or left:
             here.failure, here.verdict = "", None
             for each in left:
-                del here.passes[each]
+                here.passes.pop(each, None)
             self._tell()
 
     @property
@@ -173,8 +177,8 @@ class Watch:
         keys = {rank: f"{name}/{number}/{rank}" for rank in ranks}
         store = self._store
         try:
-            self._ask(lambda: store.set(keys[self.rank], own))
             end = time.monotonic() + seconds
+            self._ask(lambda: store.set(keys[self.rank], own))
             while missing := self._ask(lambda: [rank for rank, key in keys.items() if not store.check([key])]):
                 if time.monotonic() > end:
                     raise PeerError(f"{occasion}, and in {seconds:g} s {ranks_text(missing)} did not.")
@@ -263,14 +267,14 @@ class Watch:
             self._requests.put(run)
         return future
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _ask(self, call: Callable[[], T], seconds: float = _STORE_SECONDS) -> T:
         """What ``call`` gives.
 
         Raises:
-            RuntimeError: the store is gone, or does not answer.
+            RuntimeError: the store is gone, or does not answer .
         """
         future = self._request(call)
-        end = time.monotonic() + _STORE_SECONDS
+        end = time.monotonic() + max(seconds, _STORE_SECONDS)
         while not future.done() and self._thread.is_alive() and time.monotonic() < end:
             with suppress(NotYet):
                 return future.result(0.1)
@@ -330,7 +334,7 @@ class Watch:
     def _look_back(self) -> None:
         """Tells of passes that were left by an exception of this rank, which nobody has told of."""
         for each in list(self.here.passes):
-            if not each.is_told and self.here.verdict is None and (left := each.left):
+            if not each.is_told and self.here.verdict is None and (left := each.left) and each in self.here.passes:
                 each.is_told = True
                 trace.tell_fault(None, left)
 
@@ -364,6 +368,8 @@ def _ending(passes: Sequence[RunningPass]) -> str:
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()
 _all: WeakSet[Watch] = WeakSet()
 """Also those of jobs that have ended, as long as their threads run."""
+_lock = threading.RLock()
+"""Held by whoever adds to these two or iterates over them."""
 
 
 def watch_of_job() -> Watch | None:
@@ -372,16 +378,22 @@ def watch_of_job() -> Watch | None:
     if world is None or dist.get_world_size() == 1:
         return None
     if world not in _watches:
-        client = _own_client()
-        if client is None:
-            _watches[world] = None
-            return None
-        # The store of torchrun outlives a restart, and with it what ranks told before.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", client)
-        _watches[world] = watch = Watch(store, dist.get_rank(), dist.get_world_size())
-        weakref.finalize(world, watch.stop).atexit = False  # then it has to say first that it leaves
+        with _lock:
+            if world not in _watches:
+                _watches[world] = _begin_watch(world)
     return _watches[world]
+
+
+def _begin_watch(world: dist.ProcessGroup) -> Watch | None:
+    client = _own_client()
+    if client is None:
+        return None
+    # The store of torchrun outlives a restart, and with it what ranks told before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", client)
+    watch = Watch(store, dist.get_rank(), dist.get_world_size())
+    weakref.finalize(world, watch.stop).atexit = False  # then it has to say first that it leaves
+    return watch
 
 
 def known_watch() -> Watch | None:
@@ -405,10 +417,11 @@ def _own_client() -> Any:
 def _leave_all() -> None:
     """Ends all threads too: one that came back from the store while Python ends would abort the process."""
     end = time.monotonic() + _STORE_SECONDS
-    for watch in list(_watches.values()):
+    with _lock:  # another thread may still begin one
+        current, watches = list(_watches.values()), list(_all)
+    for watch in current:
         if watch is not None:
             watch.leave()
-    watches = list(_all)
     for watch in watches:
         watch.stop()
     for watch in watches:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.metadata
+import linecache
 import logging
 import os
 import platform
+import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -82,7 +86,8 @@ class _Recording:
         told = (kind, text, watch.here.steps if watch is not None else 0)
         if told == self._told:
             return
-        stack = () if error is None else _frames(traceback.walk_tb(error.__traceback__))
+        walked = () if error is None else traceback.extract_tb(error.__traceback__)
+        stack = tuple(_frame(frame.filename, frame.lineno or 0, frame.name) for frame in walked)
         self.faults.append(Fault(kind, text, where, time.time(), position, stack))
         path = write(self.folder, f"{kind}: {text}" if kind else text, self)
         if error is not None and path is not None:
@@ -225,19 +230,28 @@ def _versions() -> dict[str, str]:
     return {"composable_fsdp": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _stacks() -> list[Stack]:
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+def _stacks() -> Iterator[Stack]:
+    """The stacks of all threads, at most 100 frames of each.
+
+    ``faulthandler`` reads them in C, makes no frame objects, and is meant for threads that run or hang.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    return [Stack(names.get(ident, str(ident)), _frames(_outwards(frame))[::-1]) for ident, frame in frames.items()]
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    _, *parts = _THREAD.split(text)
+    for ident, lines in zip(parts[::2], parts[1::2], strict=True):
+        frames = [_frame(path, int(line), name) for path, line, name in _FRAME.findall(lines)]
+        yield Stack(names.get(int(ident, 16), str(int(ident, 16))), tuple(reversed(frames)))
 
 
-def _outwards(frame: FrameType) -> Iterable[tuple[FrameType, int]]:
-    return ((each, line or 0) for each, line in traceback.walk_stack(frame))
-
-
-def _frames(walked: Iterable[tuple[FrameType, int]]) -> tuple[str, ...]:
-    summary = traceback.StackSummary.extract(iter(walked))
-    return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in summary)
+def _frame(path: str, line: int, name: str) -> str:
+    return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}"
 
 
 def _point_to(path: Path, error: BaseException) -> None:

@@ -75,6 +75,8 @@ class ParameterSpec:
         gradient_codecs: how its gradient travels, if not in ``reduce_dtype``.
         gradient_extended: its local tensor decides by itself how its gradient travels.
         alone: nothing else may be encoded together with it.
+        summed_before: its gradient may be a sum over model-parallel ranks already, made in ``reduce_dtype``, which a
+            narrower dtype on the wire would round.
     """
 
     name: str
@@ -91,6 +93,7 @@ class ParameterSpec:
     gradient_codecs: GradientCodecs = PLAIN
     gradient_extended: bool = False
     alone: bool = False
+    summed_before: bool = False
 
     @property
     def bucket_key(self) -> BucketKey:
@@ -122,8 +125,8 @@ class PlanOptions:
         direct_bytes: full size from which an all-gather of its own beats a copy into a packed one.
         reduce_direct_bytes: the same for a reduce-scatter.
         alias: memory is common to all ranks of the axis, so that a gather need not move anything.
-        flags_from: groups with at least this many trainable parameters, and small ones, say in their messages which of
-            them had a gradient on any rank; ``None``, where there is one rank, says so of none.
+        flags: messages say which parameters had a gradient on any rank. Not those of a large parameter that is its
+            group's only trainable one, which is reduced where its gradient is, or not at all.
         widens: 16-bit gradients may be added up in fp32 without being cast before they travel.
         batch_bytes: of some parameters' gradients, from which on they are worth a reduction of their own.
         whole_bytes: padding from which it is worth a launch that what causes it travels whole in an all-gather.
@@ -134,7 +137,7 @@ class PlanOptions:
     direct_bytes: int
     reduce_direct_bytes: int
     alias: bool = False
-    flags_from: int | None = 2
+    flags: bool = True
     widens: bool = False
     batch_bytes: int = NEVER_DIRECT
     whole_bytes: int = NEVER_DIRECT
@@ -321,7 +324,7 @@ def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> 
 def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:
     """In which the gradient of ``spec`` travels unless it is encoded."""
     pair = (spec.compute_dtype, spec.reduce_dtype)
-    return spec.compute_dtype if axes.widens and pair in _WIDENED else spec.reduce_dtype
+    return spec.compute_dtype if axes.widens and pair in _WIDENED and not spec.summed_before else spec.reduce_dtype
 
 
 def _small_bytes(sizes: Sequence[int]) -> int:
@@ -364,14 +367,15 @@ def _plan_bucket(
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
-    wire_dtype = sum_dtype if encoded else _wire_dtype(first, axes)
+    widest = next((specs[i] for i in indices if specs[i].summed_before), first)  # all of a bucket travel in one dtype
+    wire_dtype = sum_dtype if encoded else _wire_dtype(widest, axes)
     as_it_is = wire_dtype == first.compute_dtype and not encoded
     reduce = plan_reduce(
         shards,
         trainable,
         itemsize=wire_dtype.itemsize,
         direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
-        flags=axes.flags_from is not None and (group_trainable >= axes.flags_from or is_small),
+        flags=axes.flags and (group_trainable > 1 or is_small),
         # An all-reduce does not widen.
         whole_bytes=NEVER_DIRECT if encoded or wire_dtype != sum_dtype else axes.reduce_whole_bytes,
     )

@@ -36,7 +36,7 @@ class Pending(Generic[T]):
     Invariant: ``launch`` runs exactly once and ``finish`` exactly once, after it, however often the methods are called.
     """
 
-    __slots__ = ("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work")
+    __slots__ = ("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work", "has_arrived")
 
     def __init__(self, launch: Callable[[], Work], finish: Callable[[], T], after: Pending[Any] | None) -> None:
         self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
@@ -46,6 +46,8 @@ class Pending(Generic[T]):
         self._work: Work | None = None
         self._result: Any = None
         self._done = False
+        self.has_arrived = False
+        """Whether the collective is over, so that it writes to no memory any more."""
         self._event: Any = None
         self._current_stream: Callable[[], Any] | None = None
 
@@ -89,6 +91,7 @@ class Pending(Generic[T]):
         assert self._owned is not None
         assert self._work is not None
         self._work.wait()
+        self.has_arrived = True
         self._result = self._owned[1]()
         self._done = True
 

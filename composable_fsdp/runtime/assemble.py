@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
-from weakref import WeakSet
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.memory.lanes import Lanes
 from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.late_ties import join_ties
-from composable_fsdp.runtime.parameter import find_taken, find_unsharded
+from composable_fsdp.runtime.parameter import find_parameter, find_taken, find_unsharded
 from composable_fsdp.runtime.recovery import set_order_check
 from composable_fsdp.runtime.steps import note_optimizer_step
 from composable_fsdp.runtime.strangers import warn_of_strangers
-from composable_fsdp.runtime.unit import Unit, find_unit
+from composable_fsdp.runtime.unit import ITERATION_ATTRIBUTE, Unit, find_unit, holding_unit
 
-__all__ = ["ROOT_NAME", "assemble", "iteration_of", "name_units", "watch_optimizers"]
+__all__ = ["ROOT_NAME", "LowPrecisionWarning", "assemble", "iteration_of", "name_units", "watch_optimizers"]
 
 ROOT_NAME = "root"
 
 _watches_optimizers = False
-_checked_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+_has_warned_of_low_precision = False
+_registers_hooks = threading.Lock()
+_CHECKED = "_composable_fsdp_checked"
+"""Attribute of optimizers. It is no part of their state, so that copies and pickles do not have it."""
 
 
 def iteration_of(unit: Unit) -> Iteration:
@@ -47,6 +52,10 @@ def assemble(root: Unit) -> Iteration:
         former.drain()
         iteration.is_last_backward &= former.is_last_backward
         iteration.post_optimizer_event = former.post_optimizer_event or iteration.post_optimizer_event
+        for module in former.root.modules:
+            vars(module).pop(ITERATION_ATTRIBUTE, None)
+    for module in root.modules:
+        vars(module)[ITERATION_ATTRIBUTE] = iteration
     for name, unit in units.items():
         unit.group.rename(name)
         unit.group.find_patches()
@@ -76,15 +85,27 @@ def name_units(places: Mapping[Unit, Sequence[str]]) -> dict[str, Unit]:
 def watch_optimizers() -> None:
     """Lets every optimizer's step be noticed. Once is enough."""
     global _watches_optimizers
-    if not _watches_optimizers:
-        register_optimizer_step_pre_hook(_check_optimizer)
-        register_optimizer_step_post_hook(note_optimizer_step)
-        _watches_optimizers = True
+    with _registers_hooks:
+        if not _watches_optimizers:
+            register_optimizer_step_pre_hook(_check_optimizer)
+            register_optimizer_step_post_hook(_note_step)
+            _watches_optimizers = True
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """The roots whose parameters an optimizer holds are told of its step, and no others: a model of another thread
+    must not gather anew because of it, at a moment that differs from rank to rank.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = [(p, unit) for p in parameters if (unit := holding_unit(p)) is not None]
+    note_optimizer_step([p for p, _ in sharded])
+    for iteration in {unit.iteration for _, unit in sharded if unit.iteration is not None}:
+        iteration.steps.note()
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """An optimizer that holds other forms of parameters than the sharded ones would step what nobody reads."""
-    if optimizer in _checked_optimizers:
+    if _CHECKED in vars(optimizer):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [taken.description for p in parameters if (taken := find_taken(p)) is not None]
@@ -102,4 +123,35 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
             "between a forward and its backward, or after unshard(). Its step would change what is freed again. Build "
             "the optimizer before the first forward."
         )
-    _checked_optimizers.add(optimizer)
+    vars(optimizer)[_CHECKED] = True
+    _warn_of_low_precision(optimizer, parameters)
+
+
+class LowPrecisionWarning(UserWarning):
+    """An optimizer updates sharded parameters in bf16 or fp16, and keeps no copy of them in fp32."""
+
+
+def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Once in a process, and only of classes of ``torch.optim``: others may keep a copy in fp32 or round at random.
+
+    Warns:
+        LowPrecisionWarning: it updates such parameters.
+    """
+    global _has_warned_of_low_precision
+    if _has_warned_of_low_precision or not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    dtypes = (torch.bfloat16, torch.float16)
+    low = [p for p in parameters if isinstance(p, DTensor) and p.dtype in dtypes and p.requires_grad]
+    first = next(filter(None, map(find_parameter, low)), None)
+    if first is None:
+        return
+    _has_warned_of_low_precision = True
+    dtype = str(first.dtype).removeprefix("torch.")
+    warnings.warn(
+        f"{type(optimizer).__name__} updates {len(low)} sharded parameters in {dtype}, such as {first.name!r}, and "
+        "keeps no copy in fp32: updates smaller than the rounding of a parameter are lost. Leave parameters in fp32 "
+        f"and compute in {dtype} with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype})). If "
+        "it is meant so, filter this composable_fsdp.LowPrecisionWarning.",
+        LowPrecisionWarning,
+        stacklevel=4,
+    )

@@ -11,7 +11,7 @@ from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.gradients import AutogradRun
 from composable_fsdp.runtime.refusals import unseen_output
 from composable_fsdp.runtime.schedule import ForwardRecord
-from composable_fsdp.runtime.steps import sharded_steps
+from composable_fsdp.runtime.steps import Steps
 from composable_fsdp.runtime.unit import Unit
 
 __all__ = ["Backward"]
@@ -25,16 +25,17 @@ class Backward:
 
     Args:
         units: all below the root.
+        steps: of the optimizers of their parameters.
 
     Attributes:
         number: of this backward, by which units and calls know that it has reached them.
     """
 
-    def __init__(self, units: Collection[Unit]) -> None:
+    def __init__(self, units: Collection[Unit], steps: Steps) -> None:
         self.number = 0
         self._units = units
         self._run = AutogradRun()
-        self._seen_steps = sharded_steps()
+        self._steps, self._seen_steps = steps, steps.number
         self._forwards: dict[ForwardRecord, list[Unit]] = {}
         """Those to which a backward may come, and which units ran in each. Every rank has the same, but for units that
         ranks in step skip.
@@ -96,7 +97,7 @@ class Backward:
 
     def forget_before_step(self) -> None:
         """No backward comes to forwards from before the last optimizer step."""
-        steps = sharded_steps()
+        steps = self._steps.number
         if steps != self._seen_steps:
             self._seen_steps = steps
             self.forget_forwards()

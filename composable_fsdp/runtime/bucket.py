@@ -20,7 +20,7 @@ from composable_fsdp.layout.pack import put_shard, take_shard, unpack_parameter
 from composable_fsdp.layout.plan import BucketPlan, plan_smaller
 from composable_fsdp.layout.runs import PackedRun, find_runs
 from composable_fsdp.memory.lanes import blocks_the_host
-from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer
+from composable_fsdp.memory.storage import AliasedBuffer, OwnedBuffer, UnshardedBuffer, view_at
 from composable_fsdp.memory.store import ShardStore, carry
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.common import CommonCopy
@@ -103,6 +103,10 @@ class AnyBucket(Protocol):
         """Gives the memory of the unsharded parameters back. Legal when it already is."""
         ...
 
+    def copy_out_of_common(self) -> None:
+        """Copies full parameters that ranks have in common to memory of this rank's own, until they are freed."""
+        ...
+
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None: ...
 
     def drop_slice(self) -> None: ...
@@ -146,6 +150,8 @@ class Bucket:
         self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
         """Of full parameters that ranks have in common, once these were made."""
+        self._own_copy: torch.Tensor | None = None
+        """Of full parameters that ranks have in common; modules compute with it while it is there."""
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
         self._layout = plan.gather
         """Of the gather that is under way."""
@@ -163,7 +169,7 @@ class Bucket:
     @property
     def unsharded_bytes(self) -> int:
         """Memory that the full parameters take now, beside the shards."""
-        return self.buffer.nbytes
+        return self.buffer.nbytes + (0 if self._own_copy is None else self._own_copy.nbytes)
 
     @property
     def payload_bytes(self) -> list[int]:
@@ -218,8 +224,34 @@ class Bucket:
             ParameterError: somebody wrote to full parameters that ranks have in common.
         """
         self.buffer.free()
-        if self.store.in_common or self._common is not None:
+        if self._own_copy is not None:
+            self._own_copy = None
+            for k, parameter in enumerate(self.parameters):
+                parameter.show(self.parameter_data(k))
+            self._versions = [parameter.full._version for parameter in self.parameters]  # who wrote, wrote to the copy
+        elif self._is_in_common:
             self._check_unwritten()
+
+    def copy_out_of_common(self) -> None:
+        """Copies full parameters that ranks have in common to memory of this rank's own, until they are freed. That is
+        for parameters that stay longer than other ranks wait before they write to common memory.
+
+        Raises:
+            ParameterError: somebody wrote to full parameters that ranks have in common.
+        """
+        if not self._is_in_common or self._own_copy is not None:
+            return
+        self._check_unwritten()
+        with torch.inference_mode(False), torch.no_grad():
+            places = self.plan.gather.places
+            self._own_copy = copy = self.buffer.region(0, places.numel).clone()
+            for parameter, offset in zip(self.parameters, places.offsets, strict=True):
+                parameter.show(view_at(copy, offset, parameter.shape))
+
+    @property
+    def _is_in_common(self) -> bool:
+        """Whether the full parameters lie in memory that ranks have in common."""
+        return self.store.in_common or self._common is not None
 
     def _check_unwritten(self) -> None:
         versions = [parameter.full._version for parameter in self.parameters]

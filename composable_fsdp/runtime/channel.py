@@ -39,8 +39,16 @@ class Channel:
         """``(nbytes,)``, where the shards of all ranks lie, or their full parameters, if these have it in common."""
         self._released_at = -1
         """The axis' ``partings`` when full parameters in common memory were last released."""
+        self.unshard_async_op = False
+        """The ``async_op`` that a custom all-gather is called with."""
+        self.awaits_parting = False
+        """Whether this rank has read full parameters in common memory since all ranks last parted, or still may. All
+        ranks find the same, since they gather and part together.
+        """
         self.unequal_use = False
-        """Whether a rank may take part in a reduction without any gradient."""
+        """Whether a rank may take part in a reduction without any gradient. A reduction then gives all trainable
+        parameters a gradient, zeros for those that no rank used.
+        """
 
     @property
     def replicate(self) -> Communicator:
@@ -83,18 +91,13 @@ class Channel:
             widens=self.scatter.widens,
             batch_bytes=self._batch_bytes(),
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),
-            flags_from=self._flags_from(),
+            flags=self.axes.num_ranks > 1 and not self.unequal_use,
         )
 
     def _batch_bytes(self) -> int:
         if self.axes.shard.size == 1 and self.replicate.size > 1:  # all that travels
             return self.replicate.batch_bytes
         return max(self.gather.batch_bytes, self.scatter.batch_bytes)
-
-    def _flags_from(self) -> int | None:
-        if self.axes.num_ranks == 1:
-            return None
-        return 1 if self.unequal_use else 2  # a group of one is reduced where its gradient is, or not at all
 
     def customize_gather(self, collective: object) -> None:
         """Lets ``collective`` move the bytes of all-gathers."""
@@ -109,7 +112,7 @@ class Channel:
         self._combine()
 
     def pool(self, pooled: bool) -> None:
-        """Whether messages lie in memory of the backend's allocator."""
+        """Whether messages lie in memory of the backend's allocator. Custom collectives allocate their own."""
         self._pooled = pooled
         self._combine()
 
@@ -133,6 +136,7 @@ class Channel:
         """Takes over what was chosen for ``other``."""
         self._custom_gather, self._custom_scatter = other._custom_gather, other._custom_scatter
         self._pooled, self._separate, self.unequal_use = other._pooled, other._separate, other.unequal_use
+        self.unshard_async_op = other.unshard_async_op
         self._combine()
 
     def _combine(self) -> None:
@@ -140,10 +144,13 @@ class Channel:
         gather, scatter = self._with_pool(self.axes.shard), self._with_pool(self._separate or self.axes.shard)
         self.exchange = scatter
         if self._custom_gather is not None:
-            gather = customize(gather, self._custom_gather, "set_custom_all_gather")
+            gather = customize(gather, self._custom_gather, "set_custom_all_gather", self._all_gather_options)
         if self._custom_scatter is not None:
             scatter = customize(scatter, self._custom_scatter, "set_custom_reduce_scatter")
         self.gather, self.scatter = gather, scatter
+
+    def _all_gather_options(self) -> dict[str, bool]:
+        return {"async_op": self.unshard_async_op}
 
     def _with_pool(self, communicator: Communicator) -> Communicator:
         if isinstance(communicator, GroupCommunicator) and self._pooled:

@@ -19,7 +19,7 @@ from composable_fsdp.layout.plan import BucketPlan
 from composable_fsdp.memory.storage import allocate_storage, free_storage
 from composable_fsdp.runtime.bucket import Gather
 from composable_fsdp.runtime.channel import Channel
-from composable_fsdp.runtime.extension import GatherExtension, Payload
+from composable_fsdp.runtime.extension import GatherExtension, Payload, refill_checked
 from composable_fsdp.runtime.gradient_extension import GradientExtension
 from composable_fsdp.runtime.parameter import ShardedParameter, local_part
 from composable_fsdp.runtime.scatter import GradientScatter
@@ -44,6 +44,8 @@ class _Gathered:
     metadata: object = None
     storages: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Everything that is freed between uses, once, with its size in bytes."""
+    is_refilled: bool = False
+    """Whether the second hook has filled the full tensor again, and so is known to do it."""
     kept: tuple[torch.Tensor, ...] | None = None
     """This rank's slices of ``outputs`` on a smaller mesh, from which the next gather comes."""
 
@@ -115,6 +117,9 @@ class ExtendedBucket:
         for gathered in self._gathered:
             for tensor, _ in gathered.storages:
                 free_storage(tensor.untyped_storage())
+
+    def copy_out_of_common(self) -> None:
+        """Nothing to do: what hooks make is this rank's own."""
 
     # -- shards to full parameters
 
@@ -192,7 +197,12 @@ class ExtendedBucket:
         with torch.autograd._unsafe_preserve_version_counter(written):
             self._collect(gathered, rows)
             dtype = self.plan.compute_dtype
-            gathered.extension.refill(gathered.outputs, gathered.metadata, dtype, out)
+            if gathered.is_refilled:
+                gathered.extension.refill(gathered.outputs, gathered.metadata, dtype, out)
+                return
+            freed = _addresses(gathered.inner) - _addresses(gathered.outputs)
+            refill_checked(gathered.extension, gathered.outputs, gathered.metadata, dtype, out, freed)
+            gathered.is_refilled = True
 
     def _collect(self, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Each input of all ranks, one after the other on dim 0, without what was added to make them equally long."""
@@ -229,6 +239,11 @@ def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
 def _slice(flat: torch.Tensor, num_slices: int, index: int) -> torch.Tensor:
     length = -(-flat.numel() // num_slices)
     return _padded(flat[index * length : (index + 1) * length].clone(), length)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Of the storage objects."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:

@@ -54,10 +54,18 @@ def launch_gather(
         device: where modules compute.
         label: what errors call it, the same on every rank.
         last: what the same buckets may have been gathered by before.
+
+    Where this raises, the unsharded memory of ``buckets`` is given back, unless part of the gather is under way.
     """
     repeated = last.of(buckets)
     gathering = _Gathering(buckets, device, label) if repeated is None else Repetition(repeated, label)
-    return lanes.gather.run(gathering.launch, gathering.finish)
+    try:
+        return lanes.gather.run(gathering.launch, gathering.finish)
+    except BaseException:
+        if not gathering.writes_to_places:
+            for bucket in buckets:
+                bucket.free()
+        raise
 
 
 class _Gathering:
@@ -68,6 +76,8 @@ class _Gathering:
         self._label = label
         self._device = device
         self._gathers: list[Gather] = []
+        self.writes_to_places = False
+        """Whether collectives under way bring parameters straight to their places in the unsharded memory."""
 
     @without_grad
     def launch(self) -> Work:
@@ -84,6 +94,7 @@ class _Gathering:
                 works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
             elif transfers or not whole:
                 works.append(communicator.all_gather(transfers, self._label))
+            self.writes_to_places = self.writes_to_places or any(gather.direct or gather.whole for gather in gathers)
         return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _await_readers(self) -> None:
@@ -94,5 +105,6 @@ class _Gathering:
 
     @without_grad
     def finish(self) -> None:
+        self.writes_to_places = False
         for bucket, gather in zip(self._buckets, self._gathers, strict=True):
             bucket.finish_gather(gather)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -19,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.comm.c10d import gather_objects
 from composable_fsdp.comm.protocol import Communicator
-from composable_fsdp.errors import ParameterError
+from composable_fsdp.errors import ExtensionError, ParameterError
 from composable_fsdp.layout.bucket import aligned_bytes
 from composable_fsdp.policy import MixedPrecisionPolicy
+from composable_fsdp.runtime.tensor_classes import GRADIENT_HOOKS
 
-__all__ = ["GRADIENT_HOOKS", "GradientExtension", "HookedParcel", "check_hooks", "find_gradient_extension"]
+__all__ = ["GradientExtension", "HookedParcel", "check_hooks", "find_gradient_extension"]
 
-GRADIENT_HOOKS = ("fsdp_pre_reduce_scatter", "fsdp_post_reduce_scatter")
 _FORMS = "fsdp_pre_reduce_scatter(self, mesh, pieces) or fsdp_pre_reduce_scatter(self, mesh, pieces, module, mp_policy)"
 
 
@@ -39,7 +40,7 @@ class GradientExtension:
         mesh: the shard axis, 1-d.
         shard: its communicator.
         padded_size: shape of the largest shard, to which all pieces are padded with zeros.
-        module: the first module on which the parameter is registered.
+        module: a weak reference to the first module on which the parameter is registered.
         policy: of the group.
         takes_all: whether the first hook takes the module and the policy too.
     """
@@ -49,7 +50,7 @@ class GradientExtension:
     mesh: DeviceMesh
     shard: Communicator
     padded_size: tuple[int, ...]
-    module: nn.Module
+    module: ref[nn.Module]
     policy: MixedPrecisionPolicy
     takes_all: bool
     row_bytes: int = 0
@@ -60,7 +61,7 @@ class GradientExtension:
     def pre_reduce_scatter(self, pieces: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], object]:
         """Calls the first hook: payloads, each with one index of dim 0 for each rank, and metadata."""
         hook = cast(Any, self.local).fsdp_pre_reduce_scatter
-        result = hook(self.mesh, pieces, self.module, self.policy) if self.takes_all else hook(self.mesh, pieces)
+        result = hook(self.mesh, pieces, self.module(), self.policy) if self.takes_all else hook(self.mesh, pieces)
         num_ranks = self.shard.size
         if (
             not isinstance(result, tuple)
@@ -179,20 +180,20 @@ def check_hooks(
     """How many arguments the first hook of ``pair`` takes, if ``local`` brings them.
 
     Raises:
-        ParameterError: it brings one of the two only, or the first takes another number of arguments than ``arities``.
+        ExtensionError: it brings one of the two only, or the first takes another number of arguments than ``arities``.
     """
     found = [hook for hook in pair if hasattr(local, hook)]
     if not found:
         return None
     if len(found) == 1:
         missing = pair[1] if found[0] == pair[0] else pair[0]
-        raise ParameterError(
+        raise ExtensionError(
             f"the local tensor of parameter {name!r} ({type(local).__name__}) defines {found[0]} but not {missing}: "
             f"a tensor that decides {what} needs both."
         )
     arity = len(inspect.signature(getattr(local, pair[0])).parameters)
     if arity not in arities:
-        raise ParameterError(
+        raise ExtensionError(
             f"{pair[0]} of parameter {name!r} ({type(local).__name__}) takes {arity} arguments beside self; expected "
             f"{forms}."
         )
@@ -211,9 +212,9 @@ def find_gradient_extension(
     """The hooks that ``local`` brings for its gradient, if any.
 
     Raises:
-        ParameterError: it brings one of the two only, or a first one that takes neither two nor four arguments.
+        ExtensionError: it brings one of the two only, or a first one that takes neither two nor four arguments.
     """
     arity = check_hooks(name, local, GRADIENT_HOOKS, (2, 4), "how its gradient travels", _FORMS)
     if arity is None:
         return None
-    return GradientExtension(name, local, mesh, shard, padded_size, module, policy, arity == 4)
+    return GradientExtension(name, local, mesh, shard, padded_size, ref(module), policy, arity == 4)

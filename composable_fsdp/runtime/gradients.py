@@ -25,7 +25,7 @@ from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors
 from composable_fsdp.runtime.traffic import Traffic, reduce_traffic
 
-__all__ = ["AutogradRun", "GroupGradients", "Launch", "PendingReduction", "no_hook", "reduce_together"]
+__all__ = ["AutogradRun", "GroupGradients", "Launch", "PendingReduction", "reduce_together"]
 
 
 class AutogradRun:
@@ -57,7 +57,7 @@ class GroupGradients:
         self.name = name
         self.divide_factor: float | None = None
         self.sum_only = False
-        self.all_reduce_hook: Callable[[torch.Tensor], None] = no_hook
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_batch: Callable[[], None] = _nothing
         """Called when the next batch, not the last one, is complete."""
         self.on_last: Callable[[], None] = _nothing
@@ -80,6 +80,8 @@ class GroupGradients:
         self._pending_partial: Pending[list[ReducedBucket]] | None = None
         self._keeps_partial = False
         """Whether the next reduction has sums over the shard axis to add."""
+        self._version_before_step: int | None = None
+        """That of the shards at the first reduction of the step that changed a residual of error feedback."""
 
     def follow_choices(self, other: GroupGradients) -> None:
         """Takes over what was chosen for ``other``."""
@@ -151,6 +153,35 @@ class GroupGradients:
         self.were_summed = False
         self._advance(GradientOperation.DROP)
 
+    # -- residuals of error feedback
+
+    @property
+    def changed_residuals(self) -> bool:
+        """Whether the step that is under way has changed what codecs remember."""
+        return self._version_before_step is not None
+
+    @property
+    def shards_changed(self) -> bool:
+        """Whether the shards were changed in place since the first reduction of the step."""
+        return self._tensors.version != self._version_before_step
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether gradients wait for an optimizer, on sharded parameters, or for a later reduction."""
+        return self.are_held or any(parameter.sharded.grad is not None for parameter in self._tensors.parameters)
+
+    def commit_residuals(self) -> None:
+        """The step has ended: what codecs remember of it is final."""
+        self._version_before_step = None
+        for bucket in self._tensors.buckets:
+            bucket.scatter.commit()
+
+    def roll_back_residuals(self) -> None:
+        """The step has failed: codecs remember what they did before it."""
+        self._version_before_step = None
+        for bucket in self._tensors.buckets:
+            bucket.scatter.roll_back()
+
     def _end_round(self) -> None:
         self._ready = self._launched = 0
         self._arrived, self.is_new = [], False
@@ -191,7 +222,7 @@ class GroupGradients:
     def jobs_with(self, others: Sequence[GroupGradients], joiner: Joiner) -> list[Job]:
         """The same of all of this group and of ``others`` in one message; none where they cannot share one."""
         choices = self._choices
-        if self._keeps_partial or self.all_reduce_hook is not no_hook or any(o._choices != choices for o in others):
+        if self._keeps_partial or self.all_reduce_hook is not None or any(o._choices != choices for o in others):
             return []
         return self._jobs(joiner.join([self._tensors, *(other._tensors for other in others)]))
 
@@ -203,9 +234,12 @@ class GroupGradients:
         jobs = []
         for bucket in buckets:
             reduction = self._reduction(bucket)
+            if bucket.scatter.encoders and self._version_before_step is None:
+                self._version_before_step = self._tensors.version
             scatter = bucket.scatter.prepare(reduction, were_summed=self.were_summed)
             if scatter is not None:
-                jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook))
+                divides_first = not self.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
+                jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook, divides_first))
         return jobs
 
     def _reduction(self, bucket: Reducible) -> Reduction:
@@ -364,10 +398,6 @@ class PendingReduction:
                 member.end_reduction(partial=launch.partial)
             if trace.listeners and not launch.partial:
                 trace.emit(trace.Operation.REDUCED, member.name)
-
-
-def no_hook(output: torch.Tensor) -> None:
-    """The all-reduce hook of a group for which none was set."""
 
 
 def _nothing() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from weakref import ref
 
 import torch
 from torch import nn
 
 from composable_fsdp import trace
-from composable_fsdp.errors import LifecycleError
+from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.labels import labelled
 from composable_fsdp.layout.plan import GroupPlan
@@ -79,8 +80,12 @@ class ParameterGroup:
         self.gradients = GroupGradients(name, self.tensors)
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: Pending[None] | None = None
+        self._is_written_to = False
+        """Whether a gather that was given up may still write to the unsharded memory, which stays until it cannot."""
         self._noted_bytes = 0
         """Unsharded memory as the trace knows it."""
+        self._has_own_copy = False
+        """Whether nothing that modules compute with lies in memory that ranks have in common."""
 
     def rename(self, name: str) -> None:
         """The group's place in the model is known, or has changed."""
@@ -112,9 +117,23 @@ class ParameterGroup:
         """
         if self.parameter_state is not ParameterState.SHARDED or self.tensors.registration.is_current:
             return
+        self.check_data()
         if self.gradients.are_held and any(parameter.was_flipped for parameter in self.parameters):
             return
         self.tensors.refresh(self.check_nothing_held)
+
+    def check_data(self) -> None:
+        """
+        Raises:
+            ParameterError: somebody assigned ``p.data``. Parameters and group are named in the text.
+        """
+        given = [parameter.name for parameter in self.tensors.registration.given_data()]
+        if given:
+            raise ParameterError(
+                f"parameters {given} of {self.name!r} were given other values by p.data = ..., which a sharded "
+                "parameter does not follow, as its values are in its local tensor. Change it in place: p.copy_(...) "
+                "under torch.no_grad(), or p.to_local().copy_(...) for the shard of this rank."
+            )
 
     def rebuild(self) -> None:
         """Makes the tensors anew, after a change of what the plan depends on."""
@@ -127,6 +146,7 @@ class ParameterGroup:
         self.check_nothing_held()
         self.reshard()
         self.tensors.parameters.remove(parameter)
+        parameter.held_by = None
         self.tensors.build()
 
     def register_at(self, parameter: ShardedParameter, places: Sequence[tuple[nn.Module, str]]) -> None:
@@ -154,6 +174,18 @@ class ParameterGroup:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
         unshard_together((self,), lanes, f"all-gather of {self.name}")
 
+    @contextmanager
+    def unshard_async_op(self, async_op: bool) -> Iterator[None]:
+        """Inside, custom all-gathers of the group are called with ``async_op``."""
+        before = [channel.unshard_async_op for channel in self.channels]
+        for channel in self.channels:
+            channel.unshard_async_op = async_op
+        try:
+            yield
+        finally:
+            for channel, usual in zip(self.channels, before, strict=True):
+                channel.unshard_async_op = usual
+
     @property
     def is_coming(self) -> bool:
         """Whether the parameters are in memory or on their way, and :meth:`unshard` has nothing else to do either."""
@@ -170,7 +202,9 @@ class ParameterGroup:
 
     def _await_gather(self, pending: Pending[None] | None, lane: str, begin: float | None) -> None:
         """``pending`` brings the parameters; ``None`` where there are none."""
-        self._pending_gather = pending
+        self._pending_gather, self._is_written_to = pending, False
+        for channel in self.channels:
+            channel.awaits_parting = channel.common_memory is not None
         self.parameter_state = advance(
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
         )
@@ -203,7 +237,11 @@ class ParameterGroup:
     def _end_gather(self) -> None:
         if self._pending_gather is not None:
             pending, self._pending_gather = self._pending_gather, None
-            pending.wait()
+            try:
+                pending.wait()
+            except BaseException:
+                self._is_written_to = not pending.has_arrived
+                raise
         # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
         self._drop_slices()
 
@@ -227,10 +265,32 @@ class ParameterGroup:
         if before is not ParameterState.SHRUNK:
             self._release()
 
+    def copy_out_of_common(self) -> None:
+        """Goes on with a copy of this rank's own where full parameters lie in memory that ranks have in common. Once
+        all have met after that, each may write to its shards while modules here still compute with the copy.
+        """
+        if self.parameter_state is not ParameterState.UNSHARDED:
+            return
+        for bucket in self.buckets:
+            bucket.copy_out_of_common()
+        self._has_own_copy = True
+        if trace.listeners:
+            self._note_memory()
+
+    def has_parted(self) -> None:
+        """All ranks have met. They must meet again if full parameters still lie in memory that they have in common."""
+        stays = self.parameter_state is not ParameterState.SHARDED and not self._has_own_copy
+        for channel in self.channels:
+            channel.awaits_parting = channel.awaits_parting and stays
+
     def abandon(self) -> None:
-        """As :meth:`reshard`, without waiting for a gather that will never come to its end."""
-        self._pending_gather = None
+        """As :meth:`reshard`, without waiting for a gather that will never come to its end, once its connections are
+        closed: nothing writes to the unsharded memory any more.
+        """
+        self._pending_gather, self._is_written_to = None, False
         self.reshard()
+        for bucket in self.tensors.buckets:
+            bucket.free()
 
     @without_grad
     def shrink(self, mesh_size: int) -> None:
@@ -248,11 +308,13 @@ class ParameterGroup:
 
     def _release(self) -> None:
         self.tensors.registration.show_sharded()
+        self._has_own_copy = False
         for channel in self.channels:
             if channel.common_memory is not None:
                 channel.note_release()
-        for bucket in self.tensors.buckets:
-            bucket.free()
+        if not self._is_written_to:
+            for bucket in self.tensors.buckets:
+                bucket.free()
         if trace.listeners:
             self._note_memory()
             trace.emit(trace.Operation.RESHARD, self.name)
@@ -281,12 +343,7 @@ def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, label: str)
 def _launch(needed: Sequence[ParameterGroup], lanes: Lanes, label: str) -> None:
     begin = trace.now() if trace.listeners else None
     buckets = [bucket for group in needed for bucket in group.tensors.buckets]
-    try:
-        pending = launch_gather(lanes, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
-    except BaseException:
-        for bucket in buckets:
-            bucket.free()
-        raise
+    pending = launch_gather(lanes, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
     for group in needed:
         group._await_gather(pending, lanes.gather.name, begin)
 

@@ -8,16 +8,19 @@ views of the inputs, made just for the call, so that other uses of the same tens
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType
+from itertools import count
+from types import FrameType, MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -26,9 +29,10 @@ from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.call import Call
 from composable_fsdp.runtime.compile import OutsideGraphs, calling_frame, frame_of_call
 from composable_fsdp.runtime.containers import map_tensors, tensors_in
+from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.parameter import alias_of, local_part
 from composable_fsdp.runtime.tensors import shard_of
-from composable_fsdp.runtime.unit import Unit
+from composable_fsdp.runtime.unit import ModuleReference, Unit
 
 __all__ = [
     "HookHandles",
@@ -58,7 +62,7 @@ def install_hooks(unit: Unit) -> dict[nn.Module, HookHandles]:
     """Makes ``unit``'s modules unshard before they compute, reshard after it, and come back in backward."""
     handles = {}
     for module in unit.modules:
-        hooks = _ModuleHooks(unit, module)
+        hooks = _ModuleHooks(unit)
         handles[module] = HookHandles(
             module.register_forward_pre_hook(OutsideGraphs(hooks.pre_forward), prepend=True, with_kwargs=True),
             module.register_forward_hook(OutsideGraphs(hooks.post_forward), always_call=True),
@@ -70,9 +74,9 @@ def install_hooks(unit: Unit) -> dict[nn.Module, HookHandles]:
     return handles
 
 
-def hooks_for_clients(unit: Unit, module: nn.Module) -> ClientHooks:
-    """The hooks around the forward of ``module``, which may be called through functions of others."""
-    hooks = _ModuleHooks(unit, module)
+def hooks_for_clients(unit: Unit) -> ClientHooks:
+    """The hooks around the forward of a module of ``unit``, which may be called through functions of others."""
+    hooks = _ModuleHooks(unit)
     return ClientHooks(OutsideGraphs(hooks.pre_forward_through_others), OutsideGraphs(hooks.post_forward))
 
 
@@ -86,23 +90,31 @@ def wrap_forward_method(unit: Unit, module: nn.Module, method_name: str) -> None
 
 
 class _ForwardMethod:
-    """``method`` with the parameters in memory. An object, so that in a deep copy it is the method of the copy."""
+    """``method`` with the parameters in memory. An object, so that in a deep copy it is the method of the copy.
+
+    ``module`` owns it, and it does not own ``module``: of a bound method it keeps the function.
+    """
 
     def __init__(self, unit: Unit, module: nn.Module, method: Callable[..., Any]) -> None:
         self._unit = unit
-        self._module = module
-        self._method = method
-        functools.update_wrapper(self, method)
+        self._module = ModuleReference(module)
+        self._is_bound = getattr(method, "__self__", None) is module
+        self._method = cast(MethodType, method).__func__ if self._is_bound else method
+        functools.update_wrapper(self, self._method)
+        with suppress(TypeError, ValueError):  # some builtins have no signature
+            vars(self)["__signature__"] = inspect.signature(method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return call_as_forward(self._unit, self._module, self._method, args, kwargs)
+        module = self._module()
+        method = MethodType(self._method, module) if self._is_bound else self._method
+        return call_as_forward(self._unit, module, method, args, kwargs)
 
 
 def call_as_forward(
     unit: Unit, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """``method(*args, **kwargs)`` with the parameters of ``unit`` in memory, as in a call of ``module``."""
-    hooks = _ModuleHooks(unit, module)
+    hooks = _ModuleHooks(unit)
     hooks.begin(sys._getframe())
     try:
         args, kwargs = hooks.take_inputs(args, kwargs)
@@ -110,7 +122,7 @@ def call_as_forward(
     except BaseException:
         hooks.abort()
         raise
-    return hooks.finish(output)
+    return hooks.finish(module, output)
 
 
 def is_being_called(unit: Unit) -> bool:
@@ -150,14 +162,13 @@ class _Frame:
 
 
 class _ModuleHooks:
-    """The hooks of one module of a unit. Final. The unit knows its calls under way, innermost last.
+    """The hooks of the modules of a unit. Final. The unit knows its calls under way, innermost last.
 
     A call inside another call of the same unit only casts: the outer one brings parameters in and out of memory.
     """
 
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._module = module
 
     # -- forward
 
@@ -178,7 +189,7 @@ class _ModuleHooks:
         if sys.exc_info()[1] is not calls[-1].handling:
             self.abort()
             return None
-        return self.finish(output)
+        return self.finish(module, output)
 
     def begin(self, caller: FrameType) -> None:
         """A call that ``caller`` runs is under way."""
@@ -202,15 +213,16 @@ class _ModuleHooks:
                 kwargs = map_tensors(take, kwargs)
         return args, kwargs
 
-    def finish(self, output: Any) -> Any:
+    def finish(self, module: nn.Module, output: Any) -> Any:
         """After a forward that returned: reshards, and arranges for the way back."""
         unit, frame = self._unit, self._unit.calls_under_way.pop()
         if unit.precision.output_dtype is not None:
             output = map_tensors(_cast_to(unit.precision.output_dtype), output)
         if frame.is_inner:
             return output
-        call = iteration_of(unit).post_forward(unit, self._module)
-        return output if call is None else _watch_backward(call, frame.inputs, output)
+        iteration = iteration_of(unit)
+        call = iteration.post_forward(unit, module)
+        return output if call is None else _watch_backward(call, iteration, frame.inputs, output)
 
     def abort(self) -> None:
         """After a forward that raised; while its exception is being handled."""
@@ -221,6 +233,7 @@ class _ModuleHooks:
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._unit.group.reshard()
+        self._unit.group.check_data()
 
     def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Of full plain tensors, every rank takes its shards."""
@@ -281,55 +294,116 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _watch_backward(call: Call, inputs: Sequence[_Input], output: Any) -> Any:
+def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_Input], output: Any) -> Any:
     """Hooks the nodes where gradients enter ``call`` and those where they leave it.
 
-    Where an input was changed in place, they leave it in several places, some of them before the module's own backward
-    is over: then nothing shows that it is.
+    Where an input was changed in place, gradients leave it in several places, some of them before the module's own
+    backward is over: then nothing shows that it is. The same holds for a detached input. The hooks own the unit and
+    ``iteration``, so that backward also runs after the model was dropped.
     """
     unit = call.unit
     for view, version in inputs:
-        if view._version != version:
+        if view._version != version or view.grad_fn is None:
             inputs = ()
             break
-    nodes = _nodes_of(output)
+    nodes, bases = _nodes_of(output)
     if None in nodes:
         output = map_tensors(_off_the_leaf, output)
-        nodes = _nodes_of(output)
+        nodes, bases = _nodes_of(output)
     if not nodes and not inputs:
         return output
 
     def entered(_: Any) -> None:
-        pre_backward = unit.client_pre_backward or iteration_of(unit).pre_backward
+        pre_backward = unit.client_pre_backward or (unit.iteration or iteration).pre_backward
         pre_backward(call)
 
     def left(*_: Any) -> None:
-        iteration_of(unit).post_backward(call)
+        (unit.iteration or iteration).post_backward(call)
 
+    if not inputs:
+        call.round.ends_unseen = True
+    elif len(inputs) == 1:
+        call.await_inputs()
+        _node_of(inputs[0]).register_hook(left)
+    else:
+        call.await_inputs()
+        exits = list(map(_node_of, inputs))
+        departures = _Departures(len(exits), left)
+        for node in exits:
+            node.register_hook(departures.leave)
+        for node in nodes.difference(exits, bases):
+            node.register_prehook(departures.counts(exits))
     for node in nodes:
         node.register_prehook(entered)
-    if inputs:
-        call.await_inputs()
-        node = inputs[0].view.grad_fn
-        if len(inputs) == 1 and node is not None:
-            node.register_hook(left)  # on the tensor it would cost twice as much
-        else:
-            register_multi_grad_hook([each.view for each in inputs], left)
-    else:
-        call.round.ends_unseen = True
+    for node in bases - nodes if bases else ():
+        node.register_prehook(entered)
     return output
 
 
-def _nodes_of(output: Any) -> set[Any]:
-    """The nodes that made the tensors in ``output`` and the bases of views; ``None`` if one is a leaf."""
+def _node_of(watched: _Input) -> Any:
+    """The node of a view. A hook on it costs half of what one on the tensor does."""
+    return watched.view.grad_fn
+
+
+_NO_NODES: frozenset[Any] = frozenset()
+
+
+class _Departures:
+    """Calls ``last`` when gradients have left a call through all of its inputs. Final.
+
+    ``torch.autograd.graph.register_multi_grad_hook`` does this too. But its hooks own the nodes that own the hooks, so
+    that only Python's collector can free the graph. Here the inputs' nodes are owned only by hooks of nodes that come
+    after them in the graph, and so own them anyway.
+
+    Args:
+        number: of the inputs.
+        last: the hook for the last one.
+    """
+
+    __slots__ = ("_awaited", "_gone", "_last", "_number", "_run")
+
+    def __init__(self, number: int, last: Callable[..., None]) -> None:
+        self._number = number
+        self._last = last
+        self._run = -1
+        """Autograd's run in which gradients enter and leave now."""
+        self._awaited = 0
+        self._gone = count(1)
+
+    def counts(self, exits: Sequence[Any]) -> Callable[[Any], None]:
+        """The hook for where gradients enter: finds out which of ``exits``, the inputs' nodes, this run comes to."""
+
+        def entered(_: Any) -> None:
+            self._begin()
+            self._awaited = sum(map(torch._C._will_engine_execute_node, exits))
+
+        return entered
+
+    def leave(self, *_: Any) -> None:
+        """The hook for each of the inputs."""
+        self._begin()
+        if next(self._gone) == self._awaited:
+            self._last()
+
+    def _begin(self) -> None:
+        run = torch._C._current_graph_task_id()
+        if run != self._run:
+            self._run, self._awaited, self._gone = run, self._number, count(1)
+
+
+def _nodes_of(output: Any) -> tuple[set[Any], AbstractSet[Any]]:
+    """The nodes that made the tensors in ``output``, among them ``None`` for a leaf; and those of the bases of views,
+    which may lie before the call, where it returns a view of an input.
+    """
     nodes: set[Any] = set()
+    bases: AbstractSet[Any] = _NO_NODES
     for tensor in tensors_in(output):
         if tensor.requires_grad:
             nodes.add(tensor.grad_fn)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
-                nodes.add(base.grad_fn)
-    return nodes
+                bases = bases | {base.grad_fn}
+    return nodes, bases
 
 
 def _off_the_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
+from weakref import ref
 
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.lifecycle import ParameterState
@@ -39,18 +40,25 @@ class InStep:
     def __init__(self, actions: Actions, outermost: Unit) -> None:
         beneath = _units_beneath(outermost)
         for unit in beneath:
-            if len(unit.modules) > 1:
+            if unit.has_several_modules:
                 raise LifecycleError(
                     f"{unit.name!r} are several modules of one group, which do not have one turn among the others. "
                     "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."
                 )
-        self._actions = actions
+        self._owner = ref(actions)
         self._turns = Lockstep(
             [(name, len(_units_beneath(unit)) - 1) for name, unit in actions.units.items() if unit in beneath]
         )
         self._records: list[ForwardRecord] = []
         self._reached: list[Unit] = []
         self._outer: list[Unit] = []
+
+    @property
+    def _actions(self) -> Actions:
+        """The iteration that owns this."""
+        actions = self._owner()
+        assert actions is not None
+        return actions
 
     # -- forward
 

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 from composable_fsdp.comm.agreement import OrderCheck
-from composable_fsdp.comm.passes import is_in_backward
-from composable_fsdp.comm.protocol import AliasingCommunicator
+from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator
 from composable_fsdp.errors import DivergenceError, PeerError
 from composable_fsdp.labels import ask_logger, labelled
 from composable_fsdp.lifecycle import GradientState, Key, ParameterState
@@ -38,12 +38,12 @@ from composable_fsdp.runtime.reductions import Reductions
 from composable_fsdp.runtime.refusals import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp.runtime.schedule import ForwardRecord
 from composable_fsdp.runtime.settings import check_settings
-from composable_fsdp.runtime.steps import sharded_steps
+from composable_fsdp.runtime.steps import Steps, sharded_steps
 from composable_fsdp.runtime.underway import UnderWay
 from composable_fsdp.runtime.unit import Accumulation, Round, Unit
 from composable_fsdp.runtime.unsharding import Unsharding
 
-__all__ = ["Iteration"]
+__all__ = ["Iteration", "Pass"]
 
 
 class Pass(Key):
@@ -75,9 +75,12 @@ class Iteration:
         self._around_backward = Pass.IDLE
         self._outermost: Unit | None = None
         self._record = ForwardRecord()
-        self._backward = Backward(units.values())
+        self.steps = Steps()
+        self._backward = Backward(units.values(), self.steps)
         self._steps_when_met = sharded_steps()
         """As of when ranks last met after a pass that failed."""
+        self._steps_at_forward = 0
+        """As of when the last forward began."""
         self._under_way = UnderWay(root)
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
@@ -88,15 +91,15 @@ class Iteration:
         self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Over which ranks may have shards or full parameters in common memory."""
         self._company = Company(root, units)
-        self._unsharding = Unsharding(root, units, lanes, self._company)
+        self._unsharding = Unsharding(root, units, lanes, self._company, self.steps)
         self._reductions = Reductions(units.values(), lanes, self._company, self._unsharding)
         self._grad_mode = True
         """Of the outermost module's forward."""
         self._in_step: InStep | None = None
         """Set while the order of groups must not depend on what this rank runs."""
         for unit in units.values():
-            unit.group.gradients.on_batch = _bound(self._batch_of_gradients, unit)
-            unit.group.gradients.on_last = _bound(self._last_gradient, unit)
+            unit.group.gradients.on_batch = _weakly(self, Iteration._batch_of_gradients, unit)
+            unit.group.gradients.on_last = _weakly(self, Iteration._last_gradient, unit)
 
     @property
     def lanes(self) -> Lanes:
@@ -107,6 +110,11 @@ class Iteration:
     def lanes(self, lanes: Lanes) -> None:
         self.drain()
         self._lanes = self._unsharding.lanes = self._reductions.lanes = lanes
+
+    @property
+    def current_pass(self) -> Pass:
+        """The pass that is under way."""
+        return self._pass
 
     # -- what hooks call
 
@@ -122,7 +130,7 @@ class Iteration:
         if thread is None or thread is threading.current_thread():
             return
         recomputes = torch._C._current_graph_task_id() != -1  # in a thread of autograd's, one for each device
-        if self._pass is Pass.FORWARD or (is_in_backward(thread.ident) and not recomputes):
+        if self._pass is Pass.FORWARD or (self._under_way.runs_backward and not recomputes):
             raise another_thread(unit, thread, self._pass.value, self.root)
 
     @labelled("pre_forward", lambda _, unit: unit.name)
@@ -133,8 +141,8 @@ class Iteration:
             return  # another module of its list ran before
         self._run(Hook.PRE_FORWARD, unit)
         if self._pass is Pass.FORWARD:
-            unit.round = Round(unit.modules)
-            if unit.change_check is not None:
+            unit.round = Round(unit.module_ids)
+            if unit.change_check is not None and self._leads_to_backward:
                 unit.round.seen = unit.change_check.in_forward()
 
     @labelled("post_forward", lambda _, unit, module: unit.name)
@@ -205,7 +213,7 @@ class Iteration:
             self.settle_gradients(unit)
         if call.round.awaited <= 0:
             for done in (unit, *unit.lenders):
-                if done.reshard_after_backward and not done.borrowers:
+                if done.reshard_after_backward and not done.lends:
                     done.group.reshard()
 
     def _batch_of_gradients(self, unit: Unit) -> None:
@@ -232,6 +240,13 @@ class Iteration:
         if unit.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
             self.settle_gradients(unit)
 
+    def _check_alike(self) -> None:
+        """Once, before the first collective: ranks compare what they have built, and this one what was set on it."""
+        if not self._are_alike:
+            check_settings(self.root, self.units.values())
+            check_models(self.root, self.units)
+            self._are_alike = True
+
     # -- actions
 
     def _run(self, hook: Hook, unit: Unit) -> None:
@@ -241,19 +256,17 @@ class Iteration:
     def _begin_forward(self, unit: Unit) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, unit, threading.current_thread()
         self._under_way.begin_forward(unit)
-        if not self._are_alike:
-            check_settings(self.root, self.units.values())
-            check_models(self.root, self.units)
-            self._are_alike = True
+        self._check_alike()
         if self.post_optimizer_event is not None:
             self.lanes.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
         self._record = ForwardRecord()
         self._backward.forget_before_step()
+        self.commit_residuals(begins_forward=True)
         self.deliver_before_changes()
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, unit) if any(u.unequal_use for u in self.units.values()) else None
-        self._unsharding.begin_forward(each_alone=self._in_step is not None)
+        self._unsharding.begin_forward(each_alone=self._in_step is not None, leads_to_backward=self._grad_mode)
 
     def _unshard_in_forward(self, unit: Unit) -> None:
         if self._in_step is not None:
@@ -302,7 +315,8 @@ class Iteration:
                 other.round = None
                 self._reshard_after_forward(other)
         self._unsharding.end_forward()
-        _wait_for(self._leave_shards("end of forward"))
+        if self._sharing:
+            self._part_after_forward()
 
     def _begin_backward(self) -> None:
         ask_logger()
@@ -310,9 +324,8 @@ class Iteration:
         self._thread = threading.current_thread()
         self._backward.begin()
         self.deliver_before_changes()
-        self._under_way.begin_backward()
+        Variable._execution_engine.queue_callback(self._under_way.begin_backward(self.end_backward))
         self._reductions.begin_backward()
-        Variable._execution_engine.queue_callback(self.end_backward)
 
     @labelled("root_post_backward_callback", lambda self: self.root.name)
     def end_backward(self) -> None:
@@ -333,8 +346,9 @@ class Iteration:
             if unit.reshard_after_backward:
                 unit.group.reshard()
             else:
-                unit.note_kept()
-        leaving = self._leave_shards("end of backward")  # before waiting for gradients, so as to wait only once
+                unit.note_kept(self._unsharding.seen_steps)
+        # Before waiting for gradients, so as to wait only once.
+        leaving = self._leave_shards("end of backward", self._sharing)
         if self.is_last_backward:
             self.drain()
             for unit in self.units.values():
@@ -344,11 +358,39 @@ class Iteration:
         self._under_way.end_backward()
         self._pass, self._around_backward = self._around_backward, Pass.IDLE
 
-    def _leave_shards(self, occasion: str) -> list[Work]:
+    def _leave_shards(self, occasion: str, awaited: Container[Communicator]) -> list[Work]:
         """This rank reads nothing that others wrote to common memory until the next gather. Once the works are done
         none does, so that each may write there.
+
+        Args:
+            occasion: what errors call it.
+            awaited: over which ranks have read since they last met. Where they have not, they need not meet.
         """
-        return [communicator.part(occasion) for communicator in self._sharing]
+        works = [communicator.part(occasion) for communicator in self._sharing if communicator in awaited]
+        for unit in self.units.values() if works else ():
+            unit.group.has_parted()
+        return works
+
+    def _part_after_forward(self) -> None:
+        channels = (channel for unit in self.units.values() for channel in unit.group.channels)
+        awaited = {channel.axes.shard for channel in channels if channel.awaits_parting}
+        if not self._leads_to_backward:  # what stays may be used in forwards that other ranks do not run
+            for unit in self.units.values():
+                unit.group.copy_out_of_common()
+        _wait_for(self._leave_shards("end of forward", awaited))
+
+    def gather_by_hand(self, unit: Unit) -> bool:
+        """Launches the gather of ``unit``, which is to stay. Whether it was not in memory or on its way before."""
+        self._check_alike()
+        return self._unsharding.gather_by_hand(unit)
+
+    def keep_unsharded(self, unit: Unit) -> None:
+        """``unit`` was gathered by hand, and stays for forwards of which other ranks may run fewer."""
+        awaited = dict.fromkeys(c.axes.shard for c in unit.group.channels if c.awaits_parting)
+        if unit.group.parameter_state is ParameterState.UNSHARDED and awaited:
+            unit.group.copy_out_of_common()
+            _wait_for([cast(AliasingCommunicator, c).barrier(f"unshard() of {unit.name}") for c in awaited])
+            unit.group.has_parted()
 
     def settle_gradients(self, unit: Unit, *, at_end: bool = False, contributes: bool = False) -> None:
         """Sends the gradients that autograd left on ``unit``, or holds them where it does not synchronise.
@@ -385,8 +427,27 @@ class Iteration:
         ):
             self.drain()
 
+    def commit_residuals(self, *, begins_forward: bool = False) -> None:
+        """Makes final what codecs with error feedback remember, if the step in which they changed it has ended.
+
+        It has where an optimizer has stepped since, or something else has changed the shards. Before a forward, it also
+        has where no gradient is left: they were used or dropped.
+        """
+        steps = self.steps.number
+        changed = [each for u in self.units.values() if (each := u.group.gradients).changed_residuals]
+        if changed:
+            has_ended = steps != self._steps_at_forward or any(each.shards_changed for each in changed)
+            if not has_ended and begins_forward:
+                has_ended = not self._reductions.are_in_flight and not any(each.are_waiting for each in changed)
+            if has_ended:
+                for each in changed:
+                    each.commit_residuals()
+        if begins_forward:
+            self._steps_at_forward = steps
+
     def reset(self) -> None:
-        """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced.
+        """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced. What
+        codecs with error feedback remember is again as it was before the step.
 
         After a pass that failed, on this rank or another, all ranks must come here. Where they were not at the same
         place, what is in flight is not waited for, and they connect to each other anew.
@@ -397,8 +458,8 @@ class Iteration:
                 have the same parameters, they can go on.
         """
         units = self.units.values()
-        meeting = Meeting()
-        if has_failed(units):
+        meeting, failed = Meeting(), has_failed(units)
+        if failed:
             meeting = meet(units, sharded_steps() - self._steps_when_met)
             self._steps_when_met = sharded_steps()
         if not meeting.is_together:
@@ -408,9 +469,15 @@ class Iteration:
                 unit.group.abandon()
             reconnect(units)
         self.drain()
+        self.commit_residuals()  # of the step before, where this rank failed between the two
         for unit in units:
             unit.group.gradients.drop()
+            if unit.group.gradients.changed_residuals:
+                unit.group.gradients.roll_back_residuals()
         self._back_to_idle()
+        if failed:  # so ranks have met, and may have gathered different groups before
+            for unit in units:
+                unit.group.has_parted()
         self._backward.forget_forwards()
         meeting.check_steps()
 
@@ -462,5 +529,13 @@ def _nothing() -> None:
     pass
 
 
-def _bound(method: Callable[[Unit], None], unit: Unit) -> Callable[[], None]:
-    return lambda: method(unit)
+def _weakly(iteration: Iteration, method: Callable[[Iteration, Unit], None], unit: Unit) -> Callable[[], None]:
+    """``method`` of both, without owning them: the iteration owns the unit, and the unit what calls this."""
+    weak_iteration, weak_unit = ref(iteration), ref(unit)
+
+    def call() -> None:
+        alive, its_unit = weak_iteration(), weak_unit()
+        if alive is not None and its_unit is not None:
+            method(alive, its_unit)
+
+    return call

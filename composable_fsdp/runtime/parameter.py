@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
-from weakref import WeakSet, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.weak import WeakIdKeyDictionary
 
 from composable_fsdp.codec.choice import CommunicationPolicy, GradientCodecs
@@ -19,6 +20,9 @@ from composable_fsdp.codec.protocol import Codec, CodecPerParameter, resolve_cod
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.bucket import ALIGNMENT_BYTES
 from composable_fsdp.layout.shard import TensorShards
+from composable_fsdp.policy import MixedPrecisionPolicy
+from composable_fsdp.runtime.starting_values import Start
+from composable_fsdp.runtime.tensor_classes import as_parameter, parameter_class
 from composable_fsdp.sharding import ParameterSharding
 
 __all__ = [
@@ -26,11 +30,11 @@ __all__ = [
     "ShardedParameter",
     "Taken",
     "alias_of",
+    "find_parameter",
     "find_taken",
     "find_unsharded",
     "local_part",
     "note_taken",
-    "owner_of",
 ]
 
 
@@ -63,8 +67,14 @@ class ShardedParameter:
         self.communication = source.communication
         self.shape = tuple(local_part(tensor).shape)
         self._attributes = dict(vars(tensor))
+        self.kind = parameter_class(tensor)
+        """Class that the parameter had before it was sharded: modules ask for it, such as bitsandbytes' Linear4bit."""
+        self._is_packed = self.kind is not nn.Parameter and not tensor.requires_grad
+        """Whether the bytes may be packed values, as those of bitsandbytes' ``Params4bit``, whatever their dtype."""
         self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else _SAME
         self.owners = source.owners
+        self.held_by: ref[Any] | None = None
+        """The unit, of which this module knows no more."""
         self.sharded = nn.Parameter(self.sharding.wrap_shard(local), requires_grad=tensor.requires_grad)
         self.unsharded: nn.Parameter = self.sharded
         self.full = local
@@ -73,9 +83,10 @@ class ShardedParameter:
         """``requires_grad`` of both forms, as far as the group took note of it."""
         self.local = local
         self.accumulated: torch.Tensor | None = None
+        self.start: Start | None = None
+        """Samples of the values that were cut, until ranks have compared them in the first forward."""
         self.set_local(local)
         self._mark(self.sharded)
-        _all_parameters.add(self)
 
     def copy_onto(self, sharded: nn.Parameter, owners: Sequence[tuple[nn.Module, str]]) -> ShardedParameter:
         """The same for ``sharded``, a copy of this one's sharded parameter, registered on copies of the modules."""
@@ -83,13 +94,23 @@ class ShardedParameter:
         copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
         copy.communication = self.communication
         copy._attributes, copy._gradient_dtype = dict(self._attributes), self._gradient_dtype
-        copy.owners = tuple(owners)
+        copy.kind, copy._is_packed = self.kind, self._is_packed
+        copy.owners = owners
         copy.sharded = copy.unsharded = sharded
         copy.local = copy.full = cast(Any, sharded)._local_tensor
         copy.trainable, copy.accumulated = sharded.requires_grad, None
+        copy.start = copy.held_by = None
         copy._mark(sharded)
-        _all_parameters.add(copy)
         return copy
+
+    @property
+    def owners(self) -> tuple[tuple[nn.Module, str], ...]:
+        """Where it is registered: modules and attributes, without modules that were dropped since."""
+        return tuple((module, name) for known, name in self._owners if (module := known()) is not None)
+
+    @owners.setter
+    def owners(self, owners: Sequence[tuple[nn.Module, str]]) -> None:
+        self._owners = tuple((ref(module), name) for module, name in owners)
 
     @property
     def description(self) -> str:
@@ -157,7 +178,25 @@ class ShardedParameter:
 
     @property
     def _is_encoded(self) -> bool:
-        return self.dtype.is_floating_point and prod(self.shape) >= self.communication.min_numel
+        is_number = self.dtype.is_floating_point and not self._is_packed
+        return is_number and prod(self.shape) >= self.communication.min_numel
+
+    def compute_dtype(self, precision: MixedPrecisionPolicy) -> torch.dtype:
+        """dtype in which the parameter is gathered and modules compute with it.
+
+        It is not always that of ``precision``. Packed bytes are never cast. Parameters of a normalization with running
+        statistics have the dtype of these, if that is the wider one: torch's kernels take 16-bit inputs with fp32
+        parameters and statistics, but no 16-bit parameters with fp32 statistics.
+        """
+        if self._is_packed:
+            return self.dtype
+        dtype = precision.compute_dtype(self.dtype)
+        if precision.param_dtype is not None and dtype.is_floating_point:
+            for module, _ in self.owners:
+                if isinstance(module, _NormBase) and module.running_mean is not None:
+                    statistics = module.running_mean.dtype
+                    return statistics if statistics.itemsize > dtype.itemsize else dtype
+        return dtype
 
     def gradient_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
         """dtype of the reduced gradient: the parameter's own, unless its ``grad_dtype`` was set to another, or none."""
@@ -169,6 +208,12 @@ class ShardedParameter:
         """Makes ``local``, a view of the shard store, the sharded parameter's memory."""
         self.local = local
         cast(Any, self.sharded)._local_tensor = local
+
+    @property
+    def local_now(self) -> torch.Tensor:
+        """The local tensor of what is registered in the sharded parameter's place, which the group may not know yet."""
+        registered = self._registered()
+        return self.local if registered is None or registered is self.unsharded else local_part(registered)
 
     @property
     def was_flipped(self) -> bool:
@@ -203,8 +248,8 @@ class ShardedParameter:
                 f"{new.placements} on {new.device_mesh}; expected shape {tuple(old.shape)} with {old.placements} on "
                 f"{old.device_mesh}."
             )
-        other = owner_of(new)
-        if other is not None and other is not self:
+        other = find_parameter(new)
+        if other is not None and other is not self and other.sharded is new:
             raise ParameterError(
                 f"parameter {self.name!r} and parameter {other.name!r} of another group have become the same tensor "
                 "(tied weights?). Tie them before the first forward; where they are cut differently, before "
@@ -218,12 +263,18 @@ class ShardedParameter:
         """Makes the parameter that modules compute with out of ``data``, a view of the unsharded buffer."""
         self.trainable = self.sharded.requires_grad
         self.full = data
-        self.unsharded = nn.Parameter(self.sharding.wrap_full(data), requires_grad=self.trainable)
+        self.unsharded = as_parameter(self.sharding.wrap_full(data), self.kind, self.trainable)
+        _by_form[id(self.unsharded)] = self
         self._carry_attributes(self.unsharded)
         if self._gradient_dtype is not _SAME:
             self.unsharded.grad_dtype = self._gradient_dtype
         if self.unsharded.requires_grad:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
+
+    def show(self, data: torch.Tensor) -> None:
+        """Makes modules compute with ``data``, which has the same values in other memory. Hooks and gradients stay."""
+        for tensor in (self.full, local_part(self.unsharded)):
+            tensor.data = data
 
     def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Freezes or thaws the unsharded parameter after the sharded one."""
@@ -234,25 +285,38 @@ class ShardedParameter:
         if self.trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """The full gradient that this rank has, accumulated microbatches included; it is no longer here afterwards."""
+    def take_gradient(self, sum_dtype: torch.dtype) -> torch.Tensor | None:
+        """The full gradient that this rank has, accumulated microbatches included; it is no longer here afterwards.
+
+        Args:
+            sum_dtype: in which pending sums over model-parallel axes are carried out.
+        """
         unsharded = self.unsharded
         gradient, unsharded.grad = unsharded.grad, None
         inner = self.sharding.inner
         if gradient is not None and inner is not None:
-            gradient = inner.local_gradient(gradient)
+            gradient = inner.local_gradient(gradient, sum_dtype)
         if self.accumulated is None:
             return gradient
         accumulated, self.accumulated = self.accumulated, None
         return accumulated if gradient is None else accumulated.add_(gradient)
 
     def hold_gradient(self, dtype: torch.dtype) -> None:
-        """Keeps this microbatch's gradient for a later reduction, summed in ``dtype``."""
+        """Keeps this microbatch's gradient for a later reduction, summed in ``dtype``.
+
+        Autograd adds plain gradients of ``dtype`` by itself, but DTensors wrongly. On a data-parallel axis a partial
+        and a replicated one must be added as the local tensors that they are. And the gradients of two parameters may
+        be DTensors in the same memory, to which autograd would write once for each. So these are copied.
+        """
         gradient = self.unsharded.grad
-        if gradient is None or (gradient.dtype == dtype and self.accumulated is None):
-            return  # autograd itself sums the next microbatch into it
-        total = self.take_gradient()
-        self.accumulated = None if total is None else total.to(dtype)
+        if gradient is None:
+            return
+        if gradient.dtype == dtype and self.accumulated is None and self.sharding.inner is None:
+            return
+        is_first = self.accumulated is None
+        total = self.take_gradient(dtype)
+        assert total is not None
+        self.accumulated = total.to(dtype, copy=True) if is_first else total
 
     def accept_gradient(self, local: torch.Tensor) -> None:
         """Sets or adds this rank's shard of the reduced gradient, then calls the hooks that users registered for it."""
@@ -291,6 +355,7 @@ class ShardedParameter:
 
     def _mark(self, parameter: nn.Parameter) -> None:
         """Makes ``parameter`` show that it is this sharded parameter."""
+        _by_form[id(parameter)] = self
         self._carry_attributes(parameter)
         if self._gradient_dtype is not _SAME:
             parameter.grad_dtype = self._gradient_dtype
@@ -304,22 +369,24 @@ class ShardedParameter:
 _SAME: Any = object()
 """The ``grad_dtype`` of a parameter whose gradients have its own dtype."""
 
-_all_parameters: WeakSet[ShardedParameter] = WeakSet()
+_by_form: WeakValueDictionary[int, ShardedParameter] = WeakValueDictionary()
+"""By the ids of their sharded and unsharded forms. It is never iterated, since other threads may change it meanwhile.
+
+Weak references to the tensors are not possible: ``torch.utils.swap_tensors``, with which modules are converted, refuses
+tensors that have any. An id may have been that of an earlier tensor.
+"""
 
 
-def owner_of(parameter: torch.Tensor) -> ShardedParameter | None:
-    """The one that ``parameter`` is the sharded form of, if any. Walks all.
-
-    Weak references to the tensors would be quicker, but ``torch.utils.swap_tensors``, with which modules are converted,
-    refuses tensors that have any.
-    """
-    return next((p for p in _all_parameters if p.sharded is parameter), None)
+def find_parameter(tensor: object) -> ShardedParameter | None:
+    """The one that ``tensor`` is a form of, if any."""
+    found = _by_form.get(id(tensor))
+    return found if found is not None and (found.sharded is tensor or found.unsharded is tensor) else None
 
 
-def find_unsharded(tensors: Collection[torch.Tensor]) -> ShardedParameter | None:
+def find_unsharded(tensors: Iterable[torch.Tensor]) -> ShardedParameter | None:
     """One whose unsharded form is among ``tensors``, if any."""
-    wanted = {id(tensor) for tensor in tensors}
-    return next((p for p in _all_parameters if id(p.unsharded) in wanted and p.unsharded is not p.sharded), None)
+    found = ((tensor, find_parameter(tensor)) for tensor in tensors)
+    return next((p for tensor, p in found if p is not None and p.sharded is not tensor), None)
 
 
 @dataclass(frozen=True)

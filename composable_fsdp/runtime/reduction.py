@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from composable_fsdp.comm.c10d import Together
 from composable_fsdp.comm.protocol import Communicator
 from composable_fsdp.grad_mode import without_grad
 from composable_fsdp.layout.plan import BucketPlan
-from composable_fsdp.layout.reduction import Reduction
+from composable_fsdp.layout.reduction import Reduction, divide
 from composable_fsdp.memory.lanes import Lanes, Pending, Work
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.exchange import EncodedAllReduce, Exchange, Parcel
@@ -35,12 +36,17 @@ class Reducible(Protocol):
 
 
 class Job(NamedTuple):
-    """One bucket's part of a reduction. ``hook`` is called with its sum before that is divided."""
+    """One bucket's part of a reduction.
+
+    ``hook`` is called with the reduced gradients: before they are divided by ``reduction.post_divide``, or after that
+    if ``divides_first``.
+    """
 
     bucket: Reducible
     reduction: Reduction
     scatter: Scatter
-    hook: Callable[[torch.Tensor], None]
+    hook: Callable[[torch.Tensor], None] | None = None
+    divides_first: bool = False
 
 
 def launch_reduction(
@@ -122,7 +128,7 @@ class _Legs:
     def all_reduce(self) -> Work:
         works: list[Work] = []
         label = f"all-reduce of {self._name}"
-        for bucket, reduction, scatter, _ in self._jobs:
+        for bucket, reduction, scatter, *_ in self._jobs:
             bucket.scatter.add_partial(scatter)
             encoded = bucket.scatter.encode_all_reduce(scatter)
             if encoded is None:
@@ -167,7 +173,11 @@ class _Legs:
     @without_grad
     def deliver_reduced(self) -> list[ReducedBucket]:
         reduced = []
-        for bucket, reduction, scatter, hook in self._jobs:
-            hook(scatter.output)
+        for bucket, reduction, scatter, hook, divides_first in self._jobs:
+            if hook is not None:
+                if divides_first:
+                    divide(scatter.output, reduction.post_divide)
+                    reduction = replace(reduction, post_divide=1.0)
+                bucket.scatter.call_hook(scatter, hook)
             reduced.append(bucket.scatter.finish(scatter, reduction))
         return reduced

@@ -10,15 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
+from weakref import ref
 
+import torch
 from torch import nn
 
-from composable_fsdp.runtime.parameter import ShardedParameter
+from composable_fsdp.runtime.parameter import ShardedParameter, local_part
 
 __all__ = ["Registration"]
 
 _local_tensor = attrgetter("_local_tensor")
 _requires_grad = attrgetter("requires_grad")
+_version = attrgetter("_version")
+_storage: Any = torch.Tensor.untyped_storage
+_plain_access: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it, attributes of a DTensor are read in a quarter of the time."""
 
 
 @dataclass(slots=True)
@@ -46,6 +52,9 @@ class Registration:
         self._gathers_make = gathers_make
         self._shows_unsharded = False
         self._note_forms()
+        with _plain_access():
+            self._storages = list(map(_storage, self._sharded))
+            self._local_storages = list(map(_storage, self._locals))
 
     def _note_forms(self) -> None:
         parameters = self._parameters
@@ -58,7 +67,7 @@ class Registration:
         self._names = [name for _, name, _ in owned]
         self._shown = [p.sharded for _, _, p in owned]
         self._shown_unsharded = [p.unsharded for _, _, p in owned]
-        self._intercepting = [each for each in owned if _intercepts(each[0])]
+        self._intercepting = [(ref(module), name, p) for module, name, p in owned if _intercepts(module)]
         owners: dict[int, _Owner] = {}
         for module, name, parameter in owned:
             if not _intercepts(module):
@@ -79,8 +88,9 @@ class Registration:
                 return
         for owner in self._owners:
             owner.registered.update(owner.sharded)
-        for module, name, parameter in self._intercepting:
-            setattr(module, name, parameter.sharded)
+        for known, name, parameter in self._intercepting:
+            if (module := known()) is not None:
+                setattr(module, name, parameter.sharded)
 
     def _show_sharded_beside_others(self) -> None:
         """What somebody put in a parameter's place stays there, so that the next gather finds it, and raises."""
@@ -96,8 +106,9 @@ class Registration:
         self._shows_unsharded = True
         for owner in self._owners:
             owner.registered.update(owner.unsharded)
-        for module, name, parameter in self._intercepting:
-            setattr(module, name, parameter.unsharded)
+        for known, name, parameter in self._intercepting:
+            if (module := known()) is not None:
+                setattr(module, name, parameter.unsharded)
 
     @property
     def is_current(self) -> bool:
@@ -105,11 +116,36 @@ class Registration:
         are what is registered. Who changed the unsharded ones was heard when these were taken off.
         """
         registered: Any = map(dict.get, self._registered, self._names)
-        return (
-            all(map(is_, map(_local_tensor, self._sharded), self._locals))
-            and list(map(_requires_grad, self._sharded)) == self._trainable
-            and all(map(is_, registered, self._shown))
-        )
+        with _plain_access():
+            return (
+                all(map(is_, map(_local_tensor, self._sharded), self._locals))
+                and list(map(_requires_grad, self._sharded)) == self._trainable
+                and all(map(is_, registered, self._shown))
+                and all(map(is_, map(_storage, self._sharded), self._storages))
+                and all(map(is_, map(_storage, self._locals), self._local_storages))
+            )
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each sharded parameter was changed in place, as far as torch counts."""
+        with _plain_access():
+            return list(map(_version, self._sharded))
+
+    def given_data(self) -> list[ShardedParameter]:
+        """Parameters to which somebody assigned ``p.data``, which their local tensors do not follow."""
+        return [
+            p
+            for p, local, storage in zip(self._parameters, self._locals, self._storages, strict=True)
+            if p.sharded.untyped_storage() is not storage and local_part(p.sharded) is local
+        ]
+
+    def given_local_data(self) -> list[ShardedParameter]:
+        """Parameters whose local tensors have other memory than the group gave them."""
+        return [
+            p
+            for p, local, storage in zip(self._parameters, self._locals, self._local_storages, strict=True)
+            if local.untyped_storage() is not storage
+        ]
 
 
 def _intercepts(module: nn.Module) -> bool:

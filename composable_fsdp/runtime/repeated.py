@@ -98,6 +98,9 @@ class RepeatedGather:
 class Repetition:
     """One launch of ``gather``. Owns what is sent and received until nobody reads it."""
 
+    writes_to_places = False
+    """What comes is a message."""
+
     def __init__(self, gather: RepeatedGather, label: str) -> None:
         self._gather = gather
         self._label = label

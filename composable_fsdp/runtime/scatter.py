@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
+from math import prod
 from operator import attrgetter, is_
 
 import torch
@@ -125,6 +126,9 @@ class GradientScatter:
             _contiguous_view(shards.shard_shape(rank), offset)
             for shards, offset in zip(layout.shards, layout.output.offsets, strict=True)
         ]
+        ends = [offset + prod(shape) for shape, _, offset in self._reduced_views]
+        self._gradient_span = (min(layout.output.offsets, default=0), max(ends, default=0))
+        """Of the output. Only gradients lie in it where it has as many elements as they have."""
 
     def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> Scatter | None:
         """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
@@ -139,17 +143,18 @@ class GradientScatter:
         layout, plan = self.plan.reduce, self.plan
         if not layout.indices:
             return None
-        gradients = [member.take_gradient() for member in self._members]
+        sum_dtype = plan.sum_dtype
+        gradients = [member.take_gradient(sum_dtype) for member in self._members]
         present = self._everyone
         if any(map(is_, gradients, repeat(None))):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
-        wire_dtype = plan.sum_dtype if were_summed else plan.wire_dtype
+        wire_dtype = sum_dtype if were_summed else plan.wire_dtype
         message = None if plan.exchanges else self._packed_message(gradients, present, reduction, wire_dtype)
-        output = torch.empty(layout.output.numel, dtype=plan.sum_dtype, device=self.device)
-        scatter = Scatter([], output, present)
         if plan.exchanges:
-            scatter.parcel = self._parcel(gradients, output, present)
-            return scatter
+            output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
+            return Scatter([], output, present, parcel=self._parcel(gradients, output, present))
+        output = self.channel.scatter.allocate(layout.output.numel, sum_dtype, self.device)
+        scatter = Scatter([], output, present)
         for k in layout.direct:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
             full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
@@ -252,7 +257,7 @@ class GradientScatter:
         """What is added up where it arrives."""
         layout = self.plan.reduce
         flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        # What fills their width up too: hooks of users get to see it.
+        # What fills their width up too: an all-reduce over the replicate axis reads it.
         self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
         if not self.plan.gradient_extended:
             take = partial(self._message, gradients)
@@ -329,9 +334,37 @@ class GradientScatter:
         self.add_partial(scatter)
         self._partial = Scatter([], scatter.output, scatter.present)
 
+    def commit(self) -> None:
+        """The step has ended: what codecs remember of it is final."""
+        for encoder in self.encoders.values():
+            encoder.commit()
+
+    def roll_back(self) -> None:
+        """The step has failed: codecs remember what they did before it."""
+        for encoder in self.encoders.values():
+            encoder.roll_back()
+
     def drop_partial(self) -> None:
         """Forgets what :meth:`keep_partial` kept."""
         self._partial = None
+
+    def call_hook(self, scatter: Scatter, hook: Callable[[torch.Tensor], None]) -> None:
+        """Calls ``hook`` with this rank's shards of the reduced gradients, flat and without what lies between them.
+
+        Gradients that no rank here has are zeros. What the hook makes of them counts as a gradient unless it is zero:
+        the hook may add those of ranks outside of the mesh.
+        """
+        pieces = [scatter.output[offset : offset + prod(shape)] for shape, _, offset in self._reduced_views]
+        begin, end = self._gradient_span
+        if end - begin == sum(map(torch.Tensor.numel, pieces)):
+            hook(scatter.output[begin:end])
+        else:
+            flat = torch.cat(pieces)
+            hook(flat)
+            for piece, result in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(result)
+        absent = self._everyone - scatter.present
+        scatter.present |= {k for k in absent if bool(pieces[k].any())}
 
     def finish(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
         """Scales what arrived, casts it to the dtype of the gradients and brings it to where the shards rest."""
@@ -341,21 +374,22 @@ class GradientScatter:
         if flat.device != self._rest:
             host = torch.empty_like(flat, device=self._rest, pin_memory=self._pin_memory)
             flat = host.copy_(flat, non_blocking=True)
-        members, views = self._members, self._reduced_views
-        return ReducedBucket([members[k] for k in present], [flat.as_strided(*views[k]) for k in present])
+        members, begin = self._members, flat.storage_offset()  # an allocator may give a part of a storage
+        views = [self._reduced_views[k] for k in present]
+        shards = [flat.as_strided(shape, strides, begin + offset) for shape, strides, offset in views]
+        return ReducedBucket([members[k] for k in present], shards)
 
     def _present_anywhere(self, scatter: Scatter) -> Sequence[int]:
-        """Parameters that have a gradient on any rank. Reads the flags, which the host must wait for, only if some have
-        none here.
+        """Parameters that get a gradient: those that have one on any rank, or all where ranks may skip modules. Reads
+        the flags, which the host must wait for, only if some have none here.
         """
         layout = self.plan.reduce
-        if len(scatter.present) == len(self._everyone):
+        if self.channel.unequal_use or len(scatter.present) == len(self._everyone):
             return range(len(self._everyone))
         if not layout.num_flags:
             return sorted(scatter.present)
         flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        found: list[int] = flags.ne(0).nonzero().flatten().tolist()
-        return found
+        return sorted(scatter.present.union(flags.ne(0).nonzero().flatten().tolist()))
 
     def _wire_gradient(
         self, gradient: torch.Tensor | None, numel: int, reduction: Reduction, dtype: torch.dtype
@@ -372,5 +406,5 @@ def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _contiguous_view(shape: tuple[int, ...], offset: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Arguments of ``as_strided`` for a tensor of ``shape`` that lies at ``offset``."""
+    """Arguments of ``as_strided`` for a tensor of ``shape`` that begins ``offset`` elements into another one."""
     return shape, contiguous_strides(shape), offset

@@ -18,9 +18,8 @@ from composable_fsdp.codec.choice import EXACT, PLAIN, GradientCodecs
 from composable_fsdp.comm.agreement import OrderCheck, order_check_from
 from composable_fsdp.comm.alike import check_alike
 from composable_fsdp.comm.protocol import AliasingCommunicator
-from composable_fsdp.errors import ParameterError
+from composable_fsdp.errors import DeviceError
 from composable_fsdp.layout.bucket import FlatLayout
-from composable_fsdp.layout.pack import take_shard
 from composable_fsdp.layout.plan import BucketPlan, GroupPlan, ParameterSpec, Residence, plan_group
 from composable_fsdp.layout.shard import TensorShards
 from composable_fsdp.memory.store import ShardStore
@@ -29,11 +28,13 @@ from composable_fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from composable_fsdp.runtime.bucket import AnyBucket, Bucket
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.extended import ExtendedBucket
-from composable_fsdp.runtime.extension import GatherExtension, PlainExtension, find_extension, hooks_of
+from composable_fsdp.runtime.extension import GatherExtension, PlainExtension, find_extension
 from composable_fsdp.runtime.gathering import LastGather
 from composable_fsdp.runtime.gradient_extension import GradientExtension, find_gradient_extension
 from composable_fsdp.runtime.parameter import ParameterSource, ShardedParameter, local_part
 from composable_fsdp.runtime.registration import Registration
+from composable_fsdp.runtime.starting_values import start_of
+from composable_fsdp.runtime.tensor_classes import copy_shard, cut_shard, hooks_of, warn_of_lost_hooks
 
 __all__ = ["GroupTensors", "rest_device", "shard_of", "take_shards"]
 
@@ -64,17 +65,21 @@ def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
 def take_shards(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> list[ShardedParameter]:
     """Cuts this rank's shards out of the parameters as they were found."""
     parameters = []
+    is_checked = order_check_from() is not OrderCheck.OFF
     for source in sources:
         axes, full = source.sharding.axes, local_part(source.tensor)
         shards = TensorShards(tuple(full.shape), source.sharding.dim, axes.shard.size)
         device = torch.device("meta") if full.is_meta else rest_device(offload, axes.device)
         if hooks_of(full):
-            parameters.append(ShardedParameter(source, _cut(full, shards, axes.shard.rank).to(device)))
+            parameters.append(ShardedParameter(source, cut_shard(source.name, full, shards, axes.shard.rank, device)))
             continue
         padded = torch.empty(shards.padded_numel, dtype=full.dtype, device=device)
-        take_shard(shards, full.detach(), axes.shard.rank, padded)
+        copy_shard(source.name, full, shards, axes.shard.rank, padded)
         shape = shards.shard_shape(axes.shard.rank)
-        parameters.append(ShardedParameter(source, padded[: prod(shape)].view(shape)))
+        parameter = ShardedParameter(source, padded[: prod(shape)].view(shape))
+        if is_checked and axes.num_ranks > 1:
+            parameter.start = start_of(full, parameter.local)
+        parameters.append(parameter)
     return parameters
 
 
@@ -86,16 +91,8 @@ def shard_of(parameter: ShardedParameter, full: torch.Tensor) -> DTensor:
         inner = sharding.inner
         full = local_part(distribute_tensor(full, inner.mesh, inner.placements, src_data_rank=None))
     shards = TensorShards(parameter.shape, sharding.dim, sharding.axes.shard.size)
-    return sharding.wrap_shard(_cut(full, shards, sharding.axes.shard.rank).to(parameter.local.device))
-
-
-def _cut(full: torch.Tensor, shards: TensorShards, rank: int) -> torch.Tensor:
-    """This rank's shard of a tensor of a class of its own, by the few operations that such classes know."""
-    chunks = torch.chunk(full.detach(), shards.num_shards, dim=shards.dim)
-    shard = full.new_zeros(shards.shard_shape(rank))
-    if rank < len(chunks):
-        shard.copy_(chunks[rank])
-    return shard
+    device = parameter.local.device
+    return sharding.wrap_shard(cut_shard(parameter.name, full, shards, sharding.axes.shard.rank, device))
 
 
 class GroupTensors:
@@ -172,10 +169,13 @@ class GroupTensors:
             if plan.extended:
                 self.buckets.append(self._extended(plan, channel))
                 continue
-            store = self._store(plan, channel, locals_[0].device)
+            on_meta = any(local.is_meta for local in locals_)
+            store = self._store(plan, channel, torch.device("meta") if on_meta else locals_[0].device)
             common = self._common_place(plan) if plan.residence is Residence.COMMON else None
             bucket = Bucket(plan, self.parameters, channel, store, self.device, common)
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
+                if on_meta and not local.is_meta:  # it keeps its values where they are until the others have some
+                    continue
                 store.locals[k].copy_(local)
                 parameter.set_local(store.locals[k])
                 parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient(plan.batch))
@@ -283,38 +283,41 @@ class GroupTensors:
                 axes.shard_mesh,
                 parameter.shape,
                 padded,
+                parameter.dim,
                 parameter.owners[0][0],
                 self._precision,
             )
-            dtype = self._precision.compute_dtype(parameter.dtype)
+            dtype = parameter.compute_dtype(self._precision)
             plain = PlainExtension(parameter.name, parameter.local, parameter.dim, dtype)
             extensions[parameter] = plain if extension is None else extension
         return extensions
 
     def find_patches(self) -> None:
-        """Follows hooks that somebody has hung on a local tensor since the tensors were made."""
-        if any(hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.parameters):
+        """Follow hooks set on local tensors, and dtypes given to running statistics, since the tensors were made."""
+        hooks = [hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.parameters]
+        if any(hooks) or self._compute_dtypes != [p.compute_dtype(self._precision) for p in self.parameters]:
             self.build()
 
     def _make_plan(self) -> GroupPlan:
         precision, encodable = self._precision, self._encodable()
+        self._compute_dtypes = [p.compute_dtype(precision) for p in self.parameters]
         legs = self._encoded_legs(encodable)
         specs = []
-        for p in self.parameters:
+        for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
             extended = p in self._gradient_extensions
             codecs = p.gradient_codecs if p in encodable else PLAIN
             if p.dtype.itemsize <= torch.float32.itemsize:
                 codecs = codecs.alongside(legs[p.sharding.axes])
             if extended:  # hooks of the tensor come before a codec
                 codecs = replace(codecs, shard=None)
-            reduce_dtype = precision.gradient_reduce_dtype(p.dtype)
+            reduce_dtype = precision.gradient_reduce_dtype(compute_dtype)
             specs.append(
                 ParameterSpec(
                     name=p.name,
                     shape=p.shape,
                     dim=p.dim,
                     dtype=p.dtype,
-                    compute_dtype=precision.compute_dtype(p.dtype),
+                    compute_dtype=compute_dtype,
                     reduce_dtype=reduce_dtype,
                     gradient_dtype=p.gradient_dtype(reduce_dtype),
                     trainable=p.sharded.requires_grad,
@@ -324,6 +327,7 @@ class GroupTensors:
                     gradient_codecs=codecs,
                     gradient_extended=extended,
                     alone=p in encodable and p.travels_alone,
+                    summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
                 )
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self.channels))
@@ -362,7 +366,8 @@ class GroupTensors:
             for parameter in self.parameters:
                 parameter.adopt_replacement()
             locals_ = self._locals()
-            if all(local is p.local for local, p in zip(locals_, self.parameters, strict=True)):
+            are_kept = all(local is p.local for local, p in zip(locals_, self.parameters, strict=True))
+            if are_kept and not self.registration.given_local_data():
                 self._follow_requires_grad()
                 return
             self.are_placed = self._placed(locals_)
@@ -370,6 +375,10 @@ class GroupTensors:
                 return  # half-way through materialisation: the rest is still to come
             before_build()
             for local, parameter in zip(locals_, self.parameters, strict=True):
+                lost = self._hooks.get(parameter, frozenset()) - hooks_of(local)
+                if lost and local is not parameter.local:
+                    how = "it was replaced after fully_shard (to_empty, to or load_state_dict(assign=True)) by"
+                    warn_of_lost_hooks(parameter.name, parameter.local, local, lost, how)
                 parameter.local = local
             self.build()
 
@@ -388,19 +397,20 @@ class GroupTensors:
             bucket.follow(plan)
         self._note_registration()
 
-    def misplaced(self, group: str) -> ParameterError:
+    def misplaced(self, group: str) -> DeviceError:
         """The error that names the parameters whose shards are not where those of ``group`` rest."""
         devices = {p.name: local.device for p, local in zip(self.parameters, self._locals(), strict=True)}
         on_meta = [name for name, device in devices.items() if device.type == "meta"]
         if on_meta:
-            return ParameterError(
-                f"parameters of {group!r} are still on the meta device: {on_meta}. Before the first forward, call "
-                "model.to_empty(device=...) and initialise them (reset_parameters(), or load a state dict)."
+            return DeviceError(
+                f"parameters of {group!r} are still on the meta device: {on_meta}. Before the first forward, "
+                "initialise them by composable_fsdp.initialize(model, seed=...); or call "
+                "composable_fsdp.to_empty(model, device=...) and load a state dict."
             )
         rest = self.rest_device.type
         elsewhere = {name: str(device) for name, device in devices.items() if device.type != rest}
         why = "are offloaded to CPU" if self.is_offloaded else f"rest on {rest}, the device of the mesh"
-        return ParameterError(
+        return DeviceError(
             f"shards of {group!r} {why}, but these parameters are elsewhere: {elsewhere}. "
             f"Move them with model.to({rest!r})."
         )

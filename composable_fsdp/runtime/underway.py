@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
-from composable_fsdp.comm.passes import RunningPass
+from composable_fsdp.comm.passes import EndOfRun, RunningPass
 from composable_fsdp.comm.watch import watch_of_job
 from composable_fsdp.runtime.unit import Unit
 
@@ -30,11 +32,17 @@ class UnderWay:
         if self._watch is not None:
             self._watch.begin_pass(self._forward)
 
-    def begin_backward(self) -> None:
-        """A backward begins."""
+    def begin_backward(self, end: Callable[[], None]) -> EndOfRun:
+        """A backward begins. Returns the callback for autograd, which calls ``end`` when autograd's run succeeds."""
         self._backward = RunningPass("backward", self._root.name, None)
         if self._watch is not None:
             self._watch.begin_pass(self._backward)
+        return EndOfRun(end, self._backward)
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether autograd still runs the backward that was begun last."""
+        return self._backward is not None and not self._backward.run_has_ended
 
     def reach(self, unit: Unit) -> None:
         """The backward has come to ``unit``."""

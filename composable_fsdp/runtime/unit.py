@@ -1,11 +1,18 @@
-"""What one ``fully_shard`` call made: modules, their group, and the choices that can still be changed."""
+"""What one ``fully_shard`` call made: modules, their group, and the choices that can still be changed.
+
+Ownership, so that a dropped model is freed by reference counts alone: a module owns its unit, the modules of a root own
+its iteration, the iteration owns the units below it, a unit owns its group and its lenders. Every reference in the
+other direction is weak: from a unit to its modules, its iteration, its borrowers and the units that it prefetches, and
+from a parameter to the modules on which it is registered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -14,11 +21,24 @@ from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policy import MixedPrecisionPolicy, Reshard, ReshardKind
 from composable_fsdp.runtime.changes import ChangeCheck, Seen
 from composable_fsdp.runtime.group import ParameterGroup
+from composable_fsdp.runtime.parameter import ShardedParameter, find_parameter
 from composable_fsdp.runtime.schedule import PREFETCH_LIMIT, ForwardRecord
 
-__all__ = ["Accumulation", "PlainPlaces", "Round", "Unit", "find_unit", "owners", "unit_of"]
+__all__ = [
+    "ITERATION_ATTRIBUTE",
+    "Accumulation",
+    "ModuleReference",
+    "PlainPlaces",
+    "Round",
+    "Unit",
+    "find_unit",
+    "holding_unit",
+    "unit_of",
+]
 
 _UNIT_ATTRIBUTE = "_composable_fsdp_unit"
+ITERATION_ATTRIBUTE = "_composable_fsdp_iteration"
+"""Of the modules of a root. A copy of such a module has no iteration until it runs."""
 PlainPlaces = WeakKeyDictionary[nn.Module, set[str]]
 """Attributes of modules."""
 MERGED_BYTES = 1 << 20
@@ -64,8 +84,8 @@ class Round:
 
     __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining", "seen")
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.remaining = set(map(id, modules))
+    def __init__(self, module_ids: Collection[int]) -> None:
+        self.remaining = set(module_ids)
         self.record = _NO_RECORD
         self.position = -1
         self.awaited = 0
@@ -95,7 +115,11 @@ class Unit:
         precision: MixedPrecisionPolicy,
         lenders: Sequence[Unit] = (),
     ) -> None:
-        self.modules = tuple(modules)
+        self._modules = tuple(map(ref, modules))
+        self.module_ids = frozenset(map(id, modules))
+        self.has_several_modules = len(modules) > 1
+        self.class_name = ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
+        """The modules' own classes, for messages."""
         self.group = group
         self.precision = precision
         self.reshard = reshard
@@ -112,14 +136,14 @@ class Unit:
         """Of a root: how much ranks compare before they begin."""
         self.max_merged_bytes = MERGED_BYTES
         """Of a root: of groups that are gathered, and reduced, together."""
-        self.change_check: ChangeCheck | None = None
-        """Compares parameters in backward with what they were in forward."""
-        self.forward_prefetch: Sequence[Unit] | None = None
-        self.backward_prefetch: Sequence[Unit] | None = None
+        self.change_check: ChangeCheck | None = ChangeCheck(group, reads_shards=False)
+        """Compares parameters in backward with those of the forward."""
+        self._forward_prefetch: Sequence[ref[Unit]] | None = None
+        self._backward_prefetch: Sequence[ref[Unit]] | None = None
         self.lenders = tuple(lenders)
-        self.borrowers: list[Unit] = []
+        self._borrowers: list[ref[Unit]] = []
         for lender in self.lenders:
-            lender.borrowers.append(self)
+            lender._lend_to(self)
         self.has_nested_units = any(find_unit(m) is not None for module in modules for m in module.modules())
         self.calls_under_way: list[Any] = []
         """Forward calls that have begun and not ended, innermost last; the hooks know what they are."""
@@ -135,31 +159,82 @@ class Unit:
         """Where parameters were plain, and stayed so, when ``fully_shard`` made the unit. Not known of a copy."""
         self.kept_version: int | None = None
         """The group's version when it was last left unsharded between passes."""
+        self.kept_steps: object = None
+        """The optimizer steps that its full parameters then showed."""
         self.kept_frozen = False
         """Whether it was left so for good, with nothing in it that an optimizer could change."""
         self.client_pre_backward: Callable[..., None] | None = None
         self.client_post_backward: Callable[..., None] | None = None
         """What a client put around what the iteration does when backward reaches the unit, and with its gradients."""
-        self.iteration: Any = None
-        """The ``Iteration`` it takes part in, once its root has been assembled; ``assemble`` knows the type."""
-        for module in self.modules:
+        self._iteration: Callable[[], Any] = _no_iteration
+        for module in modules:
             self.attach(module)
-        _units.add(self)
+        for parameter in group.parameters:
+            parameter.held_by = ref(self)
 
     def borrow_from(self, lender: Unit) -> None:
         """``lender`` holds a parameter that these modules use too."""
         if lender not in self.lenders:
             self.lenders = (*self.lenders, lender)
-            lender.borrowers.append(self)
+            lender._lend_to(self)
+
+    def _lend_to(self, borrower: Unit) -> None:
+        self._borrowers.append(ref(borrower, self._borrowers.remove))
+
+    @property
+    def borrowers(self) -> list[Unit]:
+        """Units whose lender it is."""
+        return _alive(self._borrowers)
+
+    @property
+    def lends(self) -> bool:
+        """Whether it is the lender of any unit."""
+        return bool(self._borrowers)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """In the order given, without those that were dropped since."""
+        return tuple(module for known in self._modules if (module := known()) is not None)
+
+    @property
+    def iteration(self) -> Any:
+        """The ``Iteration`` it takes part in, once its root has been assembled and until the root is dropped.
+
+        ``assemble`` knows the type.
+        """
+        return self._iteration()
+
+    @iteration.setter
+    def iteration(self, iteration: Any) -> None:
+        self._iteration = _no_iteration if iteration is None else ref(iteration)
+
+    @property
+    def forward_prefetch(self) -> Sequence[Unit] | None:
+        """Units to gather in forward ahead of their turn, where the user chose them."""
+        return None if self._forward_prefetch is None else _alive(self._forward_prefetch)
+
+    @forward_prefetch.setter
+    def forward_prefetch(self, units: Sequence[Unit] | None) -> None:
+        self._forward_prefetch = None if units is None else list(map(ref, units))
+
+    @property
+    def backward_prefetch(self) -> Sequence[Unit] | None:
+        """The same in backward."""
+        return None if self._backward_prefetch is None else _alive(self._backward_prefetch)
+
+    @backward_prefetch.setter
+    def backward_prefetch(self, units: Sequence[Unit] | None) -> None:
+        self._backward_prefetch = None if units is None else list(map(ref, units))
 
     def deliver_before_changes(self) -> None:
         """Ends the reductions in flight of parameters that were frozen or thawed since, before the group follows."""
-        if self.iteration is not None:
-            self.iteration.deliver_before_changes()
+        iteration = self.iteration
+        if iteration is not None:
+            iteration.deliver_before_changes()
 
-    def note_kept(self) -> None:
-        """The group is left unsharded between passes."""
-        self.kept_version = self.group.tensors.version
+    def note_kept(self, steps: object) -> None:
+        """The group is left unsharded between passes. ``steps``: of optimizers, when it was gathered or earlier."""
+        self.kept_version, self.kept_steps = self.group.tensors.version, steps
         self.kept_frozen = (
             not self.reshard_after_backward
             and not self.group.plan.num_trainable
@@ -172,11 +247,6 @@ class Unit:
     @property
     def name(self) -> str:
         return self.group.name
-
-    @property
-    def class_name(self) -> str:
-        """The modules' own classes, for messages."""
-        return ", ".join(type(module).__name__.removeprefix("FSDP") for module in self.modules)
 
     def follow_choices(self, other: Unit) -> None:
         """Takes over what was chosen for ``other``, of which this is a copy; not what it prefetches."""
@@ -201,7 +271,7 @@ class Unit:
     @property
     def is_lent(self) -> bool:
         """Whether the forward of another unit that is under way uses parameters of this one."""
-        return any(borrower.is_running for borrower in self.borrowers)
+        return self.lends and any(borrower.is_running for borrower in self.borrowers)
 
     @property
     def keeps_partial(self) -> bool:
@@ -220,15 +290,15 @@ class Unit:
         """
         if not self.group.plan.in_batches or self.group.plan.is_small:
             return False
-        if self.has_nested_units or self.lenders or self.borrowers or len(self.modules) > 1:
+        if self.has_nested_units or self.lenders or self._borrowers or self.has_several_modules:
             return False
         return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
 
     @property
     def may_have_company(self) -> bool:
         """Whether its parameters may be gathered, and its gradients reduced, together with those of other units."""
-        shares = self.lenders or self.borrowers
-        chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
+        shares = self.lenders or self._borrowers
+        chosen = self._forward_prefetch is not None or self._backward_prefetch is not None
         if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
             return False
         return not any(channel.is_custom for channel in self.group.channels)
@@ -242,15 +312,38 @@ class Unit:
     def frees_with_last_gradient(self) -> bool:
         """Whether nothing in the modules' own backward can still need the parameters once all have their gradients."""
         plan = self.group.plan
-        return not self.borrowers and plan.num_trainable == len(plan.specs)
+        return not self._borrowers and plan.num_trainable == len(plan.specs)
 
 
-_units: WeakSet[Unit] = WeakSet()
+class ModuleReference:
+    """A weak reference to the module that owns whoever has it. In a deep copy it refers to the copied module."""
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ref(module)
+
+    def __call__(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the module owns what asks"
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleReference:
+        return ModuleReference(copy.deepcopy(self(), memo))
 
 
-def owners() -> dict[int, Unit]:
-    """The unit of every parameter object that any has, by its id. Walks all units: not for steps."""
-    return {id(parameter): unit for unit in _units for parameter in unit.registered_parameters()}
+def _no_iteration() -> None:
+    """In place of a reference to an iteration."""
+
+
+def _alive(references: Sequence[ref[Unit]]) -> list[Unit]:
+    return [unit for known in references if (unit := known()) is not None]
+
+
+def holding_unit(parameter: object) -> Unit | None:
+    """The unit that holds ``parameter``, a sharded parameter or the tensor of either of its forms, if there is one."""
+    found = parameter if isinstance(parameter, ShardedParameter) else find_parameter(parameter)
+    return found.held_by() if found is not None and found.held_by is not None else None
 
 
 def find_unit(module: nn.Module) -> Unit | None:

@@ -12,7 +12,7 @@ from composable_fsdp.runtime.company import Company
 from composable_fsdp.runtime.gradients import PendingReduction
 from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler, batch_before_prefetch
-from composable_fsdp.runtime.steps import optimizer_steps
+from composable_fsdp.runtime.steps import Steps, plain_steps
 from composable_fsdp.runtime.unit import Unit
 
 __all__ = ["Unsharding"]
@@ -34,9 +34,10 @@ class Unsharding:
         units: all below it, by name.
         lanes: where to launch.
         company: who is gathered with whom.
+        steps: of the optimizers of their parameters.
     """
 
-    def __init__(self, root: Unit, units: Mapping[str, Unit], lanes: Lanes, company: Company) -> None:
+    def __init__(self, root: Unit, units: Mapping[str, Unit], lanes: Lanes, company: Company, steps: Steps) -> None:
         self._root = root
         self._units = units
         self.lanes = lanes
@@ -45,32 +46,62 @@ class Unsharding:
         self._each_alone = False
         """Whether ranks may run different units, so that none may be gathered on the way of another."""
         self._postponed: Postponed | None = None
-        self._seen_steps = optimizer_steps()
+        self._steps = steps
+        self.seen_steps: object = self._steps_now
         """As of the last forward: parameters kept unsharded since before a step are stale."""
+        self._is_common = False
+        """Whether all ranks run this forward: it leads to a backward, or has gathered something. Any other one may be
+        run by some ranks only, so it must not decide what ranks launch later.
+        """
 
     # -- passes
 
-    def begin_forward(self, *, each_alone: bool) -> None:
+    def begin_forward(self, *, each_alone: bool, leads_to_backward: bool) -> None:
         """A forward begins; with ``each_alone``, one in which ranks may run different units."""
         self._each_alone = each_alone
         self._postponed = None  # of a backward that died
         self._scheduler.limit = self._root.prefetch_limit
         self._scheduler.begin_forward()
-        self._company.expect(self._scheduler.expected)
-        steps = optimizer_steps()
-        stepped, self._seen_steps = self._seen_steps != steps, steps
-        for kept in self._units.values():
-            if kept.kept_version is None:
-                continue
-            # A fresh one stays watched: this forward may leave it out, and an optimizer step before the next.
-            is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
-            if is_stale or any(parameter.was_flipped for parameter in kept.group.parameters):
-                kept.group.reshard()
-                kept.kept_version = None
+        self._is_common = leads_to_backward
+        if leads_to_backward:
+            self._company.expect(self._scheduler.expected)
+        steps = self.seen_steps = self._steps_now
+        for unit in self._units.values():
+            if unit.kept_version is not None:
+                self._drop_stale(unit, steps)
+
+    @staticmethod
+    def _drop_stale(kept: Unit, steps: object) -> None:
+        """Frees ``kept``, which stayed unsharded, if its shards may have changed since, or were frozen or thawed.
+
+        A fresh one stays watched: a forward may leave it out, and an optimizer step before the next.
+        """
+        stepped = kept.kept_steps != steps
+        is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
+        if is_stale or any(parameter.was_flipped for parameter in kept.group.parameters):
+            kept.group.reshard()
+            kept.kept_version = None
+
+    @property
+    def _steps_now(self) -> tuple[int, int]:
+        return self._steps.number, plain_steps()
+
+    def gather_by_hand(self, unit: Unit) -> bool:
+        """Brings ``unit`` on its way outside of hooks, to stay there. Whether it was not there or coming before."""
+        if unit.kept_version is not None and not unit.is_running:
+            self._drop_stale(unit, self._steps_now)
+        is_new = not unit.group.is_coming
+        unit.group.unshard(self.lanes)
+        if is_new:
+            unit.note_kept(self._steps_now)
+        elif unit.kept_version is None:
+            unit.note_kept(self.seen_steps)
+        return is_new
 
     def end_forward(self) -> None:
         """The forward ran to its end."""
-        self._scheduler.end_forward()
+        if self._is_common:
+            self._scheduler.end_forward()
         for unit in self._units.values():
             if unit.group.parameter_state is ParameterState.UNSHARDING:
                 unit.group.reshard()  # prefetched for a call that did not come
@@ -123,7 +154,7 @@ class Unsharding:
         run one after the other.
         """
         plan = unit.group.plan
-        if not self.lanes.block_the_host or len(unit.modules) > 1 or plan.num_trainable < len(plan.specs):
+        if not self.lanes.block_the_host or unit.has_several_modules or plan.num_trainable < len(plan.specs):
             return None
         needed = sum(each.group.plan.unsharded_bytes for each in ahead)
         return batch_before_prefetch(len(plan.batches), plan.full_bytes, needed)
@@ -169,6 +200,9 @@ class Unsharding:
 
     def _launch(self, unit: Unit, direction: str) -> None:
         """Gathers ``unit``, along with those of its company to which this pass comes after it."""
+        if not self._is_common:
+            self._is_common = True
+            self._company.expect(self._scheduler.expected)
         if self._each_alone:
             unit.group.unshard(self.lanes)
             return
@@ -200,9 +234,9 @@ class Unsharding:
             keep = (unit is self._root or self._comes_back_at_once(unit)) and leads_to_backward
             kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
         if kind is ReshardKind.NEVER:
-            unit.note_kept()
+            unit.note_kept(self.seen_steps)
         elif kind is ReshardKind.SMALLER and leads_to_backward:
-            unit.note_kept()
+            unit.note_kept(self.seen_steps)
             unit.group.shrink(unit.reshard.mesh_size)
         else:
             unit.group.reshard()

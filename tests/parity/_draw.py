@@ -9,9 +9,11 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from tests.parity.programs import (
+    ARRIVALS,
     BACKWARDS,
     BLOCKS,
     BY_HAND,
+    FAILS,
     HOLDS,
     KEEPS,
     LEAVES,
@@ -25,6 +27,7 @@ from tests.parity.programs import (
     Block,
     Leaf,
     Node,
+    Placing,
     Precision,
     Program,
     Step,
@@ -38,7 +41,7 @@ T = TypeVar("T")
 Draw = Callable[..., T]  # of hypothesis; its own type asks for more than we use
 
 DEPTH = 3
-MESHES = {2: ((2,), (1, 2), (2, 1)), 4: ((4,), (2, 2), (1, 4), (4, 1))}
+MESHES = {1: ((1,), (1, 1)), 2: ((2,), (1, 2), (2, 1)), 4: ((4,), (2, 2), (1, 4), (4, 1))}
 DTYPES = ("float64", "float32", "bfloat16")
 SOME_STEPS = st.sampled_from([(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
 
@@ -46,7 +49,9 @@ SOME_STEPS = st.sampled_from([(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2
 @st.composite
 def programs(draw: Draw, world_size: int = 2) -> Program:
     """Programs for so many ranks that the library should run."""
-    mesh = draw(st.sampled_from(MESHES[world_size]))
+    placing = _maybe(draw, _placings(), None)
+    tensor_ranks = 1 if placing is None else placing.tensor_ranks
+    mesh = draw(st.sampled_from(MESHES[world_size // tensor_ranks]))
     tree = completed(draw(_blocks(DEPTH, mesh[-1], is_root=True)))
     steps = draw(st.lists(_steps(), min_size=1, max_size=STEPS))
     if not _is_sharded(tree):  # the last backward may not reach every root, and one that it does not reach holds on
@@ -55,9 +60,19 @@ def programs(draw: Draw, world_size: int = 2) -> Program:
         tree=tree,
         width=draw(st.sampled_from([2, 1, 3, 4, 5, 7])),
         mesh=mesh,
+        placing=placing,
         optimizer=draw(st.sampled_from(["sgd", *OPTIMIZERS])),
+        feedback=_maybe(draw, st.just(True), False),
         steps=tuple(steps[i % len(steps)] for i in range(STEPS)),
+        by_seed=len(repr(tree)) % 3 == 0,  # not drawn: each draw makes others come out differently
     )
+
+
+@st.composite
+def _placings(draw: Draw) -> Placing:
+    full = draw(st.sampled_from([True, True, False]))
+    arrival = draw(st.sampled_from(ARRIVALS)) if full else ARRIVALS[0]
+    return Placing(tensor_ranks=draw(st.sampled_from([1, 2])) if full else 2, full=full, arrival=arrival)
 
 
 def _is_sharded(tree: Node) -> bool:
@@ -162,4 +177,7 @@ def _steps(draw: Draw) -> Step:
         abandoned=_maybe(draw, st.just(True), False, 8),
         by_hand=_maybe(draw, st.sampled_from(BY_HAND[1:]), "nothing", 2),
         reshard=_maybe(draw, st.booleans(), None, 6),
+        fails=_maybe(draw, st.sampled_from(FAILS[1:]), "never", 4),
+        fails_at=draw(st.integers(0, 4)),
+        generate=_maybe(draw, st.just(True), False, 10),
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from tests.parity.programs import (
+    ARRIVALS,
     BACKWARDS,
     BLOCKS,
     BY_HAND,
+    FAILS,
     HOLDS,
     KEEPS,
     LEAVES,
@@ -47,6 +49,10 @@ def _any_step(test: Callable[[Step], object]) -> Callable[[Program], bool]:
     return lambda program: any(test(step) for step in program.steps)
 
 
+def _full_mesh(test: Callable[[Program], object]) -> Callable[[Program], bool]:
+    return lambda program: program.placing is not None and program.placing.full and bool(test(program))
+
+
 def _kind(kind: str) -> Callable[[Program], bool]:
     return _any_node(lambda node: node.kind == kind)
 
@@ -77,6 +83,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     **{f"hold {kind}": _any_step(lambda s, k=kind: s.hold == k) for kind in HOLDS},  # type: ignore[misc]
     **{f"keep {kind}": _any_step(lambda s, k=kind: s.keep == k) for kind in KEEPS},  # type: ignore[misc]
     **{f"by hand {kind}": _any_step(lambda s, k=kind: s.by_hand == k) for kind in BY_HAND},  # type: ignore[misc]
+    **{f"fails {kind}": _any_step(lambda s, k=kind: s.fails == k) for kind in FAILS},  # type: ignore[misc]
     **{f"optimizer {kind}": (lambda p, k=kind: p.optimizer == k) for kind in OPTIMIZERS},  # type: ignore[misc]
     **{
         f"evaluate {when}, {mode}": _any_step(lambda s, pair=(when, mode): pair in s.evaluate)  # type: ignore[misc]
@@ -88,9 +95,24 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
         for value in (True, False, None, 1, 2)
     },
     **{f"{n}-d mesh": (lambda p, n=n: len(p.mesh) == n) for n in (1, 2)},  # type: ignore[misc]
+    **{
+        f"dp_mesh_dims, gradients {kind}": _full_mesh(lambda p, k=kind: p.placing.arrival == k)  # type: ignore[misc]
+        for kind in ARRIVALS
+    },
+    "dp_mesh_dims, sgd": _full_mesh(lambda p: p.optimizer == "sgd"),
+    **{f"dp_mesh_dims, {n}-d data mesh": _full_mesh(lambda p, n=n: len(p.mesh) == n) for n in (1, 2)},  # type: ignore[misc]
+    "dp_mesh_dims and a tensor-parallel dim": _full_mesh(lambda p: p.tensor_ranks > 1),
+    "tensor-parallel mesh": lambda p: p.placing is not None and not p.placing.full,
+    "tensor-parallel sums with reduce_dtype": lambda p: (
+        p.tensor_ranks > 1 and any(unit.precision.reduce for unit in groups(p.tree).values())
+    ),
+    "initialised by seed": lambda p: p.by_seed,
     "mesh without shards": lambda p: len(p.mesh) == 2 and p.mesh[1] == 1,
     "mesh without replicas": lambda p: len(p.mesh) == 2 and p.mesh[0] == 1,
     "set_reshard_after_forward": _any_step(lambda s: s.reshard is not None),
+    "error feedback": lambda p: p.feedback,
+    "error feedback and a failed step": lambda p: p.feedback and any(s.fails != "never" for s in p.steps),
+    "different numbers of forwards": _any_step(lambda s: s.generate),
     "set_is_last_backward": _any_step(lambda s: s.is_last),
     "several microbatches": _any_step(lambda s: len(s.backwards) > 1),
     "inputs with gradient": _any_step(lambda s: s.input_grad),

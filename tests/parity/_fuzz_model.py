@@ -14,18 +14,42 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.programs import Block, Leaf, Program, Unit, borrowed, groups, places
 
-__all__ = ["BlockModule", "Clock", "LeafModule", "Pair", "Part", "build", "first_and_rest", "freeze", "parts", "units"]
+__all__ = [
+    "BlockModule",
+    "Clock",
+    "LeafModule",
+    "Pair",
+    "Part",
+    "build",
+    "first_and_rest",
+    "freeze",
+    "parts",
+    "randomise",
+    "units",
+]
 
 
 @dataclass
 class Clock:
-    """The step that is being trained."""
+    """The step that is being trained, and the module that fails in it."""
 
     step: int = 0
+    fails: str = "never"
+    countdown: int = 0
+
+    def run(self, where: str) -> None:
+        """A module runs. The one for which the clock is set fails, once."""
+        if self.fails == where:
+            self.countdown -= 1
+            if self.countdown < 0:
+                self.fails = "never"
+                raise ArithmeticError("no luck")
 
 
 @dataclass
@@ -61,7 +85,10 @@ class Part(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, depth: int = 1) -> Any:
+        self.clock.run("forward")
         first, rest = self.compute(x, depth)
+        if self.clock.fails == "backward" and first.requires_grad:
+            first.register_hook(lambda _: self.clock.run("backward"))
         return _contained(self.node.returns, x, first, first * 0.5 if rest is None else rest)
 
     def other(self, x: torch.Tensor) -> Any:
@@ -133,6 +160,8 @@ class LeafModule(Part):
         }
         self.bias: nn.Parameter | None = None
         self.lender: tuple[int, ...] | None = None
+        self.arrive: list[Placement] = []
+        """How gradients of parameters that are DTensors come back to them."""
         for name, shape in shapes[node.kind].items():
             if name != "bias" or node.bias:
                 values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -141,23 +170,34 @@ class LeafModule(Part):
     def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = x.to(next(self.parameters(recurse=False)).dtype)
         kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "linear": lambda x: F.linear(x, self.weight, self.bias),
-            "thin": lambda x: F.linear(torch.tanh(F.linear(x, self.up)), self.down, self.bias),
-            "norm": lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * self.weight + self.offset(),
-            "scale": lambda x: x * self.weight + self.offset(),
-            "table": lambda x: x + self.weight[torch.arange(x.size(0)) % self.node.size],
+            "linear": lambda x: F.linear(x, self.own(self.weight), self.own_bias()),
+            "thin": lambda x: F.linear(
+                torch.tanh(F.linear(x, self.own(self.up))), self.own(self.down), self.own_bias()
+            ),
+            "norm": lambda x: (
+                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * self.own(self.weight) + self.offset()
+            ),
+            "scale": lambda x: x * self.own(self.weight) + self.offset(),
+            "table": lambda x: x + self.own(self.weight)[torch.arange(x.size(0)) % self.node.size],
             "conv": self.convolve,
-            "empty": lambda x: x + self.weight.sum(0) + self.offset(),
+            "empty": lambda x: x + self.own(self.weight).sum(0) + self.offset(),
             "idle": lambda x: x * 2.0,
         }
         return torch.tanh(kinds[self.node.kind](x)), None
 
+    def own(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank computes with."""
+        return parameter.to_local(grad_placements=self.arrive) if isinstance(parameter, DTensor) else parameter
+
+    def own_bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else self.own(self.bias)
+
     def offset(self) -> torch.Tensor | float:
-        return 0.0 if self.bias is None else self.bias
+        return 0.0 if self.bias is None else self.own(self.bias)
 
     def convolve(self, x: torch.Tensor) -> torch.Tensor:
         windows = F.pad(x, (1, 1)).unfold(1, 3, 1)
-        return (F.linear(windows, self.weight.flatten(1)) + self.offset()).mean(-1)
+        return (F.linear(windows, self.own(self.weight).flatten(1)) + self.offset()).mean(-1)
 
 
 class BlockModule(Part):
@@ -252,6 +292,14 @@ def parts(model: nn.Module) -> Iterator[Part]:
 def units(model: nn.Module) -> list[Part]:
     """Those that are given to ``fully_shard``."""
     return [part for part in parts(model) if part.unit is not None]
+
+
+@torch.no_grad()
+def randomise(module: nn.Module) -> None:
+    """Values for the parameters of one module from the default generator."""
+    if isinstance(module, LeafModule):
+        for parameter in module.parameters(recurse=False):
+            parameter.normal_()
 
 
 def freeze(model: nn.Module, step: int) -> None:

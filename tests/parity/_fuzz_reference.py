@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests.parity._fuzz_model import Clock, Group, LeafModule, Pair, Part, build, freeze, units
-from tests.parity._fuzz_run import OPTIMIZERS, Driver, Run, dtype_of, has_dim, play, train_sharded
-from tests.parity.programs import Leaf, Precision, Program, Step, groups, places
+from tests.parity._fuzz_model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, units
+from tests.parity._fuzz_run import OPTIMIZERS, SEED, Driver, Run, dtype_of, has_dim, mesh_of, play, train_sharded
+from tests.parity.programs import Leaf, Placing, Precision, Program, Step, groups, places
 
 __all__ = ["differences"]
 
@@ -34,6 +35,9 @@ class Reference(Driver):
 
     def __init__(self, program: Program, clock: Clock) -> None:
         self.model = build(program, clock)
+        if program.by_seed:
+            torch.manual_seed(SEED)
+            self.model.apply(randomise)
         self.computing = dict(self.model.named_parameters())
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self.computing.items()}
         self.groups: dict[str, Group] = {}
@@ -52,6 +56,7 @@ class Reference(Driver):
         self.holding |= dict.fromkeys(("all", "no_sync", "no_sync, sharded"), everything)
         self.holding["no_sync of a part"] = {part.group.path for part in units(units(self.model)[-1])}
         self.rank = 0
+        self.data_ranks = prod(program.mesh)
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in range(program.world_size)]
         self.sent: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(program.world_size)]
 
@@ -80,7 +85,7 @@ class Reference(Driver):
             for name in messages[0]:
                 master = self.masters[name]
                 total = torch.stack([message[name] for message in messages]).sum(0)
-                mean = (total / len(messages)).to(master.dtype)
+                mean = (total / self.data_ranks).to(master.dtype)
                 master.grad = mean if master.grad is None else master.grad + mean
         self.sent = [[] for _ in self.sent]
 
@@ -145,7 +150,7 @@ def part_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> 
     if group.unit is None:
         return tensor
     dim, shards = group.unit.dim if has_dim(tensor, group.unit) else 0, program.mesh[-1]
-    pieces, index = tensor.chunk(shards, dim), rank % shards
+    pieces, index = tensor.chunk(shards, dim), rank // program.tensor_ranks % shards
     return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
 
 
@@ -154,6 +159,8 @@ def tolerance(program: Program) -> tuple[float, float]:
     for unit in groups(program.tree).values():
         precision = unit.precision
         used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
+    if program.feedback:
+        used.add("bfloat16")  # what gradients travel as
     return TOLERANCES[next(name for name in reversed(TOLERANCES) if name in used)]
 
 
@@ -179,12 +186,13 @@ def differences(programs: Sequence[Program]) -> dict[int, str]:
     """Trains every program and says what went wrong, by its position; those that are missing were well, or are told by
     another rank: each trains the references of some."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    meshes: dict[tuple[tuple[int, ...], Placing | None], DeviceMesh] = {}
     runs = []
     for program in programs:
-        if program.mesh not in meshes:
-            meshes[program.mesh] = init_device_mesh("cpu", program.mesh)
-        runs.append(attempt(lambda program=program: [train_sharded(program, meshes[program.mesh])])[0])  # type: ignore[misc]
+        key = program.mesh, program.placing
+        if key not in meshes:
+            meshes[key] = mesh_of(program)
+        runs.append(attempt(lambda program=program, key=key: [train_sharded(program, meshes[key])])[0])  # type: ignore[misc]
     everyone: list[list[Run]] = [[] for _ in range(ranks)]
     dist.all_gather_object(everyone, runs)
     found = {}

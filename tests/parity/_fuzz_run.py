@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, register_fsdp_forward_method
+from composable_fsdp import (
+    Cast,
+    CommunicationPolicy,
+    DataParallelMeshDims,
+    ErrorFeedback,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    initialize,
+    no_sync,
+    register_fsdp_forward_method,
+)
+from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.trace import Recorder
-from tests.parity._fuzz_model import BlockModule, Clock, LeafModule, Part, build, first_and_rest, freeze, parts, units
-from tests.parity.programs import Leaf, Program, Step, Unit
+from tests.parity._fuzz_model import (
+    BlockModule,
+    Clock,
+    LeafModule,
+    Part,
+    build,
+    first_and_rest,
+    freeze,
+    parts,
+    randomise,
+    units,
+)
+from tests.parity.programs import Leaf, Placing, Program, Step, Unit
 
-__all__ = ["OPTIMIZERS", "Driver", "Run", "dtype_of", "has_dim", "play", "train_sharded"]
+__all__ = ["OPTIMIZERS", "SEED", "Driver", "Run", "dtype_of", "has_dim", "mesh_of", "play", "train_sharded"]
 
 BATCH = 3
+SEED = 7
+"""Of initialisation."""
 
 # eps as large as the gradients, so that Adam does not follow rounding where these are all rounding.
 OPTIMIZERS: dict[str, Any] = {
@@ -27,6 +53,9 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True),
 }
+
+
+FEEDBACK = CommunicationPolicy(reduce_scatter=ErrorFeedback(Cast()), all_reduce=ErrorFeedback(Cast()), min_numel=1)
 
 
 @dataclass
@@ -169,6 +198,26 @@ class Sharded(Driver):
         # Every backward begins at the whole, but may not reach a unit further down that is a root of its own.
         self.is_clean = step.keep != "always" and is_last and isinstance(self.model, FSDPModule)
 
+    def begin_again(self) -> None:
+        """After a step that failed, or did not."""
+        self.contexts.close()
+        for root in self.roots:
+            root.reset_iter_state()
+
+    def generate(self, x: torch.Tensor, forwards: int) -> None:
+        """Nothing is communicated in these forwards."""
+        chosen = {unit_of(module): unit_of(module).reshard for module in self.modules}
+        for module in self.modules:
+            module.unshard()
+        for root in self.roots:
+            root.set_reshard_after_forward(False)
+        with torch.no_grad():
+            for _ in range(forwards):
+                self.model(x)
+        for unit, reshard in chosen.items():
+            unit.group.reshard()
+            unit.reshard = reshard
+
     def before_optimizer(self, step: Step) -> None:
         if self.is_clean:
             check_memory(self.recorder)
@@ -177,9 +226,49 @@ class Sharded(Driver):
                 module.unshard(async_op=True)
 
 
+def mesh_of(program: Program) -> DeviceMesh:
+    """Of all ranks; with names where parameters are placed on it before they are sharded."""
+    if program.placing is None:
+        return init_device_mesh("cpu", program.mesh)
+    names = ("replicate", "shard", "tensor")[-1 - len(program.mesh) :]
+    return init_device_mesh("cpu", (*program.mesh, program.tensor_ranks), mesh_dim_names=names)
+
+
+def place(model: Part, placing: Placing, mesh: DeviceMesh) -> None:
+    """Makes DTensors of all parameters that are to be sharded, each once."""
+    on = mesh if placing.full else mesh["tensor"]
+    names, placed = on.mesh_dim_names or (), dict[nn.Parameter, tuple[nn.Parameter, list[Placement]]]()
+    for number, part in enumerate(parts(model)):
+        if not isinstance(part, LeafModule) or part.node.ignored:
+            continue
+        is_partial = placing.arrival == "partial" or (placing.arrival == "either" and number % 2 == 1)
+        on_data: Placement = Partial() if is_partial else Replicate()
+        own = list(part.named_parameters(recurse=False))
+        # DTensor itself adds up what one backward gives a shared parameter, so all of that must arrive alike.
+        shared = (placed[parameter][1] for _, parameter in own if parameter in placed)
+        part.arrive = next(shared, [Partial() if name == "tensor" else on_data for name in names])
+        for name, parameter in own:
+            if parameter not in placed:
+                whole = DTensor.from_local(parameter.detach(), on, [Replicate()] * on.ndim, run_check=False)
+                placed[parameter] = nn.Parameter(whole), part.arrive
+            setattr(part, name, placed[parameter][0])
+
+
+def mesh_options(program: Program, mesh: DeviceMesh) -> dict[str, Any]:
+    """What ``fully_shard`` is told of the mesh."""
+    if program.placing is None:
+        return {"mesh": mesh}
+    data = (mesh.mesh_dim_names or ())[:-1]
+    if not program.placing.full:
+        return {"mesh": mesh[data]}
+    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("shard", data[:-1])}
+
+
 def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
     """The ``fully_shard`` calls and setters that the program asks for. Returns the outermost units."""
-    sharded = units(model)
+    sharded, options = units(model), mesh_options(program, mesh)
+    if program.placing is not None:
+        place(model, program.placing, mesh)
     ignored = {
         p for part in parts(model) if isinstance(part.node, Leaf) and part.node.ignored for p in part.parameters()
     }
@@ -188,12 +277,13 @@ def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
         assert unit is not None
         fully_shard(
             modules if modules[0].node.unit is None else modules[0],
-            mesh=mesh,
+            **options,
             reshard_after_forward=unit.reshard,
             shard_placement_fn=lambda p, unit=unit: Shard(unit.dim) if has_dim(p, unit) else None,  # type: ignore[misc]
             mp_policy=policy_of(unit),
             ignored_params=ignored,
             shared_from=lenders(model, modules[0]),
+            comm_policy=FEEDBACK if program.feedback else None,
         )
         if unit.method:
             for part in modules:
@@ -258,17 +348,40 @@ def policy_of(unit: Unit) -> MixedPrecisionPolicy:
 
 
 def train_sharded(program: Program, mesh: DeviceMesh) -> Run:
+    """What a rank sees. Steps that fail and are repeated must leave nothing behind, to the bit."""
+    run = _train(program, mesh)
+    if any(step.fails != "never" for step in program.steps):
+        undisturbed = _train(replace(program, steps=tuple(replace(s, fails="never") for s in program.steps)), mesh)
+        for (label, _), value, expected in zip(run.labels, run.values, undisturbed.values, strict=True):
+            assert torch.equal(value, expected), f"{label} is {value} after failed steps, and {expected} without"
+    return run
+
+
+def _train(program: Program, mesh: DeviceMesh) -> Run:
     rank, run, clock = dist.get_rank(), Run(), Clock()
     with Recorder() as recorder:
         model = build(program, clock)
         roots = apply(program, model, mesh)
+        if program.by_seed:
+            initialize(model, randomise, seed=SEED)
         driver = Sharded(model, roots, recorder)
         parameters = dict(model.named_parameters())
         optimizer = OPTIMIZERS[program.optimizer](parameters.values())
         for clock.step, step in enumerate(program.steps):
             optimizer.zero_grad()
             freeze(model, clock.step)
-            play(model, program.width, step, 100 * clock.step + rank, driver, run)
+            seed = 100 * clock.step + rank
+            if step.fails != "never":
+                clock.fails, clock.countdown = step.fails, step.fails_at
+                with suppress(ArithmeticError):
+                    play(model, program.width, step, seed, driver, Run())
+                clock.fails = "never"
+                driver.begin_again()
+                optimizer.zero_grad()
+            if step.generate:
+                forwards = rank if program.placing is None else 1  # tensor-parallel ones communicate by themselves
+                driver.generate(torch.ones(BATCH, program.width, dtype=torch.float64), forwards)
+            play(model, program.width, step, seed, driver, run)
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
                     assert parameter.grad.placements == parameter.placements, name

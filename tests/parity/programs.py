@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, fields, replace
 from math import prod
 
 __all__ = [
+    "ARRIVALS",
     "BACKWARDS",
     "BLOCKS",
     "BY_HAND",
+    "FAILS",
     "HOLDS",
     "KEEPS",
     "LEAVES",
@@ -30,6 +32,7 @@ __all__ = [
     "Leaf",
     "Node",
     "Place",
+    "Placing",
     "Precision",
     "Program",
     "Step",
@@ -52,7 +55,9 @@ KEEPS = ("never", "until last", "always")
 WHENS = ("before", "between", "after")
 MODES = ("no_grad", "inference_mode")
 BY_HAND = ("nothing", "unshard before", "unshard before, async", "reshard between", "unshard after")
+FAILS = ("never", "forward", "backward")
 OPTIMIZERS = ("sgd", "adamw", "adamw-fused")
+ARRIVALS = ("replicated", "partial", "either")
 
 
 class _Short:
@@ -168,6 +173,11 @@ class Step(_Short):
         abandoned: begin with a forward that no backward comes back to.
         by_hand: calls of ``unshard`` and ``reshard``.
         reshard: ``set_reshard_after_forward`` of all units, before the forward.
+        fails: where the step fails on all ranks the first time, to be repeated from its first microbatch.
+        fails_at: the number of the module that fails, in the order in which they run; the step does not fail where
+            fewer do.
+        generate: unshard everything by hand, then run as many forwards as the rank's number, and reshard; before all
+            else.
     """
 
     backwards: tuple[str, ...] = ("all",)
@@ -180,21 +190,53 @@ class Step(_Short):
     abandoned: bool = False
     by_hand: str = "nothing"
     reshard: bool | None = None
+    fails: str = "never"
+    fails_at: int = 0
+    generate: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Placing(_Short):
+    """Parameters that are DTensors before they are sharded, replicated on their mesh.
+
+    Args:
+        tensor_ranks: ranks of a tensor-parallel dim behind the data-parallel ones. Gradients are pending sums over it.
+        full: parameters are on the mesh of all dims, given to ``fully_shard`` with ``dp_mesh_dims``; else on that of
+            the tensor-parallel dim.
+        arrival: how gradients arrive on data-parallel dims of the full mesh. With ``"either"`` some parameters' arrive
+            replicated, others' partial.
+    """
+
+    tensor_ranks: int = 1
+    full: bool = True
+    arrival: str = "replicated"
 
 
 @dataclass(frozen=True, repr=False)
 class Program(_Short):
-    """A module for inputs of ``width``, trained on a mesh of this shape."""
+    """A module for inputs of ``width``, trained on a data-parallel mesh of this shape.
+
+    With ``by_seed`` it is initialised again once it is sharded, and the unsharded one from the same seed. With
+    ``feedback``, gradients travel as bf16 with error feedback.
+    """
 
     tree: Node
     width: int = 1
     mesh: tuple[int, ...] = (2,)
+    placing: Placing | None = None
     optimizer: str = "sgd"
+    by_seed: bool = False
+    feedback: bool = False
     steps: tuple[Step, ...] = field(default=(Step(),) * STEPS)
 
     @property
     def world_size(self) -> int:
-        return prod(self.mesh)
+        return prod(self.mesh) * self.tensor_ranks
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks whose gradients are summed before they are averaged over the data-parallel ones."""
+        return 1 if self.placing is None else self.placing.tensor_ranks
 
 
 @dataclass(frozen=True)

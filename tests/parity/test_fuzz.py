@@ -21,15 +21,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from torch.distributed.tensor import DTensor
 
 from composable_fsdp.layout.reduction import Reduction
 from composable_fsdp.runtime.bucket import Bucket
 from composable_fsdp.runtime.gradients import GroupGradients
 from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.scatter import GradientScatter
+from composable_fsdp.sharding import ModelParallel
 from composable_fsdp.testing import RanksError, run_ranks
 from tests.parity._draw import programs
 from tests.parity._features import FEATURES, features
@@ -161,7 +165,7 @@ def rounds(world_size: int) -> Iterator[Round]:
 
 
 @pytest.mark.behaviour("A-04", "A-05", "A-07", "A-10", "C-01", "C-03", "C-04", "C-05", "C-06", "C-07", "C-08", "C-10")
-@pytest.mark.behaviour("C-13", "D-01", "D-03")
+@pytest.mark.behaviour("C-13", "D-01", "D-03", "A-06", "C-16", "J-02")
 @pytest.mark.parametrize("world_size", IN_CI)
 def test_programs_train_as_the_unsharded_model_does(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
     def say(line: str) -> None:
@@ -250,8 +254,16 @@ def forget_what_was_held(self: GroupGradients, *args: object) -> object:
 def leave_out_a_rank(self: Bucket, *args: object) -> object:
     gather = WHOLE["prepare_gather"](self, *args)
     if self._shard.rank and gather.payloads:
-        gather.payloads[0].zero_()
+        # Not in place: that would change the shard, which this rank alone would notice.
+        gather.payloads[0] = torch.zeros_like(gather.payloads[0])
     return gather
+
+
+def divide_replicated_gradients(self: ModelParallel, *args: object) -> object:
+    gradient, _ = args
+    assert isinstance(gradient, DTensor)
+    local = WHOLE["local_gradient"](self, *args)
+    return local / prod(self.mesh.size(a) for a in self.data_axes if gradient.placements[a].is_replicate())
 
 
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str]] = {
@@ -259,6 +271,7 @@ BREAKAGES: dict[str, tuple[type, Callable[..., object], str]] = {
     "end_backward": (Iteration, forget_what_is_kept, "keep always"),
     "hold": (GroupGradients, forget_what_was_held, "hold all"),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all"),
+    "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated"),
 }
 """By the method that is replaced: by what, and the feature with which that shows."""
 

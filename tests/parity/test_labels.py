@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -134,3 +135,49 @@ def are_counted_for_the_modules_that_run() -> None:
 @pytest.mark.parametrize("environment", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_the_communication_debug_mode_counts_collectives_for_modules(environment: Environment) -> None:
     run_ranks(are_counted_for_the_modules_that_run, 2, environment=environment)
+
+
+def collectives_of(shard: Any) -> list[tuple[str, str, int]]:
+    """Of one step: the name that torch has for each, the group in whose label it is, and the bytes that it is given."""
+    model = chain(shard)
+    if isinstance(model, ours.FSDPModule):
+        model.set_max_merged_bytes(0)
+    model(torch.ones(2, 3)).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        model(torch.ones(2, 3)).sum().backward()
+    found = []
+    for event in recorded.events():
+        if event.name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            around = event.cpu_parent
+            while around is not None and not around.name.startswith("FSDP::"):
+                around = around.cpu_parent
+            assert around is not None
+            group = around.name.partition("(")[2].removesuffix(")")
+            nbytes = sum(4 * shape[0] for shape in event.input_shapes[1::2] if shape)
+            found.append((event.name, group, nbytes))
+            if shard is ours.fully_shard:
+                assert (event.kwinputs["group"], event.kwinputs["bytes"]) == (group, nbytes)
+    return sorted(found)
+
+
+def are_named_with_group_and_bytes(gathers: bool) -> None:
+    mine = collectives_of(ours.fully_shard)
+    reductions = [each for each in mine if each[0] == "c10d::_reduce_scatter_base_"]
+    assert [group for _, group, _ in reductions] == ["0", "1"]
+    if dist.get_world_size() == 1:  # torch copies instead
+        assert all(nbytes == 4 * (9 + 3) for *_, nbytes in reductions)
+        return
+    torchs = collectives_of(torch_fsdp.fully_shard)
+    assert [(name, group) for name, group, _ in torchs if "reduce" in name] == [each[:2] for each in reductions]
+    assert all(nbytes >= 4 * (9 + 3) for *_, nbytes in reductions)
+    if gathers:  # through shared memory there may be nothing to move
+        assert [each[:2] for each in mine] == [each[:2] for each in torchs]
+
+
+@pytest.mark.parametrize(("transport", "environment"), TRANSPORTS.items(), ids=TRANSPORTS)
+def test_profiles_name_collectives_as_torch_does_with_group_and_bytes(transport: str, environment: Environment) -> None:
+    run_ranks(are_named_with_group_and_bytes, 2, transport != "in common", environment=environment)
+
+
+def test_profiles_name_the_reductions_of_one_rank_too() -> None:
+    run_ranks(are_named_with_group_and_bytes, 1, False)

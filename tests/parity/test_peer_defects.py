@@ -1,8 +1,7 @@
-"""What torch's FSDP2 of 2.13 gets wrong on CPU, and what happens here. ``docs/compared-with-fsdp2.md`` lists them."""
+"""Programs that torch's FSDP2 fails, in more settings than ``test_comparison.py`` has."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -99,48 +97,6 @@ def test_parameters_frozen_in_the_first_forward_and_thawed_later_train() -> None
     run_ranks(frozen_at_first_and_thawed_later, 2)
 
 
-# -- optimizers
-
-
-def optimizers_built_too_early_or_too_late() -> None:
-    plain = seeded(Branches)
-    early = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model: Any = fully_shard(plain)
-    loss = model(batch_of(0, dist.get_rank())).sum()
-    late = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss.backward()
-    with pytest.raises(
-        ConfigurationError, match=r"SGD was built before fully_shard: 4 of its 4 parameters.*'trunk\.we"
-    ):
-        early.step()
-    with pytest.raises(ConfigurationError, match=r"SGD was built while parameters were unsharded, such as '\w+"):
-        late.step()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-@pytest.mark.behaviour("H-02")
-def test_an_optimizer_that_would_step_in_vain_is_an_error_at_its_first_step() -> None:
-    run_ranks(optimizers_built_too_early_or_too_late, 2)
-
-
-def evaluates_between_backward_and_step() -> None:
-    rank = dist.get_rank()
-    model, reference = fully_shard(seeded(Branches)), seeded(Branches)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model(batch_of(0, rank)).square().sum().backward()
-    with torch.no_grad():
-        model(batch_of(9, rank))
-    optimizer.step()
-    mean_gradients(reference, lambda other: reference(batch_of(0, other)).square().sum())
-    torch.optim.SGD(reference.parameters(), lr=0.5).step()
-    torch.testing.assert_close(model(batch_of(1, rank)), reference(batch_of(1, rank)))
-
-
-@pytest.mark.behaviour("C-10")
-def test_an_evaluation_between_backward_and_step_leaves_nothing_stale() -> None:
-    run_ranks(evaluates_between_backward_and_step, 2)
-
-
 # -- gradients: scale, hooks, recovery
 
 
@@ -212,17 +168,6 @@ def columns_on_a_smaller_mesh() -> None:
 @pytest.mark.behaviour("A-05", "C-01")
 def test_uneven_columns_kept_on_a_smaller_mesh_are_right_between_forward_and_backward() -> None:
     run_ranks(columns_on_a_smaller_mesh, 4)
-
-
-def copies_nothing_on_one_rank() -> None:
-    model: Any = fully_shard(copy.deepcopy(seeded(Branches)))
-    model.unshard()
-    assert model.trunk.weight.data_ptr() == unit_of(model).group.parameters[0].local.data_ptr()
-
-
-@pytest.mark.behaviour("A-16")
-def test_one_rank_has_no_second_copy_of_its_parameters() -> None:
-    run_ranks(copies_nothing_on_one_rank, 1)
 
 
 def forwards_once_more_before_the_step() -> None:

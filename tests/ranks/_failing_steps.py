@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable_fsdp import CommunicationPolicy, Int8, find_nonfinite, fully_shard
+from composable_fsdp import CommunicationPolicy, ErrorFeedback, Int4, Int8, find_nonfinite, fully_shard
 from composable_fsdp.memory import storage
 from composable_fsdp.testing import Fault, Raise, inject_faults
 from tests.ranks._faults import Layers
@@ -47,6 +47,7 @@ class Plan:
         microbatch: in which it happens, of those of the step.
         alone: whether only the last rank fails by itself.
         encoded: whether parameters and gradients travel encoded.
+        feedback: whether gradients travel encoded with error feedback; if they are accumulated, by shards.
         hybrid: whether shards are replicated, on four ranks.
     """
 
@@ -60,13 +61,15 @@ class Plan:
     merged: bool
     encoded: bool = False
     hybrid: bool = False
+    feedback: bool = False
 
 
 def build(plan: Plan) -> Any:
     model: Any = Layers(DEPTH)
     mesh = init_device_mesh("cpu", (2, 2) if plan.hybrid else (dist.get_world_size(),))
     codec = Int8() if plan.encoded or plan.point in ("encode", "decode") else None
-    encoded = CommunicationPolicy(all_gather=codec, reduce_scatter=codec, all_reduce=codec, min_numel=1)
+    of_gradients = ErrorFeedback(Int4()) if plan.feedback else codec
+    encoded = CommunicationPolicy(codec, of_gradients, of_gradients, min_numel=1)
     options: Any = {"mesh": mesh, "reshard_after_forward": plan.reshard, "comm_policy": encoded}
     for layer in model.layers:
         fully_shard(layer, **options)
@@ -104,7 +107,10 @@ def step(model: Any, plan: Plan, number: int, around: Callable[[], Any] | None =
 
 def gradients(model: Any, plan: Plan, number: int, around: Callable[[], Any] | None = None) -> None:
     for microbatch in range(plan.microbatches):
-        model.set_requires_gradient_sync(microbatch == plan.microbatches - 1)
+        is_last = microbatch == plan.microbatches - 1
+        model.set_requires_gradient_sync(is_last or plan.feedback)
+        if plan.feedback:  # every microbatch leaves something behind; the last one all-reduces
+            model.set_requires_all_reduce(is_last)
         if around is not None and microbatch == plan.microbatch % plan.microbatches:
             with around():
                 model(batch(number, microbatch)).square().mean().backward()

@@ -1,14 +1,19 @@
-"""The most memory that a step takes."""
+"""The most memory that a step, or another part of a program, takes."""
 
 from __future__ import annotations
 
 import gc
 from itertools import accumulate
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["peak_above_idle"]
+__all__ = ["Peak", "peak_above_idle"]
 
 
 def peak_above_idle(model: nn.Module, x: Tensor) -> int:
@@ -22,3 +27,27 @@ def peak_above_idle(model: nn.Module, x: Tensor) -> int:
     events = profiler.profiler.kineto_results.events()
     sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     return int(max(accumulate(nbytes for _, nbytes in sorted(sizes, key=lambda size: size[0]))))
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that plain tensors made within had after any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._made[reference.cdata] = reference
+        self._made = {key: reference for key, reference in self._made.items() if not reference.expired()}
+        self.bytes = max(self.bytes, sum(map(size_of, self._made.values())))
+        return out
+
+
+def size_of(reference: StorageWeakRef) -> int:
+    """Now: an unsharded buffer is resized to nothing as soon as it has been laid out."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()

@@ -126,6 +126,7 @@ def build_another_on_the_last_rank(difference: str) -> None:
     assert re.search(rf"(?m)^  rank 0: ({usual})", str(caught.value))
     assert re.search(rf"(?m)^  rank 1: ({other})", str(caught.value))
     assert "shard them by the same calls with the same options" in str(caught.value)
+    torch.manual_seed(0)  # after models of other sizes, generators are in other states
     shard(two())(torch.ones(2, 8))  # nothing is broken: ranks that build the same go on
 
 

@@ -28,10 +28,13 @@ from composable_fsdp import (
     local_optimizer,
 )
 from composable_fsdp.checkpoint import latest, load, save
+from composable_fsdp.checkpoint import ranks as meetings
 from composable_fsdp.checkpoint.planners import SavePlanner
+from composable_fsdp.comm.watch import known_watch
 from composable_fsdp.testing import run_ranks
 from tests.ranks._checkpoint_worlds import WORLDS, adamw, assert_holds, fill, local, raising_alike, zeroed
 from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
+from tests.transports import IN_COMMON, SOCKETS, Environment
 
 
 def refused(action: Any) -> str:
@@ -101,6 +104,41 @@ def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
     run_ranks(failures, 2, tmp_path / "run")
 
 
+def falls_back(folder: Path) -> None:
+    """Files of both ranks' shares are damaged. All ranks take the same checkpoint."""
+    rank, build = dist.get_rank(), WORLDS["2, on dim 1"][1]
+    model = build()
+    optimizer = adamw(model)
+    fill(model, optimizer)
+    paths = [save(folder, model, optimizer, {"rank": rank}, step=step).path for step in (1, 2, 3, 4)]
+    if rank == 0:
+        for path, name in ((paths[3], "__1_0.distcp"), (paths[2], "__0_0.distcp")):
+            data = bytearray((path / name).read_bytes())
+            data[100] ^= 1
+            (path / name).write_bytes(data)
+        (paths[1] / ".metadata").unlink()
+    dist.barrier()
+    text = refused(lambda: load(folder, zeroed(build())))
+    assert "step-00000001 is the newest that is intact: pass fallback=True to load it. Damaged:\n" in text
+    for step, name in ((4, "__1_0.distcp"), (3, "__0_0.distcp"), (2, ".metadata")):
+        assert f"/step-0000000{step}/{name} is " in text
+    assert load(folder, zeroed(model), optimizer, fallback=True) == {"rank": rank}
+    assert_holds(model, optimizer)
+    if rank == 1:
+        (paths[0] / "__1_0.distcp").unlink()
+    dist.barrier()
+    before = zeroed(build())
+    assert "no checkpoint in it is intact:\n  step-00000004: rank " in refused(
+        lambda: load(folder, before, fallback=True)
+    )
+    assert not any(local(p).any() for p in before.parameters() if p is not before.temperature)
+
+
+@pytest.mark.behaviour("F-12", "H-05")
+def test_all_ranks_fall_back_to_the_same_checkpoint(tmp_path: Path) -> None:
+    run_ranks(falls_back, 2, tmp_path)
+
+
 def missing(folder: Path) -> None:
     rank, model = dist.get_rank(), nn.Linear(3, 3)
     if rank == 0:
@@ -127,6 +165,77 @@ def missing(folder: Path) -> None:
     dist.barrier()
     keys = [key for key in ("0/0", "0/1", "0/arrived", "0/verdict", "1/0") if _store().check([f"{PLACE}/{key}"])]
     assert not keys
+
+
+def only_some(folder: Path) -> None:
+    """Rank 0 saves alone. Rank 1 is slow and comes; or waits for rank 0 in the next forward; or ends its program."""
+    rank, task, name = dist.get_rank(), TASKS["mlp"], repr(str(folder))
+    model = shard_layers(task.build(), fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, task, range(1), 2)
+    with pytest.MonkeyPatch.context() as monkeypatch, warned() as records:
+        for seconds in ("_ASK_AFTER", "_ASK_AGAIN"):
+            monkeypatch.setattr(meetings, seconds, 0.5)
+        if rank == 1:
+            _store().wait(["warned"])
+        else:
+            threading.Thread(target=lambda: tell_warned(records)).start()
+        save(folder, model, step=1)
+        if rank == 0:
+            assert records[0].startswith(
+                f"save({name}, step=1): waiting for rank 1, for 0.5 s so far and up to 1800 s.\n"
+            )
+            assert "\n  rank 1 is at work" in records[0]
+            assert records[0].endswith("(1 step done)")
+            begin = time.monotonic()
+            with pytest.raises(CheckpointError) as raised:
+                save(folder, model, step=2)
+            assert time.monotonic() - begin < 20
+            text = str(raised.value)
+            assert text.startswith(
+                f"save({name}, step=2): rank 1 did not make this call, and cannot any more.\n  rank 1 waits in "
+            )
+            assert text.endswith(
+                "(1 step done), which needs rank 0\nAll 2 ranks of the default process group must make it, also those "
+                "that have no part of the model."
+            )
+        train(model, optimizer, task, range(1, 2), 2)
+        assert save(folder, model, step=3).path == latest(folder)
+        if rank == 1:
+            watch = known_watch()
+            assert watch is not None
+            watch.leave()  # as at the end of its program
+            return
+        with pytest.raises(CheckpointError, match=r"more\.\n  rank 1 has come to the end of its program \(2 steps d"):
+            save(folder, model, step=4)
+
+
+def tell_warned(records: list[str]) -> None:
+    while not records:
+        time.sleep(0.02)
+    _store().set("warned", "yes")
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What is logged inside."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("composable_fsdp")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.behaviour("F-12", "H-01")
+@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["shared", "sockets"])
+def test_a_save_that_only_some_ranks_make_says_in_seconds_what_the_others_do(
+    tmp_path: Path, transport: Environment
+) -> None:
+    run_ranks(only_some, 2, tmp_path, environment=transport)
 
 
 def slow(folder: Path) -> None:

@@ -189,8 +189,8 @@ def watch_gradients() -> None:
     taken: list[weakref.ref[torch.Tensor]] = []
     take, encode, run = ShardedParameter.take_gradient, Encoder.encode, Lane.run
 
-    def watched_take(self: ShardedParameter) -> torch.Tensor | None:
-        gradient = take(self)
+    def watched_take(self: ShardedParameter, sum_dtype: torch.dtype) -> torch.Tensor | None:
+        gradient = take(self, sum_dtype)
         if gradient is not None:
             taken.append(weakref.ref(gradient))
         return gradient
@@ -223,6 +223,7 @@ def several_roots() -> None:
     policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int8()), min_numel=100)
     model = layers(policy, root=False)
     backward(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # until then the state is that from before the step
     state = CommunicationState(model).state_dict()
     assert list(state) == ["0.weight.shard", "2.weight.shard"]
     assert [row.group for row in communication_report(model).rows] == ["0", "0", "2", "2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import composable_fsdp as ours
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.comm.protocol import GroupCommunicator
 from composable_fsdp.runtime.unit import find_unit, unit_of
@@ -20,6 +23,7 @@ from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests.parity.training import check_parity, local_part, play_task
 from tests.ranks._models import TASKS, shard_layers
+from tests.ranks._sharding import sharded
 from tests.ranks._spy import counted_collectives
 from tests.transports import SOCKETS
 
@@ -167,7 +171,7 @@ class Counted:
         return torch.full(size, float("nan"), dtype=dtype, device=device)
 
     def _launch(self, work: Any, async_op: bool) -> Any:
-        assert async_op
+        assert not async_op, "nobody asked for it"
         self.calls += 1
         if self._is_asynchronous:
             return work
@@ -212,7 +216,7 @@ def move_bytes_by_hand(mesh_shape: tuple[int, ...]) -> None:
         if unit_of(model).group.channels[0].axes.shard.size > 1:
             assert counts["all_gather"] == counts["reduce_scatter"] == 0
             assert gather.calls == len(gather.allocated) > 0, "everything in one message"
-            assert scatter.calls == len(scatter.allocated) > 0
+            assert 2 * scatter.calls == len(scatter.allocated) > 0, "its input and its output"
         else:  # nothing to move on an axis of one rank
             assert gather.calls == scatter.calls == 0
 
@@ -318,3 +322,127 @@ def test_groups_pools_events_and_the_number_of_reductions_in_flight() -> None:
     run_ranks(trace_reductions_in_flight, 2, environment=SOCKETS)
     run_ranks(train_after_an_event, 2)
     run_ranks(separate_and_pool, 4)
+
+
+# -- the same as torch asks and shows
+
+
+class Noted:
+    """A collective of torch, with a list of what it was asked. Its memory does not begin where its storage does."""
+
+    def __init__(self, collective: Callable[..., Any]) -> None:
+        self.notes: list[object] = []
+        self._collective = collective
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.notes.append("allocate")
+        return torch.empty(8 + torch.Size(size).numel(), dtype=dtype, device=device)[8:]
+
+    def __call__(self, **options: Any) -> Any:
+        self.notes.append({name: value for name, value in options.items() if name == "async_op"})
+        return self._collective(**options)
+
+
+def gather_by_torch(*, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+    return dist.all_gather(list(output_tensor.chunk(dist.get_world_size())), input_tensor, **options)
+
+
+def scatter_by_torch(*, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+    return dist.reduce_scatter(output_tensor, list(input_tensor.chunk(dist.get_world_size())), **options)
+
+
+def use_own_collectives(library: Any) -> tuple[list[object], list[object], Any]:
+    """In a step, in two explicit gathers, and in a step after ``_set_unshard_async_op(True)``."""
+    torch.manual_seed(0)
+    model = library.fully_shard(nn.Linear(3, 3), reshard_after_forward=True)
+    gather, scatter = Noted(gather_by_torch), Noted(scatter_by_torch)
+    model.set_custom_all_gather(gather)
+    model.set_custom_reduce_scatter(scatter)
+    inputs = torch.ones(2, 3) + dist.get_rank()
+    model(inputs).sum().backward()
+    for asynchronous in (True, False):
+        handle = model.unshard(async_op=asynchronous)
+        if handle is not None:
+            handle.wait()
+        model.reshard()
+    model._set_unshard_async_op(True)
+    model(inputs).sum().backward()
+    return gather.notes, scatter.notes, model
+
+
+def are_asked_what_torch_asks() -> None:
+    gathers, scatters, model = use_own_collectives(ours)
+    of_torch = use_own_collectives(torch_fsdp)
+    assert (gathers, scatters) == of_torch[:2]
+    waits, returns = ["allocate", {"async_op": False}], ["allocate", {"async_op": True}]
+    assert gathers == [*waits, *waits, *returns, *waits, *returns, *returns]
+    assert scatters == ["allocate", "allocate", {}] * 2
+    linear = nn.Linear(3, 3)
+    (linear(torch.ones(2, 3)).sum() + linear(2 * torch.ones(2, 3)).sum()).backward()
+    for name, parameter in linear.named_parameters():
+        gradient = model.get_parameter(name).grad
+        assert parameter.grad is not None
+        torch.testing.assert_close(gradient.to_local(), local_part(parameter.grad, gradient))
+
+
+@pytest.mark.behaviour("C-09", "I-01")
+def test_own_collectives_allocate_inputs_and_outputs_and_wait_where_those_of_torch_do() -> None:
+    run_ranks(are_asked_what_torch_asks, 2)
+
+
+class Uneven(nn.Module):
+    """Shards of 6 and 3 elements, of 2 and 1, and of 1 and 0; the last parameter is used on the first rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out * self.scale if dist.get_rank() == 0 else out
+
+
+def hooked(library: Any, module: nn.Module, *, sum_only: bool, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
+    """What the hook got, and the gradients."""
+    seen: list[torch.Tensor] = []
+    model = library.fully_shard(module, mp_policy=library.MixedPrecisionPolicy(reduce_dtype=dtype))
+    model.set_all_reduce_hook(lambda output: seen.append(output.clone()))
+    model.set_force_sum_reduction_for_comms(sum_only)
+    model(torch.ones(2, 3) + dist.get_rank()).sum().backward()
+    (output,) = seen
+    return output, [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+
+
+def see_gradients_alone() -> None:
+    for sum_only, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.float16)):
+        torch.manual_seed(0)
+        even = nn.Linear(3, 4)
+        of_torch, _ = hooked(torch_fsdp, copy.deepcopy(even), sum_only=sum_only, dtype=dtype)
+        of_ours, gradients = hooked(ours, even, sum_only=sum_only, dtype=dtype)
+        torch.testing.assert_close(of_ours, of_torch)
+        divisor = 2 if sum_only else 1
+        torch.testing.assert_close(of_ours.float() / divisor, torch.cat([g.reshape(-1) for g in gradients]))
+        output, gradients = hooked(ours, Uneven(), sum_only=sum_only, dtype=dtype)
+        assert len(gradients) == 3
+        assert output.shape == ((9,) if dist.get_rank() == 0 else (4,))
+        torch.testing.assert_close(output.float() / divisor, torch.cat([g.reshape(-1) for g in gradients]))
+
+
+def take_what_is_added_outside_of_the_mesh() -> None:
+    """Two meshes of one rank each. The parameter that only the first uses gets the sum of both ranks on both."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outside", "shard"))
+    model = fully_shard(Uneven(), mesh=mesh["shard"])
+    sharded(model).set_all_reduce_hook(lambda output: dist.all_reduce(output))
+    model(torch.ones(2, 3)).sum().backward()
+    assert isinstance(model.scale.grad, DTensor)
+    scales = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(scales, model.scale.grad.to_local())
+    assert scales[0] == scales[1] != 0
+
+
+@pytest.mark.behaviour("C-09", "I-01")
+def test_the_all_reduce_hook_gets_the_reduced_gradients_and_nothing_else() -> None:
+    run_ranks(see_gradients_alone, 2)
+    run_ranks(take_what_is_added_outside_of_the_mesh, 2)

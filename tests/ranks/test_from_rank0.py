@@ -13,9 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from composable_fsdp import (
     ConfigurationError,
@@ -29,6 +26,7 @@ from composable_fsdp.checkpoint import Full, state_dict
 from composable_fsdp.testing import run_ranks
 from tests.ranks._model_parallel import Pairs, named_mesh, parallelize_pairs
 from tests.ranks._models import TASKS, shard_layers
+from tests.ranks._peak import Peak
 from tests.ranks._sharding import assert_sharded, exactly, train_alike, values_of, whole
 from tests.transports import SOCKETS
 
@@ -160,30 +158,6 @@ def tensor_parallel() -> None:
 @pytest.mark.behaviour("A-06", "A-15")
 def test_parameters_may_be_placed_on_a_tensor_parallel_mesh_on_the_way() -> None:
     run_ranks(tensor_parallel, 4)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that plain tensors made within had after any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-        self._made: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
-                reference = StorageWeakRef(tensor.untyped_storage())
-                self._made[reference.cdata] = reference
-        self._made = {key: reference for key, reference in self._made.items() if not reference.expired()}
-        self.bytes = max(self.bytes, sum(map(size_of, self._made.values())))
-        return out
-
-
-def size_of(reference: StorageWeakRef) -> int:
-    """Now: an unsharded buffer is resized to nothing as soon as it has been laid out."""
-    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
 
 
 def measure() -> tuple[int, int, int]:

@@ -345,9 +345,11 @@ def save_and_load(folder: str) -> None:
     policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=100)
     rank = dist.get_rank()
     model = sharded(build(), policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(3):
         model.zero_grad()
         loss_of(model, rank, step).backward()
+        optimizer.step()
     dcp.save({"communication": CommunicationState(model)}, checkpoint_id=folder)
     other = sharded(build(), policy)
     dcp.load({"communication": CommunicationState(other)}, checkpoint_id=folder)
@@ -381,6 +383,38 @@ def save_and_load(folder: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_residuals_are_saved_with_checkpoints_and_go_on(world_size: int, tmp_path: Any) -> None:
     run_ranks(save_and_load, world_size, str(tmp_path))
+
+
+def save_within_a_step(custom: bool) -> None:
+    """``custom``: an update that is no optimizer of torch's, and is not counted by versions."""
+    model = sharded(build(), CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=100))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+
+    def look() -> None:
+        seen.append(CommunicationState(model).state_dict()["0.weight.shard"]["rounds"])
+
+    for step in range(2):
+        for microbatch in range(2):
+            loss_of(model, dist.get_rank(), 2 * step + microbatch).backward()
+            look()
+        if custom:
+            for parameter in model.parameters():
+                parameter.to_local().data.sub_(parameter.grad.to_local(), alpha=0.1)
+        else:
+            optimizer.step()
+        look()
+        model.zero_grad()
+        with torch.no_grad():
+            model(batch_of(0))
+        look()
+    assert seen == ([0, 0, 0, 2, 2, 2, 2, 4] if custom else [0, 0, 2, 2, 2, 2, 4, 4])
+
+
+@pytest.mark.behaviour("E-09", "J-03")
+def test_a_checkpoint_within_a_step_has_the_residuals_from_before_it() -> None:
+    run_ranks(save_within_a_step, 2, False)
+    run_ranks(save_within_a_step, 2, True)
 
 
 def flip() -> None:

@@ -1,20 +1,40 @@
-"""Where values come from before training: other ranks, a function per module, or the module itself."""
+"""Where values come from before training: other ranks, a function per module, a seed, or the module itself."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
-from composable_fsdp import ParameterError, broadcast, fully_shard, to_empty
+from composable_fsdp import (
+    ConfigurationError,
+    DivergenceError,
+    LifecycleError,
+    ParameterError,
+    UnsupportedError,
+    broadcast,
+    fully_shard,
+    initialize,
+    sharded_rng,
+    to_empty,
+    unsharded_params,
+)
+from composable_fsdp.initialize import reset_parameters
 from composable_fsdp.testing import run_ranks
+from tests.ranks._model_parallel import Pairs, parallelize_pairs
 from tests.ranks._models import TASKS, shard_layers
+from tests.ranks._peak import Peak
 from tests.ranks._sharding import assert_sharded, exactly, initialise, train_alike, values_of, whole
+from tests.transports import SOCKETS
 
 
 class Buffered(nn.Module):
@@ -203,3 +223,259 @@ def ignoring() -> None:
 @pytest.mark.behaviour("A-11")
 def test_ignored_modules_are_neither_sharded_nor_reduced() -> None:
     run_ranks(ignoring, 2)
+
+
+# -- initialize, sharded_rng
+
+SEED = 5
+
+
+class Zoo(nn.Module):
+    """Modules whose own initialisation writes parameters in parts, to those of others, or by whole matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6, padding_idx=2)
+        self.layer = nn.TransformerEncoderLayer(6, 2, 7, batch_first=True)
+        self.norm = nn.BatchNorm1d(6)
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.lstm = nn.LSTM(3, 5)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.left = nn.Linear(3, 3)
+
+
+def zoo(mesh: DeviceMesh, *, on_meta: bool, tied: bool, dim: int) -> Zoo:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = Zoo()
+    if tied:
+        model.head.weight = model.embedding.weight
+
+    def placed(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if parameter.ndim > dim else None
+
+    options: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placed, "ignored_modules": [model.left]}
+    fully_shard(model.layer, **options)
+    return fully_shard(model, **options)
+
+
+def orthogonal(module: nn.Module) -> None:
+    """What only whole matrices can be given, and a parent that writes to its children's, as transformers' do."""
+    if isinstance(module, nn.Linear):
+        nn.init.orthogonal_(module.weight)
+        module.weight[1:2].mul_(2)
+    elif isinstance(module, nn.TransformerEncoderLayer):
+        nn.init.normal_(module.linear2.weight, std=0.1)
+        module.linear2.bias.data.normal_()
+
+
+def constructed() -> Zoo:
+    torch.manual_seed(SEED)
+    return Zoo()
+
+
+def applied(model: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        return model.apply(fn)
+
+
+def assert_values(model: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        exactly(whole(ours), theirs.detach(), name)
+    for (name, buffer), expected in zip(model.named_buffers(), reference.buffers(), strict=True):
+        exactly(buffer, expected, name)
+
+
+def initialises(shapes: Sequence[tuple[int, ...]]) -> None:
+    for shape in shapes:
+        mesh = init_device_mesh("cpu", shape)
+        for on_meta, tied, dim in ((True, False, 0), (False, False, 1), (True, True, 1)):
+            model = zoo(mesh, on_meta=on_meta, tied=tied, dim=dim)
+            reference = constructed()
+            if tied:
+                reference.head.weight = reference.embedding.weight
+                initialize(reference, seed=SEED)
+            state = torch.get_rng_state()
+            with CommDebugMode() as communication:
+                assert initialize(model, seed=SEED) is model
+            assert torch.equal(state, torch.get_rng_state())
+            if on_meta and not tied:
+                assert communication.get_total_counts() == 0
+            assert_values(model, reference)
+            assert (model.head.weight is model.embedding.weight) == tied
+            initialize(model, orthogonal, seed=SEED)
+            assert_values(model, applied(reference, orthogonal))
+
+
+@pytest.mark.behaviour("J-01", "A-12")
+@pytest.mark.parametrize("shapes", [[(1,)], [(2,), (2, 1), (1, 2)], [(3,)], [(4,), (2, 2)]], ids=str)
+def test_values_by_seed_are_those_of_the_unsharded_model(shapes: list[tuple[int, ...]]) -> None:
+    run_ranks(initialises, prod(shapes[0]), shapes)
+
+
+def own_values(module: nn.Module) -> None:
+    if isinstance(module, Pairs):
+        nn.init.trunc_normal_(module.scale)
+    else:
+        reset_parameters(module)
+
+
+def initialises_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.device("meta"):
+        model = Pairs()
+    parallelize_pairs(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    initialize(model, own_values, seed=SEED)
+    reference = applied(Pairs(), own_values)
+    assert_values(model, reference)
+    with sharded_rng(model, SEED):
+        draw(model)
+    with sharded_rng(reference, SEED):
+        draw(reference)
+    assert_values(model, reference)
+
+
+@pytest.mark.behaviour("J-01", "A-06")
+def test_values_by_seed_of_a_tensor_parallel_model_are_those_of_the_unsharded_one() -> None:
+    run_ranks(initialises_tensor_parallel, 4)
+
+
+@torch.no_grad()
+def draw(model: nn.Module) -> None:
+    """Random operations of every kind on parameters."""
+    for parameter in model.parameters():
+        nn.init.trunc_normal_(parameter)
+        nn.init.trunc_normal_(parameter, mean=0.5, std=3.0)  # by another algorithm
+        parameter.add_(torch.randn_like(parameter))
+        noise = torch.empty_like(parameter.data).exponential_()
+        parameter.data.mul_(noise).add_(torch.randint_like(noise, 5))
+        if parameter.ndim > 1:
+            nn.init.kaiming_uniform_(parameter)
+
+
+@torch.no_grad()
+def draw_locally(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not isinstance(parameter, DTensor) or local.numel():
+            local.normal_().add_(torch.rand_like(local))
+        else:  # of which it is not clear whose it is
+            parameter.normal_()
+            torch.rand_like(parameter)
+
+
+def draws(shapes: Sequence[tuple[int, ...]]) -> None:
+    for shape in shapes:
+        mesh, reference = init_device_mesh("cpu", shape), Zoo()
+        model = zoo(mesh, on_meta=False, tied=False, dim=0)
+        for make in (draw, draw_locally):
+            state = torch.get_rng_state()
+            with sharded_rng(model, SEED):
+                make(model)
+                outside = torch.rand(3)
+            assert torch.equal(state, torch.get_rng_state())
+            with sharded_rng(reference, SEED):
+                make(reference)
+                exactly(outside, torch.rand(3), "a plain tensor")
+            assert_values(model, reference)
+        rank, weight = mesh.get_local_rank(mesh.ndim - 1), cast(DTensor, model.lstm.weight_hh_l0)
+        with torch.no_grad(), sharded_rng(model, SEED):
+            part = weight.to_local()[1:].normal_().clone()
+            again = weight.to_local()[1:].normal_().clone()
+            exactly(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(SEED)), "what slices leave")
+            with pytest.raises(UnsupportedError, match=r"sharded_rng: aten::bernoulli was called on a sharded tensor"):
+                torch.bernoulli(weight)
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, (rank, part, again))
+        for other, first, second in everyones:
+            assert torch.equal(first, part) == (other == rank)
+            assert not torch.equal(first, second)
+
+
+@pytest.mark.behaviour("J-01")
+@pytest.mark.parametrize("shapes", [[(2,)], [(4,), (2, 2)]], ids=str)
+def test_random_operations_on_shards_are_parts_of_those_on_whole_parameters(shapes: list[tuple[int, ...]]) -> None:
+    run_ranks(draws, prod(shapes[0]), shapes)
+
+
+def initialisation_peak() -> tuple[int, int, int]:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    gc.collect()
+    with Peak() as peak:
+        initialize(model, seed=SEED)
+    shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+    return peak.bytes, shards, max(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.behaviour("J-01")
+def test_initialisation_takes_memory_for_the_shards_and_one_module() -> None:
+    for peak, shards, largest in run_ranks(initialisation_peak, 4, environment=SOCKETS):
+        bias = 256 * 4
+        assert shards < peak < shards + largest + shards // 8 + 2 * bias + 4096, (peak, shards, largest)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * self.scale
+        return out
+
+
+def initialisation_errors() -> list[str]:
+    texts = []
+
+    def refused(kind: type[Exception], model: nn.Module, *args: Any, seed: int = 0) -> None:
+        with pytest.raises(kind) as error:
+            initialize(model, *args, seed=seed)
+        texts.append(str(error.value))
+
+    with torch.device("meta"):
+        model = fully_shard(Scaled())
+    refused(ConfigurationError, model)
+    assert all(p.is_meta for p in model.parameters())
+    refused(ParameterError, model, lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)
+
+    def shrink(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.bias = nn.Parameter(torch.ones(3))
+
+    refused(ParameterError, model, shrink)
+    with unsharded_params(model):
+        refused(LifecycleError, model, print)
+    initialize(model, own_or_ones, seed=dist.get_rank())
+    with pytest.raises(DivergenceError) as error:
+        model(torch.ones(2, 4))
+    texts.append(str(error.value))
+    initialize(model, own_or_ones, seed=1)
+    model(torch.ones(2, 4)).sum().backward()
+    return texts
+
+
+def own_or_ones(module: nn.Module) -> None:
+    if isinstance(module, Scaled):
+        module.scale.fill_(1)
+        module.get_buffer("table").fill_(1)
+    else:
+        reset_parameters(module)
+
+
+@pytest.mark.behaviour("J-01")
+def test_initialisation_names_what_it_cannot_give_values() -> None:
+    first, second = run_ranks(initialisation_errors, 2)
+    assert first == second
+    no_method, left_out, other_shape, on_loan, other_seed = first
+    assert "these have no such method: the model (Scaled). Pass a function of a module" in no_method
+    assert "and fn gave them no values: ['scale', 'table']. Pass an fn that does" in left_out
+    assert "fn left parameter 'layer.bias' of shape (4,) as (3,). It must keep shapes" in other_shape
+    assert on_loan.startswith("initialize was entered for")
+    assert other_seed.startswith("Ranks have started from different values: parameter 'layer.weight'")

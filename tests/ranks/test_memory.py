@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
-from composable_fsdp.testing import run_ranks
+from composable_fsdp.testing import RanksError, run_ranks
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
 from tests.parity.training import OPTIMIZERS
 from tests.ranks._models import TASKS, shard_layers
@@ -193,3 +193,47 @@ def count_groups_in_memory() -> None:
 @pytest.mark.behaviour("C-03")
 def test_at_most_two_groups_are_in_memory_at_a_time() -> None:
     run_ranks(count_groups_in_memory, 2, environment=SOCKETS)
+
+
+class KeepsWeight(nn.Module):
+    """Keeps a reference to its parameter, which is unsharded while it runs."""
+
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        nn.init.ones_(self.linear.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.linear.weight.detach()
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def read_a_kept_reference(how: str) -> None:
+    inner = KeepsWeight()
+    model = fully_shard(nn.Sequential(fully_shard(inner)))
+    model(torch.ones(1, 8)).sum().backward()
+    kept = inner.kept
+    assert kept.shape == (8, 8)
+    if how == "it is there":
+        assert torch.equal(kept, torch.ones(8, 8))
+    elif how == "torch raises":
+        assert kept.untyped_storage().nbytes() == 0
+        with pytest.raises(RuntimeError, match=r"storage of size 0"):
+            kept[0]
+        with pytest.raises(RuntimeError, match=r"data is not allocated"):
+            torch.ones(1, 8) @ kept
+    else:
+        kept.sum()
+
+
+@pytest.mark.behaviour("C-03")
+def test_what_a_kept_reference_to_an_unsharded_parameter_shows() -> None:
+    """As docs/training.md says: reading freed memory raises or ends the process, and is never another tensor's."""
+    run_ranks(read_a_kept_reference, 2, "it is there")
+    for environment in (COPIES, SOCKETS):
+        run_ranks(read_a_kept_reference, 2, "torch raises", environment=environment)
+    with pytest.raises(RanksError, match="SIGSEGV"):
+        run_ranks(read_a_kept_reference, 2, "the process ends", environment=SOCKETS)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from composable_fsdp import DivergenceError, PeerError
+from composable_fsdp import DivergenceError, PeerError, fully_shard
 from composable_fsdp.comm import choose
+from composable_fsdp.comm.agreement import OrderCheck
+from composable_fsdp.comm.gloo import Arrival, GlooCommunicator
 from composable_fsdp.comm.line import Line
-from composable_fsdp.comm.protocol import GroupCommunicator
+from composable_fsdp.comm.protocol import GroupCommunicator, Transfer
+from composable_fsdp.comm.roll import Place
 from composable_fsdp.runtime.group import ParameterGroup
+from composable_fsdp.runtime.recovery import disconnect, reconnect
+from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from tests.ranks._failing_steps import Plan, assert_same, counting_all, fault_of, pair, step
 from tests.ranks._faults import is_last
@@ -36,6 +47,7 @@ plans = st.builds(
     prefetch=st.booleans(),
     merged=st.booleans(),
     encoded=st.booleans(),
+    feedback=st.booleans(),
 )
 
 
@@ -60,7 +72,7 @@ def fail_and_go_on(plan: Plan) -> None:
     assert_same(model, undisturbed, plan)
 
 
-@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_a_step_that_failed_leaves_nothing_behind(transport: Environment) -> None:
     examples = int(os.environ.get("COMPOSABLE_FSDP_FAULT_EXAMPLES", "12"))
@@ -73,14 +85,14 @@ def test_a_step_that_failed_leaves_nothing_behind(transport: Environment) -> Non
     holds()
 
 
-@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
 @pytest.mark.parametrize("point", ["gradient", "encode", "operation"])
 def test_a_step_that_failed_where_shards_are_replicated_leaves_nothing_behind(
     point: str, transport: Environment
 ) -> None:
     for alone, index in ((False, 1), (True, -1)):
-        plan = Plan(point, index, 0, 1, alone, True, False, False, encoded=point != "gradient", hybrid=True)
+        plan = Plan(point, index, 0, 1, alone, True, False, False, point != "gradient", hybrid=True, feedback=alone)
         run_ranks(fail_and_go_on, 4, plan, environment=transport)
 
 
@@ -95,10 +107,13 @@ NAMED = {
     "in a codec of gradients": Plan("decode", -1, 0, 1, False, True, False, False),
     "in an allocation for neighbours that travel together": Plan("allocation", 0, 0, 1, False, True, False, True),
     "in a codec of neighbours that travel together": Plan("decode", 0, 0, 1, False, True, False, True, True),
+    "in backward, with error feedback": Plan("backward", 0, 0, 1, False, True, False, False, feedback=True),
+    "in the second microbatch, with error feedback": Plan("before", 1, 1, 2, False, True, False, False, feedback=True),
+    "in a codec with error feedback": Plan("encode", 2, 1, 2, False, True, False, False, feedback=True),
 }
 
 
-@pytest.mark.behaviour("H-01", "H-05")
+@pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize("plan", NAMED.values(), ids=NAMED)
 def test_what_the_peer_keeps_of_a_failed_step_is_dropped(plan: Plan) -> None:
     run_ranks(fail_and_go_on, 2, plan, environment=COPIES)
@@ -126,3 +141,97 @@ def memory_is_given_back_last() -> None:
 @pytest.mark.behaviour("H-01", "H-05")
 def test_what_is_under_way_has_ended_before_its_memory_is_given_back() -> None:
     run_ranks(memory_is_given_back_last, 2, environment=SOCKETS)
+
+
+# -- memory that gloo may still write to
+
+
+class Interrupted:
+    """A work whose wait ends with an interrupt, while the operation goes on."""
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+
+def new_line() -> Line:
+    group = dist.new_group()
+    return Line(group, None, OrderCheck.OFF)
+
+
+def lines_are_closed_before_anyone_is_told() -> None:
+    """Otherwise a thread that finds a line broken frees memory while another thread is still closing the line."""
+    seen: list[str] = []
+    close = Line._close
+
+    def watched(line: Line) -> None:
+        seen.append(line.position)
+        close(line)
+        seen.append(line.position)
+
+    with mock.patch.object(Line, "_close", watched):
+        line = new_line()
+        with pytest.raises(KeyboardInterrupt):
+            line.wait(Place(line.ranks, 1, "all-gather"), [Interrupted()])
+        assert line.position == "broken"
+        launched = new_line()
+        with pytest.raises(MemoryError), launched.launching(Place(launched.ranks, 1, "all-gather")):
+            raise MemoryError
+        assert launched.position == "broken"
+    assert seen == ["0", "0"] * 2
+
+
+def memory_of_an_abandoned_operation_lives_until_its_line_is_closed() -> None:
+    """Rank 1 never sends, so gloo may write to the memory of rank 0 at any time."""
+    line = new_line()
+    communicator = GlooCommunicator(line_group(line), line)
+    if dist.get_rank() == 0:
+        output, own = torch.zeros(1 << 16), torch.ones(1 << 15)
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (output, own)]
+        communicator.all_gather([Transfer(output, own)])
+        del output, own
+        gc.collect()
+        assert not any(storage.expired() for storage in storages)
+        line.abandon()
+        gc.collect()
+        assert all(storage.expired() for storage in storages)
+    dist.barrier()
+
+
+def line_group(line: Line) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    assert line.size == world.size()
+    return world
+
+
+def unsharded_memory_stays_while_it_may_be_written_to() -> None:
+    """Resizing a storage frees it also while gloo holds tensors of it."""
+    model: Any = nn.Linear(512, 1024, bias=False)
+    fully_shard(model)
+    model(torch.ones(1, 512)).sum().backward()
+    unit = unit_of(model)
+    group, lanes = unit.group, unit.iteration.lanes
+    assert group.plan.unsharded_bytes == 512 * 1024 * 4
+    group.unshard(lanes)
+    with mock.patch.object(Arrival, "wait", Interrupted.wait), pytest.raises(KeyboardInterrupt):
+        group.wait()
+    group.reshard()
+    assert sum(bucket.unsharded_bytes for bucket in group.buckets) == group.plan.unsharded_bytes
+    dist.barrier()
+    disconnect([unit])
+    group.abandon()
+    assert sum(bucket.unsharded_bytes for bucket in group.buckets) == 0
+    reconnect([unit])
+    model(torch.ones(1, 512)).sum().backward()
+    assert sum(bucket.unsharded_bytes for bucket in group.buckets) == 0
+
+
+def gloo_writes_to_no_freed_memory() -> None:
+    lines_are_closed_before_anyone_is_told()
+    memory_of_an_abandoned_operation_lives_until_its_line_is_closed()
+    unsharded_memory_stays_while_it_may_be_written_to()
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+def test_memory_of_an_abandoned_operation_is_kept_until_gloo_cannot_write_to_it() -> None:
+    run_ranks(gloo_writes_to_no_freed_memory, 2, environment=SOCKETS)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from math import prod
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import composable_fsdp as ours
 from composable_fsdp import ParameterError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.ranks._models import TASKS, shard_layers
@@ -136,3 +140,35 @@ def test_a_forward_on_meta_is_an_error_on_every_rank_from_which_one_can_go_on() 
     assert "['scale']" in first[0]
     assert "['scale']" in first[1]
     assert "layers" not in first[1]
+
+
+def _beside_real() -> None:
+    """The first parameter of a bucket or a later one, with torch's FSDP2 and with ours."""
+    for library in (torch_fsdp, ours):
+        _name_and_keep(library)
+
+
+def _name_and_keep(library: Any) -> None:
+    x = torch.ones(2, 4)
+    for name, other in (("bias", "weight"), ("weight", "bias")):
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 4)
+        model, refused = (_with_one_on_meta(plain, name) for _ in range(2))
+        library.fully_shard(refused)
+        with pytest.raises(RuntimeError, match=rf"meta device: \['{name}'\]"):
+            refused(x)
+        library.fully_shard(model)
+        setattr(model, name, nn.Parameter(torch.zeros_like(getattr(model, name), device="cpu")))
+        nn.init.zeros_(getattr(plain, name))
+        torch.testing.assert_close(model(x), plain(x), msg=f"{other} has changed")
+
+
+def _with_one_on_meta(plain: nn.Module, name: str) -> nn.Module:
+    module = copy.deepcopy(plain)
+    setattr(module, name, nn.Parameter(getattr(module, name).to("meta")))
+    return module
+
+
+@pytest.mark.behaviour("A-12")
+def test_a_meta_parameter_beside_real_ones_is_named_and_leaves_these_their_values() -> None:
+    run_ranks(_beside_real, 2)

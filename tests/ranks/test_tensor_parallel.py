@@ -6,6 +6,7 @@ Ranks of one tensor-parallel group see the same data, data-parallel ranks differ
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 from torch.testing import assert_close
 
-from composable_fsdp import MeshError, MixedPrecisionPolicy, fully_shard
+from composable_fsdp import (
+    CommunicationPolicy,
+    DataParallelMeshDims,
+    Int8,
+    MeshError,
+    MixedPrecisionPolicy,
+    fully_shard,
+    get_total_norm,
+    no_sync,
+)
 from composable_fsdp.testing import run_ranks
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, train
 from tests.ranks._model_parallel import (
@@ -159,6 +169,86 @@ def decoders_are_decoders() -> None:
 @pytest.mark.behaviour("C-02", "C-13", "C-16")
 def test_partial_gradients_of_sequence_parallelism_are_summed_with_and_without_checkpointing() -> None:
     run_ranks(decoders_are_decoders, 4)
+
+
+class Summed(nn.Module):
+    """Parameters that tensor-parallel ranks have copies of, with gradients that are pending sums over these ranks.
+
+    Beside them a plain parameter, which shares their messages.
+    """
+
+    def __init__(self, tensor_mesh: DeviceMesh, placements: list[Placement]) -> None:
+        super().__init__()
+        self.pending = [Partial() if name == "tp" else Replicate() for name in tensor_mesh.mesh_dim_names or ()]
+        self.weight = nn.Parameter(distribute_tensor(torch.zeros(64), tensor_mesh, placements))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        assert isinstance(weight, DTensor)
+        out: torch.Tensor = (weight.to_local(grad_placements=self.pending) * x).sum()
+        return out
+
+
+class Beside(Summed):
+    def __init__(self, tensor_mesh: DeviceMesh, placements: list[Placement]) -> None:
+        super().__init__(tensor_mesh, placements)
+        self.plain = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.plain.sum()
+
+
+def sums_in_the_reduce_dtype() -> None:
+    """256 of one tensor-parallel rank and 1 of the other make 257 in float32, 256 in bfloat16."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    flat, hybrid = named_mesh(dp=2, tp=2), named_mesh(replicate=2, shard=1, tp=2)
+
+    def check(what: str, model: nn.Module, expected: float = 257.0, rtol: float = 0.0) -> None:
+        gradient = model.get_parameter("weight").grad
+        assert isinstance(gradient, DTensor)
+        assert gradient.dtype is torch.float32
+        assert_close(
+            gradient.full_tensor(), torch.full((64,), expected), rtol=rtol, atol=0, msg=lambda m: f"{what}: {m}"
+        )
+
+    x = torch.full((64,), 1.0 if flat.get_local_rank("tp") else 256.0)
+    model: Any = fully_shard(Beside(flat["tp"], [Replicate()]), mesh=flat["dp"], mp_policy=policy)
+    model(x).backward()
+    check("beside a plain parameter", model)
+    model = fully_shard(Summed(flat["tp"], [Replicate()]), mesh=flat["dp"], mp_policy=policy)
+    model(x).backward()
+    check("alone", model)
+    model.zero_grad()
+    with no_sync(model):
+        model(x).backward()
+    model(x).backward()
+    check("accumulated", model, 514.0)
+    model = fully_shard(Summed(hybrid["tp"], [Replicate()]), mesh=hybrid["replicate", "shard"], mp_policy=policy)
+    model(x).backward()
+    check("hybrid", model)
+    dims = DataParallelMeshDims(shard="dp")
+    model = fully_shard(Summed(flat, [Replicate(), Replicate()]), mesh=flat, dp_mesh_dims=dims, mp_policy=policy)
+    model(x).backward()
+    check("full mesh", model)
+    encoded = CommunicationPolicy(reduce_scatter=Int8(), min_numel=0)
+    model = Summed(flat["tp"], [Replicate()])
+    fully_shard(model, mesh=flat["dp"], mp_policy=policy, comm_policy=encoded)
+    model(x).backward()
+    check("encoded", model, rtol=1e-5)
+
+    theirs: Any = peer.fully_shard(
+        Summed(flat["tp"], [Replicate()]), mesh=flat["dp"], mp_policy=peer.MixedPrecisionPolicy(**vars(policy))
+    )
+    theirs(x).backward()
+    check("torch's FSDP2", theirs, 256.0)
+
+    gradient = DTensor.from_local(x.bfloat16(), flat["tp"], [Partial()], run_check=False)
+    assert_close(get_total_norm(gradient), torch.tensor(257.0 * 8))
+
+
+@pytest.mark.behaviour("C-02", "C-16", "D-01", "J-02")
+def test_pending_sums_over_tensor_parallel_ranks_are_made_in_the_reduce_dtype() -> None:
+    run_ranks(sums_in_the_reduce_dtype, 4)
 
 
 def accumulates_and_freezes() -> None:

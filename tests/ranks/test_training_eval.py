@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp import DivergenceError, FSDPModule, MixedPrecisionPolicy, PeerError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, check_parity, train
 from tests.ranks._models import TASKS, Routed, shard_layers
+from tests.ranks._sharding import values_of
+from tests.transports import TRANSPORTS, Environment
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
@@ -128,3 +131,91 @@ def build_and_evaluate_in_inference_mode() -> None:
 @pytest.mark.behaviour("C-10")
 def test_a_model_that_was_sharded_and_ran_in_inference_mode_trains() -> None:
     run_ranks(build_and_evaluate_in_inference_mode, 2)
+
+
+WIDTH = 16
+
+
+def linears(dtype: torch.dtype | None) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    policy = MixedPrecisionPolicy(dtype)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_linears(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+def change_shards(model: nn.Module, factor: float) -> None:
+    """On rank 0. The other ranks wait."""
+    if dist.get_rank() == 0:
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    dist.barrier()
+
+
+@torch.no_grad()
+def infer_unequally(model: Any, mode: str, *, by_hand: bool) -> None:
+    """Rank 1 runs forwards that rank 0 does not run, and which must not see what rank 0 writes to its shards."""
+    x, modules = torch.ones(3, WIDTH), (*model, model)
+    expected = model(x).clone()
+    for module in modules:
+        module.reshard()
+        module.set_reshard_after_forward(False)
+        if by_hand:
+            module.unshard()
+    if not by_hand:
+        model(x)
+    with MODES[mode]():
+        for _ in range(2 * dist.get_rank()):
+            assert torch.equal(model(x), expected)
+    dist.barrier()
+    change_shards(model, 2.0)
+    with MODES[mode]():
+        for _ in range(dist.get_rank()):
+            assert torch.equal(model(x), expected)
+    dist.barrier()
+    change_shards(model, 0.5)
+    for module in modules:
+        module.reshard()
+
+
+def go_on_unequally(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """With parameters that are gathered in each forward."""
+    if dist.get_rank() == 0:
+        train_linears(model, optimizer)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(3, WIDTH))
+
+
+def infer_unequally_then_train() -> None:
+    for dtype in (None, torch.bfloat16):
+        model, optimizer = linears(dtype)
+        for mode in MODES:
+            for by_hand in (True, False):
+                infer_unequally(model, mode, by_hand=by_hand)
+        found, wanted = train_linears(model, optimizer), train_linears(*linears(dtype))
+        for name, value in found.items():
+            assert torch.equal(value, wanted[name]), name
+        infer_unequally(model, "no_grad", by_hand=True)  # what is gathered after a step must not be gathered again
+    model, optimizer = linears(None)
+    with pytest.raises((DivergenceError, PeerError), match=r"(?s)rank 1: all-gather of .* in forward"):
+        go_on_unequally(model, optimizer)
+    model.reset_iter_state()
+    train_linears(model, optimizer)
+
+
+@pytest.mark.behaviour("C-10", "J-04")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_ranks_may_run_different_numbers_of_forwards_that_communicate_nothing(transport: Environment) -> None:
+    run_ranks(infer_unequally_then_train, 2, environment=transport)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from torch import nn
 from torch.distributed import fsdp as peer
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp import MixedPrecisionPolicy, fully_shard
+from composable_fsdp import (
+    CommunicationPolicy,
+    Int8,
+    MixedPrecisionPolicy,
+    fully_shard,
+    shard_from_rank0,
+    unsharded_params,
+)
 from composable_fsdp.testing import run_ranks
 from tests.parity.training import (
     OPTIMIZERS,
@@ -353,3 +361,166 @@ def play_mixed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
 def test_parameters_of_several_dtypes_in_one_group_train(world_size: int, reshard: bool | int | None) -> None:
     run_ranks(train_mixed_dtypes, world_size, reshard)
+
+
+# -- parameters that keep their dtype
+
+
+class Normalized(nn.Module):
+    """Products, each with a normalization that has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(3)),
+            nn.Sequential(nn.Linear(7, 5), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(x)
+        return out
+
+
+def signals(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def normalize(dtype: torch.dtype, wraps_norms: bool) -> None:
+    """Against a reference that computes products in 16 bits, and normalizes 16 bits with parameters in 32."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32)
+    model: Any = seeded(Normalized)()
+    references = [seeded(Normalized)() for _ in range(world_size)]
+    for block in model.blocks:
+        if wraps_norms:
+            fully_shard(block[1], mp_policy=policy)
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    seen: list[torch.dtype] = []
+    for block in model.blocks:
+        block[1].register_forward_pre_hook(lambda m, args: seen.extend((args[0].dtype, m.weight.dtype)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(2):
+        losses = []
+        for other, reference in enumerate(references):
+            reference.zero_grad()
+            cast = {n: p.to(dtype) for n, p in reference.named_parameters() if n.endswith((".0.weight", ".0.bias"))}
+            assert len(cast) == 4
+            out = torch.func.functional_call(reference, cast, signals(step, other).to(dtype))
+            losses.append(out.float().square().mean())
+            (losses[-1] / world_size).backward()
+        out = model(signals(step, rank))
+        assert out.dtype == dtype
+        assert torch.equal(out.float().square().mean(), losses[rank])
+        out.float().square().mean().backward()
+        for (name, p), *others in zip(model.named_parameters(), *(r.parameters() for r in references), strict=True):
+            expected = torch.stack([q.grad for q in others]).sum(0)
+            torch.testing.assert_close({name: p.grad.full_tensor()}, {name: expected}, rtol=2e-2, atol=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, *others in zip(model.parameters(), *(r.parameters() for r in references), strict=True):
+                full = p.full_tensor()
+                for q in others:
+                    q.copy_(full)
+    for one, same in zip(model.buffers(), references[rank].buffers(), strict=True):
+        assert torch.equal(one, same)
+    assert seen == [dtype, FP32] * 4
+    model.eval()
+    with torch.no_grad():
+        assert model(signals(3, rank)).dtype == dtype
+
+
+def normalize_in_16_bits() -> None:
+    """Statistics in 16 bits, also such as are cast after ``fully_shard``, go with parameters in 16 bits."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    model: Any = fully_shard(seeded(Normalized)(), mp_policy=policy)
+    for block in model.blocks:
+        block[1].to(BF16)
+    assert model(signals(0, dist.get_rank())).dtype == BF16
+    assert [block[1].weight.dtype for block in model.blocks] == [BF16, BF16]
+
+
+def torchs_normalization() -> None:
+    model: Any = seeded(Normalized)()
+    peer.fully_shard(model, mp_policy=peer.MixedPrecisionPolicy(param_dtype=BF16))
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        model(signals(0, 0))
+
+
+@pytest.mark.behaviour("D-01")
+def test_normalizations_with_running_statistics_compute_in_the_dtype_of_these() -> None:
+    for dtype, wraps_norms in ((BF16, False), (FP16, True)):
+        run_ranks(normalize, 2, dtype, wraps_norms)
+    run_ranks(normalize_in_16_bits, 2)
+    run_ranks(torchs_normalization, 1)
+
+
+class Packed(nn.Parameter):
+    """Values packed into bytes of some dtype, and what is needed to unpack them, as in bitsandbytes' ``Params4bit``."""
+
+    scale: float
+
+    def __new__(cls, data: torch.Tensor, scale: float) -> Packed:
+        packed = torch.Tensor._make_subclass(cls, data, False)
+        packed.scale = scale
+        return packed
+
+
+class Unpacking(nn.Module):
+    def __init__(self, storage: torch.dtype) -> None:
+        super().__init__()
+        every_byte = torch.arange(256, dtype=torch.uint8)
+        every_pair = torch.stack([every_byte.repeat(8), every_byte.flip(0).repeat_interleave(8)], 1).view(-1)
+        self.weight = Packed(every_pair.view(storage).view(-1, 1), 0.5)
+        self.adapter = nn.Linear(4, 4)
+        self.seen: list[tuple[type, float, torch.dtype, torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.weight
+        self.seen.append((type(found), found.scale, found.dtype, found.detach().view(torch.uint8).clone()))
+        unpacked = found.detach().view(torch.uint8).view(-1)[:16].view(4, 4)
+        out: torch.Tensor = self.adapter(x) + x @ unpacked.to(x.dtype) * found.scale
+        return out
+
+
+def keep_packed(storage: torch.dtype) -> None:
+    def assert_kept(module: Any) -> None:
+        assert isinstance(module.weight, Packed)
+        assert module.weight.scale == 0.5
+        assert not module.weight.requires_grad
+        assert torch.equal(module.weight.detach().view(torch.uint8), exact)
+
+    exact = Unpacking(storage).weight.detach().view(torch.uint8).clone()
+    policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32)
+    codecs = CommunicationPolicy(all_gather=Int8(), min_numel=1)
+    x = torch.randn(3, 4)
+    for reshard in (True, False):
+        model: Any = fully_shard(
+            Unpacking(storage), mp_policy=policy, comm_policy=codecs, reshard_after_forward=reshard
+        )
+        assert isinstance(model.weight, DTensor)
+        assert model.weight.dtype == storage
+        for _ in range(2):
+            model(x).float().sum().backward()
+            assert model.adapter.weight.grad is not None
+            assert model.weight.grad is None
+        for kind, scale, dtype, found in model.seen:
+            assert (kind, scale, dtype) == (Packed, 0.5, storage)
+            assert torch.equal(found, exact)
+        with unsharded_params(model):
+            assert_kept(model)
+        copied = copy.deepcopy(model)
+        copied.unshard()
+        assert_kept(copied)
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = Unpacking(storage)
+    shard_from_rank0(model, mp_policy=policy)
+    model.unshard()
+    assert_kept(model)
+
+
+@pytest.mark.behaviour("A-16", "D-01")
+def test_a_subclass_of_parameter_keeps_its_class_and_its_packed_bytes() -> None:
+    for storage in (torch.uint8, BF16, FP32):
+        run_ranks(keep_packed, 2, storage)

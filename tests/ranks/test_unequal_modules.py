@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as peer
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from composable_fsdp import LifecycleError, fully_shard
+from composable_fsdp import LifecycleError, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from tests.transports import SOCKETS
@@ -70,6 +72,13 @@ def sharded(model: Any, nested: bool = True, **options: Any) -> Any:
     return model
 
 
+def fill_with_zeros(reference: nn.Module) -> None:
+    """What no rank used gets zeros, as with torch's FSDP2, so that an optimizer treats it as it does there."""
+    for parameter in reference.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def train_unequally(replicate: int = 1, accumulate: int = 1, reshard: bool | None = None) -> None:
     torch.manual_seed(3)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -85,8 +94,8 @@ def train_unequally(replicate: int = 1, accumulate: int = 1, reshard: bool | Non
             for other in range(world_size):
                 loss = reference(batch_of(turn, other), choices_of(turn, other)).square().mean()
                 (loss / world_size).backward()
-        for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert (p.grad is None) == (expected.grad is None), (step, name)
+        fill_with_zeros(reference)
+        assert all(p.grad is not None for p in model.parameters()), step
         with torch.no_grad():
             model(batch_of(step, rank), choices_of(step + 1000, rank))
         for optimizer in optimizers:
@@ -171,6 +180,7 @@ def encode_on_some_ranks(reshard: bool | int | None) -> None:
         for other in range(world_size):
             loss = reference(batch_of(step, other), (step + other) % 2 == 0).square().mean()
             (loss / world_size).backward()
+    fill_with_zeros(reference)
     for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (p.grad is None) == (expected.grad is None), name
         if p.grad is not None:
@@ -299,3 +309,100 @@ def bound_memory_while_one_rank_skips() -> None:
 @pytest.mark.behaviour("C-17")
 def test_ranks_in_step_gather_alike_under_a_bound_of_memory() -> None:
     run_ranks(bound_memory_while_one_rank_skips, 2, environment=SOCKETS)
+
+
+class Unused(nn.Module):
+    """A parameter that calls use when told to, one that they never do, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.chosen, self.idle = (nn.Parameter(torch.ones(8, 4)) for _ in range(3))
+        self.frozen = nn.Parameter(torch.ones(8, 4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, chosen: bool) -> torch.Tensor:
+        out: torch.Tensor = self.used.sum() * x + self.frozen.sum()
+        return out + self.chosen.sum() if chosen else out
+
+
+class Twice(nn.Module):
+    """Two of them, of which the second may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Unused(), Unused()
+
+    def forward(self, x: torch.Tensor, chosen: bool = False, skips: bool = False) -> torch.Tensor:
+        out: torch.Tensor = self.first(x, chosen)
+        return out if skips else self.second(out, False)
+
+
+def build_twice(shard: Any, *, zeros: bool, **options: Any) -> Any:
+    model = Twice()
+    for module in (model.first, model.second, model):
+        shard(module, **options)
+    model.set_reduce_scatter_unused_params(zeros)  # type: ignore[operator]
+    return model
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The full gradients. Collective."""
+    return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else None for name, p in model.named_parameters()}
+
+
+def of_unused_parameters(shard: Any) -> dict[str, dict[str, torch.Tensor | None]]:
+    """Gradients in many cases; all ranks do the same."""
+    found, x = {}, torch.ones(())
+    for zeros in (True, False):
+        model = build_twice(shard, zeros=zeros)
+        model(x).backward()
+        found[f"{zeros}: one step"] = gradients_of(model)
+        model(x, chosen=True).backward()
+        found[f"{zeros}: another microbatch on top"] = gradients_of(model)
+        model.zero_grad()
+        model(x, skips=True).backward()
+        found[f"{zeros}: all skip the second module"] = gradients_of(model)
+        model.zero_grad()
+        for sync in (False, True):
+            model.set_requires_gradient_sync(sync)
+            model(x, chosen=not sync).backward()
+        found[f"{zeros}: two microbatches, one reduction"] = gradients_of(model)
+        model.zero_grad(set_to_none=False)
+        model(x).backward()
+        found[f"{zeros}: on top of zeros"] = gradients_of(model)
+    model = build_twice(shard, zeros=True)
+    model.second.requires_grad_(False)
+    model.first.set_reduce_scatter_unused_params(False)
+    model(x).backward()
+    found["frozen, and not asked for"] = gradients_of(model)
+    return found
+
+
+def zeros_for_unused_parameters() -> None:
+    ours, theirs = of_unused_parameters(fully_shard), of_unused_parameters(peer.fully_shard)
+    for case, expected in theirs.items():
+        assert {n for n, g in ours[case].items() if g is None} == {n for n, g in expected.items() if g is None}, case
+        torch.testing.assert_close(ours[case], expected, msg=lambda m, case=case: f"{case}: {m}")  # type: ignore[misc]
+    zero = torch.zeros(8, 4)
+    for name in ("first.chosen", "first.idle", "second.idle"):
+        torch.testing.assert_close(ours["True: one step"][name], zero)
+        assert ours["False: one step"][name] is None
+    assert all(g is None for n, g in ours["frozen, and not asked for"].items() if n != "first.used")
+
+    x, bf16 = torch.ones(()), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    theirs_at_first, model = (
+        build_twice(peer.fully_shard, zeros=True),
+        build_twice(fully_shard, zeros=True, mp_policy=bf16),
+    )
+    for each in (theirs_at_first, model):
+        each(x, skips=True).backward()
+    assert gradients_of(theirs_at_first)["second.idle"] is None, "of a module that never ran; zeros later"
+    for name, gradient in gradients_of(model).items():
+        if not name.endswith("frozen"):
+            assert gradient is not None, name
+            assert gradient.dtype is torch.float32
+            assert name == "first.used" or not gradient.any(), name
+
+
+@pytest.mark.behaviour("C-17")
+def test_parameters_that_no_rank_used_get_zeros_if_asked_for_as_with_torchs_fsdp2() -> None:
+    run_ranks(zeros_for_unused_parameters, 2)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp import (
+    ArgumentTypeError,
     ConfigurationError,
     CPUOffloadPolicy,
     FSDPError,
@@ -186,7 +187,7 @@ def test_a_3d_mesh_is_refused_with_the_way_to_slice_it() -> None:
 def test_what_is_no_mesh_is_refused_by_its_type(mesh: object) -> None:
     mesh = dist.group.WORLD if mesh == "the process group" else mesh
     match = rf"mesh must be a torch\.distributed\.DeviceMesh, not {type(mesh).__name__}.*init_device_mesh"
-    assert_refused(MeshError, match, nn.Linear(3, 4), mesh=mesh)
+    assert_refused(ArgumentTypeError, match, nn.Linear(3, 4), mesh=mesh)
 
 
 @pytest.mark.behaviour("A-08")
@@ -367,8 +368,8 @@ def test_a_dtensor_on_a_mesh_that_is_no_slice_of_the_same_one_is_refused_with_th
         ({"reshard_after_forward": "yes"}, r"must be True, False, None or an int, not 'yes'"),
         ({"mp_policy": torch.bfloat16}, "mp_policy must be a MixedPrecisionPolicy, not dtype"),
         ({"mp_policy": None}, "mp_policy must be a MixedPrecisionPolicy, not NoneType"),
-        ({"offload_policy": True}, "offload_policy must be an OffloadPolicy, not bool"),
-        ({"offload_policy": MixedPrecisionPolicy()}, "offload_policy must be an OffloadPolicy, not Mixed"),
+        ({"offload_policy": True}, "offload_policy must be an OffloadPolicy or None, not bool"),
+        ({"offload_policy": MixedPrecisionPolicy()}, "offload_policy must be an OffloadPolicy or None, not Mixed"),
         ({"mp_policy": CPUOffloadPolicy()}, "mp_policy must be a MixedPrecisionPolicy, not CPUOffload"),
     ],
     ids=repr,

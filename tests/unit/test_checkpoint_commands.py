@@ -63,6 +63,31 @@ def test_a_folder_lists_its_checkpoints_and_what_kills_left(tmp_path: Path) -> N
     assert [each["step"] for each in found["checkpoints"]] == [3, 12]
 
 
+@pytest.mark.behaviour("F-12")
+def test_damage_is_shown_beside_the_newest_that_is_intact(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, *trained(), step=step)
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    truncate(tmp_path / "step-00000003" / "__0_0.distcp")
+    flip(tmp_path / "step-00000002" / "__0_0.distcp")
+    shown = [run("inspect", tmp_path, *options).stdout.splitlines() for options in ((), ("--verify",))]
+    rows = [
+        {step: " ".join(line for line in lines if f"step-0000000{step}" in line) for step in range(5)}
+        for lines in shown
+    ]
+    for row in rows:
+        assert "newest; " in row[4]
+        assert "manifest.json is missing" in row[4]
+        assert "__0_0.distcp has " in row[3]
+    assert "newest intact" in rows[0][2]
+    assert "__0_0.distcp is damaged: its CRC-32 is" in rows[1][2]
+    assert "newest intact" in rows[1][1]
+    assert json.loads(run("inspect", tmp_path, "--json").stdout)["newest_intact"] == "step-00000002"
+    single = run("inspect", tmp_path / "step-00000002", "--verify").stdout
+    assert f"damaged: {tmp_path}/step-00000002/__0_0.distcp is damaged: its CRC-32 is " in single
+    assert "step-00000004/manifest.json is missing." in run("verify", tmp_path).stderr
+
+
 KINDS: dict[str, Callable[[Path], Path]] = {
     "ours": lambda path: save(path, *trained()).path,
     "dcp": lambda path: _plain(path),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from composable_fsdp.checkpoint.folder import MANIFEST, Writing, complete, latest
+from composable_fsdp.checkpoint import latest
+from composable_fsdp.checkpoint.folder import MANIFEST, Writing, complete
 
 
 def make(folder: Path, name: str, *, finished: bool = True) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from composable_fsdp.checkpoint.reports import Misfit, joined, leave_common_unexpected, refuse, told
+from composable_fsdp.checkpoint.reports import Misfit, joined, leave_common_unexpected, refuse, said, told
 from composable_fsdp.errors import CheckpointError
 
 
@@ -31,6 +33,20 @@ def test_differences_are_told_by_kind_with_the_ranks_that_have_them() -> None:
     with pytest.raises(CheckpointError, match=r"^it does not fit\. Nothing was loaded\.\n  missing \(1\):\n    a: x$"):
         refuse("it does not fit", {0: Misfit(missing={"a": "x"})})
     refuse("it does not fit", {0: Misfit(), 1: Misfit()})
+
+
+def test_errors_are_told_whole_and_without_colours_or_stacks() -> None:
+    assert said(ValueError("one.\ntwo.")) == "ValueError: one.\ntwo"
+    assert said(RuntimeError("\x1b[1mlost\x1b[0m.\nException raised from f at a.cpp:1 (most")) == "RuntimeError: lost"
+    colourful = "Weights only load failed. \x1b[1mdo those steps\x1b[0m.\n\tWeightsUnpickler error: "
+    refused = "Unsupported global: GLOBAL a.B was not an allowed global by default. Please use x.\n\nCheck the docs."
+    assert said(pickle.UnpicklingError(colourful + refused)) == (
+        "UnpicklingError: it has an object of the class a.B, which torch.load(weights_only=True) does not admit. If "
+        "you trust whoever wrote it, call torch.serialization.add_safe_globals([a.B]) first"
+    )
+    assert (
+        said(pickle.UnpicklingError(f"{colourful}Unsupported operand 0\n")) == "UnpicklingError: Unsupported operand 0"
+    )
 
 
 def test_long_lists_are_cut() -> None:

@@ -125,6 +125,69 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path: Path, case: str) ->
     assert str(saved.path / name) in text
 
 
+def saved_steps(folder: Path, *values: float) -> dict[int, Path]:
+    """A checkpoint for each of the ``values``, of steps 1, 2, …"""
+    paths = {}
+    for step, value in enumerate(values, 1):
+        model, optimizer = trained()
+        nn.init.constant_(model.first.weight, value)
+        paths[step] = save(folder, model, optimizer, step=step).path
+    return paths
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_newest_checkpoint_says_which_is_intact_and_can_be_left_out(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, damage, message = DAMAGE[case]
+    paths = saved_steps(tmp_path, 1.0, 2.0, 3.0, 4.0)
+    damage(paths[4] / name)
+    truncate(paths[3] / "__0_0.distcp")
+    text = refused(tmp_path)
+    assert text.startswith(
+        f"loading {tmp_path}: the newest checkpoint is damaged. step-00000002 is the newest that is intact: pass "
+        f"fallback=True to load it. Damaged:\n  step-00000004: {paths[4] / name}"
+    )
+    assert message in text
+    assert f"\n  step-00000003: {paths[3]}/__0_0.distcp has " in text
+    model, optimizer = trained()
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path, model, optimizer, fallback=True)
+        assert latest(tmp_path, verify=True) == paths[2]
+    assert model.first.weight.eq(2).all()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings[0] == (
+        f"loading {tmp_path}: step-00000002 is loaded, the newest checkpoint that is intact. "
+        + text[text.index("Damaged:") :]
+    )
+    assert warnings[1] == f"{paths[2]} is the newest intact checkpoint. {text[text.index('Damaged:') :]}"
+    save(tmp_path, model, optimizer, step=4)
+    assert latest(tmp_path, verify=True) == paths[4]
+
+
+@pytest.mark.behaviour("F-12")
+def test_none_is_intact(tmp_path: Path) -> None:
+    assert latest(tmp_path, verify=True) is None
+    paths = saved_steps(tmp_path, 1.0, 2.0)
+    flip(paths[1] / "__0_0.distcp")
+    (paths[2] / "manifest.json").unlink()
+    expected = f"is intact:\n  step-00000002: {paths[2]}/manifest.json is missing.\n  step-00000001: {paths[1]}/__0_0."
+    for fallback in (True, False):
+        assert f"loading {tmp_path}: no checkpoint in it {expected}" in refused(tmp_path, fallback=fallback)
+    with pytest.raises(CheckpointError) as raised:
+        latest(tmp_path, verify=True)
+    assert str(raised.value).startswith(f"no checkpoint in {tmp_path} {expected}")
+
+
+def test_a_newer_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_steps(tmp_path, 1.0)
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    save(tmp_path, *trained(), step=2)
+    monkeypatch.undo()
+    assert "has format version 2, written by " in refused(tmp_path, fallback=True)
+
+
 def test_sizes_are_compared_even_if_checksums_are_not(tmp_path: Path) -> None:
     saved = save(tmp_path, *trained())
     data = saved.path / "__0_0.distcp"
@@ -151,8 +214,8 @@ def test_what_only_reading_finds_out_says_that_the_model_is_loaded_in_part(tmp_p
     with pytest.raises(CheckpointError) as raised:
         load(tmp_path, other, torch.optim.AdamW(other.parameters()), verify=False)
     assert str(raised.value).startswith(f"loading {tmp_path}: {saved.path} could not be loaded: UnpicklingError: ")
-    assert ". The model is loaded in part. In checkpoints that have a manifest, verify=True finds damage " in str(
-        raised.value
+    assert str(raised.value).endswith(
+        ". The model is loaded in part. verify=True finds damage before anything is loaded."
     )
     assert "__0_0.distcp is damaged" in refused(tmp_path)
 

@@ -72,6 +72,7 @@ def test_what_was_sent_and_the_residual_make_up_what_was_to_be_sent(codec: Int8,
         rows = values(2, numel, step)
         wanted += rows
         sent += encoder.decode(encoded(encoder, rows))
+    encoder.commit()
     residual = EXACT.decode(encoder.residual(torch.device("cpu")), numel)
     torch.testing.assert_close(sent + residual, wanted, rtol=0, atol=1e-5 * steps)
     assert encoder.rounds == steps
@@ -102,6 +103,7 @@ def test_a_residual_is_dropped_after_so_many_rounds() -> None:
     first = encoded(encoder, values(1, 64))
     second = encoded(encoder, values(1, 64))
     encoded(encoder, values(1, 64))
+    encoder.commit()
     assert not torch.equal(first, second)
     assert encoder.rounds == 0
     assert torch.equal(encoded(encoder, values(1, 64)), first)
@@ -117,11 +119,34 @@ def test_a_value_that_is_not_finite_arrives_so_and_is_not_remembered(bad: float)
     assert encoder.decode(encoded(encoder, values(1, 64))).isfinite().all()
 
 
+@pytest.mark.behaviour("J-03")
+@given(st.integers(1, 3), st.integers(0, 5), st.sampled_from([None, 2]))
+def test_a_step_that_is_rolled_back_leaves_the_residual_of_the_steps_before(
+    per_step: int, failed: int, reset_every: int | None
+) -> None:
+    codec = ErrorFeedback(Int4(), reset_every=reset_every)
+    encoder, undisturbed = Encoder(codec, 2, 100), Encoder(codec, 2, 100)
+    for step in range(6):
+        if step == failed:
+            for i in range(per_step):
+                encoded(encoder, values(2, 100, 90 + i))
+            encoder.roll_back()
+            encoder.roll_back()
+        for i in range(per_step):
+            rows = values(2, 100, 10 * step + i)
+            assert torch.equal(encoded(encoder, rows), encoded(undisturbed, rows))
+        before = encoder.residual(torch.device("cpu")).clone(), encoder.rounds
+        for each in (encoder, undisturbed):
+            each.commit()
+        assert not torch.equal(before[0], encoder.residual(torch.device("cpu"))) or before[1] == 0 == encoder.rounds
+
+
 def test_a_restored_encoder_goes_on_as_the_one_that_was_saved() -> None:
     codec = ErrorFeedback(Int4(), reset_every=4)
     encoder, restored = Encoder(codec, 2, 100), Encoder(codec, 2, 100)
     for step in range(3):
         encoded(encoder, values(2, 100, step))
+    encoder.commit()
     restored.restore(encoder.residual(torch.device("cpu")), encoder.rounds)
     for step in range(3, 8):
         assert torch.equal(encoded(encoder, values(2, 100, step)), encoded(restored, values(2, 100, step)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +14,16 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
-from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, UnsupportedError, fully_shard
+from composable_fsdp.client_state import ClientState
 from composable_fsdp.lifecycle import ParameterState
+from composable_fsdp.policy import ReshardKind
 from composable_fsdp.runtime.assemble import iteration_of
 from composable_fsdp.runtime.unit import unit_of
 from tests.ranks._sharding import single_rank
@@ -54,7 +63,6 @@ def test_all_states_are_those_of_the_root_each_group_once() -> None:
     assert states == torch_state(model[0])._state_ctx.all_states
     assert [len(state._fsdp_param_groups) for state in states] == [0, 1, 1]
     assert torch_state(model)._fsdp_param_group is None
-    assert torch_state(model[1][1])._fsdp_param_group is None, "its group shows with the first of the list"
     group = torch_state(model[1][0])._fsdp_param_group
     assert (group._module_fqn, len(group.fsdp_params)) == ("1.0, 1.1", 4)
 
@@ -192,3 +200,182 @@ def test_dynamo_finds_its_marks_on_all_modules() -> None:
     for module in chain().modules():
         assert module._is_fsdp_managed_module is True
         assert module._fsdp_use_orig_params is True
+
+
+# -- private names, used in the manner of the libraries that use them
+
+
+def test_a_state_is_an_instance_of_torchs_class_and_inherits_nothing_from_it() -> None:
+    """As torchtnt and DINOv3 tell sharded modules."""
+    model = chain()
+    state = _get_module_state(model[0])
+    assert isinstance(state, FSDPState)
+    assert state is torch_state(model[0])
+    assert type(state).__mro__ == (ClientState, object)
+    assert _get_module_state(nn.Linear(2, 2)) is None
+
+
+def assert_found(model: nn.Module) -> None:
+    found = {name: state for name, module in model.named_modules() if (state := _get_module_fsdp_state(module))}
+    assert set(found) == {"", "0", "1.0", "1.1"}
+    assert all(state is torch_state(model.get_submodule(name)) for name, state in found.items())
+
+
+def test_torchs_own_lookup_finds_the_states_of_all_modules_and_of_copies_and_keeps_none_alive() -> None:
+    model = chain()
+    for each in (model, copy.deepcopy(model)):
+        assert_found(each)
+    known = weakref.ref(model[0])
+    del model, each
+    gc.collect()
+    assert known() is None
+    assert all(isinstance(module, nn.Module) for module in _module_state_mapping)
+
+
+def test_every_module_of_a_list_has_the_state_and_the_group_of_the_list() -> None:
+    model = chain()
+    first, second = (module._get_fsdp_state() for module in model[1])
+    assert first == second
+    assert len({first, second, torch_state(model)}) == 2
+    assert first._fsdp_param_group is not None
+    assert len({first._fsdp_param_group, second._fsdp_param_group}) == 1
+    assert first._modules == second._modules == tuple(model[1])
+
+
+def test_a_model_is_moved_to_the_host_between_rollouts() -> None:
+    """As VeOmni and verl do it."""
+    model = chain()
+    model(torch.ones(2, 3)).sum()  # the root stays unsharded
+    for module in model.modules():
+        state = _get_module_fsdp_state(module)
+        if state is None or state._fsdp_param_group is None:
+            continue
+        state._fsdp_param_group._training_state = TrainingState.IDLE
+    model.reshard()
+    model.cpu()
+    assert unit_of(model[0]).group.parameter_state is ParameterState.SHARDED
+    with pytest.raises(UnsupportedError, match="_training_state cannot be set to FORWARD here"):
+        torch_state(model[0])._fsdp_param_group._training_state = TrainingState.FORWARD
+
+
+def test_whether_parameters_stay_after_forward_can_be_set_through_mesh_infos() -> None:
+    """As verl's ``set_reshard_after_forward`` and DINOv3 do it."""
+    model = chain()
+    for stays in (True, False, True):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                state._auto_reshard_after_forward = False
+                if group := state._fsdp_param_group:
+                    group.post_forward_mesh_info = _get_post_forward_mesh_info(not stays, group.mesh_info)
+        group = torch_state(model[0])._fsdp_param_group
+        assert group._reshard_after_forward is not stays
+        assert (group.post_forward_mesh_info is None) is stays
+        model(torch.ones(2, 3)).sum().backward()
+        assert unit_of(model[0]).reshard.kind is (ReshardKind.NEVER if stays else ReshardKind.ALWAYS)
+
+    root: Any = fully_shard(nn.Sequential(nn.Linear(3, 3)))
+    state = root._get_fsdp_state()
+    before = state._fsdp_param_group.post_forward_mesh_info
+    assert isinstance(before, FSDPMeshInfo)
+    assert getattr(state, "_is_root") is None  # noqa: B009 (mypy takes it to stay so)
+    state._lazy_init()  # the root is the one whose parameters stay, where that was left open
+    assert state._is_root is True
+    assert state._fsdp_param_group.post_forward_mesh_info is None
+    assert not state._fsdp_param_group._reshard_after_forward
+    state._fsdp_param_group.post_forward_mesh_info = before
+    root(torch.ones(2, 3)).sum()
+    assert unit_of(root).group.parameter_state is ParameterState.SHARDED
+
+
+def test_gradient_choices_are_read_and_set_on_groups() -> None:
+    model = chain()
+    group = torch_state(model[0])._fsdp_param_group
+    for name in ("reshard_after_backward", "reduce_grads", "all_reduce_grads"):
+        assert getattr(group, name) is True
+        setattr(group, name, False)
+        assert getattr(group, name) is False
+    model(torch.ones(2, 3)).sum().backward()
+    assert unit_of(model[0]).group.parameter_state is ParameterState.UNSHARDED
+    assert all(p.sharded.grad is None for p in unit_of(model[0]).group.parameters)
+    model.set_requires_gradient_sync(True)
+    assert group.reduce_grads
+    assert group.all_reduce_grads
+
+
+def test_meshes_precision_and_parameters_are_described_in_torchs_words() -> None:
+    """As NeMo Automodel, torchtitan and finetuning-scheduler read them."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = nn.Sequential(nn.Linear(3, 2))
+    fully_shard(model[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mesh=mesh)
+    state = model[0]._get_fsdp_state()
+    group = state._fsdp_param_group
+    assert state._mp_policy.param_dtype is group.mp_policy.param_dtype is torch.bfloat16
+    assert isinstance(group.mesh_info, HSDPMeshInfo)
+    assert group.mesh_info.mesh is mesh
+    assert (group._is_hsdp, group.mesh_info.shard_mesh_size, group.device) == (True, 1, torch.device("cpu"))
+    assert group._all_gather_process_group is mesh.get_group("shard")
+    (weight, bias) = group.fsdp_params
+    assert [p._module_info.param_name for p in (weight, bias)] == ["weight", "bias"]
+    assert weight._module_info.module is model[0]
+    assert weight._param_fqn is None
+    model(torch.ones(2, 3))
+    assert [(p._param_fqn, p._orig_size, p.sharded_size) for p in (weight, bias)] == [
+        ("0.weight", torch.Size([2, 3]), torch.Size([2, 3])),
+        ("0.bias", torch.Size([2]), torch.Size([2])),
+    ]
+    assert (weight.orig_dtype, weight.param_dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(weight._sharded_param_data, model[0].weight.to_local().view(-1))
+
+
+def test_groups_are_gathered_and_freed_by_their_own_methods() -> None:
+    model = chain()
+    group = torch_state(model[1][1])._fsdp_param_group
+    group.lazy_init()
+    for asynchronous in (True, False):
+        group.unshard(asynchronous)
+        group.wait_for_unshard()
+        assert group.is_unsharded
+        assert not group.is_sharded
+        assert model[1][1].weight.shape == (3, 3)
+        group.reshard()
+        assert group.is_sharded
+
+
+def test_hooks_of_tensors_see_the_pass_for_which_they_gather() -> None:
+    """As weights of TransformerEngine look, to send only what the pass needs."""
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    seen: list[tuple[int, bool, TrainingState]] = []
+
+    def hang_on(index: int) -> None:
+        local = model[index].weight._local_tensor
+
+        def pre(mesh: Any) -> Any:
+            group = _get_module_fsdp_state(model[index])._fsdp_param_group  # type: ignore[union-attr]
+            assert group is not None
+            seen.append((index, group._reshard_after_forward, group._training_state))
+            return (local,), None
+
+        local.fsdp_pre_all_gather = pre
+        local.fsdp_post_all_gather = lambda outs, metadata, dtype, *, out=None: (outs[0], outs)
+
+    for index in range(2):
+        hang_on(index)
+    model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    forward, backward = TrainingState.FORWARD, TrainingState.PRE_BACKWARD
+    assert sorted(seen, key=str) == sorted([(i, True, s) for i in range(2) for s in (forward, backward)], key=str)
+    seen.clear()
+    model[0].unshard()
+    assert seen == [(0, True, TrainingState.IDLE)]
+    assert torch_state(model)._training_state is TrainingState.IDLE
+
+
+def test_torchs_fully_shard_around_ours_is_refused_when_it_begins() -> None:
+    model = nn.Sequential(fully_shard(nn.Linear(3, 3)), nn.Linear(3, 3))
+    torch_fsdp.fully_shard(model)
+    with pytest.raises(ConfigurationError, match=r"torch's own fully_shard has sharded a module around Linear, which"):
+        model(torch.ones(2, 3))

@@ -243,6 +243,20 @@ def test_what_is_encoded_or_in_common_or_widened_on_the_way_keeps_its_padding() 
     assert ways(widened, dataclasses.replace(whole, widens=True)) == (True, False)
 
 
+def test_a_sum_made_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    narrow = ParameterSpec("weight", (4, 4), 0, fp32, bf16, fp32, fp32, trainable=True)
+    summed = dataclasses.replace(narrow, name="norm", summed_before=True)
+
+    def wire_dtype(*specs: ParameterSpec) -> torch.dtype:
+        (bucket,) = plan_group(specs, (PlanOptions(2, 0, 0, widens=True),)).buckets
+        return bucket.wire_dtype
+
+    assert wire_dtype(narrow) is bf16
+    assert wire_dtype(summed) is fp32
+    assert wire_dtype(narrow, summed) is fp32
+
+
 def spec_of(name: str, numel: int) -> ParameterSpec:
     bf16, fp32 = torch.bfloat16, torch.float32
     return ParameterSpec(name, (numel,), 0, fp32, bf16, fp32, fp32, trainable=True)

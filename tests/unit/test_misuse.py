@@ -5,23 +5,34 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import (
     ConfigurationError,
+    CPUOffloadPolicy,
     LifecycleError,
+    LowPrecisionWarning,
+    MixedPrecisionPolicy,
+    OffloadBackendWarning,
     ParameterError,
     fully_shard,
+    local_optimizer,
     register_fsdp_forward_method,
     rekey_optimizer,
+    unsharded_params,
 )
 from composable_fsdp.bypass import explanation_of
+from composable_fsdp.mesh import data_parallel_axes, warn_without_cpu_backend
+from composable_fsdp.runtime import assemble
 from tests.ranks._sharding import single_rank
 
 X = torch.ones(2, 4)
@@ -197,23 +208,38 @@ def test_a_parameter_replaced_before_backward_gathers_its_group_is_named_there()
         loss.backward()
 
 
+CHANGED = (
+    r"^parameters of 'root' were changed in place between forward and backward: \['2\.linear\.weight', "
+    r"'2\.linear\.bias'\]\. Their gradients would be .* call reset_iter_state\(\)"
+)
+
+
 @pytest.mark.behaviour("H-06")
-@pytest.mark.parametrize("foreach", [False, True])
-def test_a_change_between_forward_and_backward_is_found_when_asked_for(foreach: bool) -> None:
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1.0, fused=True),
+        lambda parameters: local_optimizer(torch.optim.AdamW(parameters, lr=1.0, fused=True)),
+    ],
+    ids=["loop", "foreach", "fused", "local"],
+)
+@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept unsharded"])
+def test_a_step_between_forward_and_backward_is_an_error(optimizer_of: Callable[..., Any], keeps: bool) -> None:
+    """As autograd raises it for parameters that are not sharded."""
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=foreach)
-    model.set_version_check(True)
+    model.set_reshard_after_forward(not keeps)
+    optimizer = optimizer_of(model.parameters())
     for _ in range(2):
         model(X).sum().backward()
         optimizer.step()
     loss = model(X).sum()
     optimizer.step()
-    match = (
-        r"parameters of 'root' were changed between forward and backward: \['2\.linear\.weight', '2\.linear\.bias'\]"
-    )
-    with pytest.raises(LifecycleError, match=match):
+    with pytest.raises(LifecycleError, match=CHANGED):
         loss.backward()
     model.reset_iter_state()
+    model(X).sum().backward()
     model.set_version_check(False)
     loss = model(X).sum()
     optimizer.step()
@@ -221,17 +247,124 @@ def test_a_change_between_forward_and_backward_is_found_when_asked_for(foreach: 
 
 
 @pytest.mark.behaviour("H-06")
-def test_data_of_another_tensor_are_found_when_asked_for() -> None:
+def test_a_change_in_place_between_forward_and_backward_is_named() -> None:
     model = build()
+    bias = model.get_parameter("2.linear.bias")
+    loss = model(X).sum()
+    with torch.no_grad():
+        bias.zero_()
+    with pytest.raises(LifecycleError, match=r"between forward and backward: \['2\.linear\.bias'\]\."):
+        loss.backward()
+    model.reset_iter_state()
+    loss = model(X).sum()
+    bias.to_local().detach().fill_(1.0)  # is counted for all that share the memory
+    with pytest.raises(LifecycleError, match=CHANGED):
+        loss.backward()
+    model.reset_iter_state()
+    loss = model(X).sum()
+    bias.to_local().data.fill_(2.0)  # is not counted
+    loss.backward()
     model.set_version_check(True)
-    for convert in (lambda: model.to(torch.float64), lambda: model.to(torch.float32)):
-        convert()
-        model(X.to(next(model.parameters()).dtype)).sum().backward()  # conversions are followed
-    weight = model.get_parameter("0.linear.weight")
-    weight.data = torch.zeros_like(weight)
-    match = r"parameter 'linear\.weight' of '0' was given other values with p\.data = \.\.\..*Change it in place"
-    with pytest.raises(ParameterError, match=match):
+    loss = model(X).sum()
+    bias.to_local().data.fill_(3.0)
+    with pytest.raises(LifecycleError, match=r"between forward and backward: \['2\.linear\.bias'\]\."):
+        loss.backward()
+
+
+@pytest.mark.behaviour("H-06")
+def test_parameters_that_are_nan_or_complex_have_not_changed() -> None:
+    for dtype, value in ((torch.float32, float("nan")), (torch.complex64, 1j)):
+        model: Any = nn.Linear(4, 4, dtype=dtype)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        fully_shard(model)
+        model.set_version_check(True)
+        model(torch.ones(2, 4, dtype=dtype)).abs().sum().backward()
+        assert model.weight.grad is not None
+
+
+@pytest.mark.behaviour("H-06", "C-12")
+@pytest.mark.parametrize("reads_shards", [False, True])
+def test_what_may_come_between_forward_and_backward_is_no_error(reads_shards: bool) -> None:
+    """Forwards of any kind, steps of other models, reads of whole parameters, and steps once gradients are there."""
+    model, other = build(), build()
+    if reads_shards:
+        model.set_version_check(True)
+    steps = torch.optim.SGD(other.parameters(), lr=0.1, foreach=True)
+    losses = [model(X).sum() for _ in range(2)]  # several forwards before their backwards
+    with torch.no_grad():
         model(X)
+    with torch.inference_mode():
+        model(X)
+    other(X).sum().backward()
+    steps.step()
+    with unsharded_params(model):
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    model.state_dict()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    losses[0].backward(retain_graph=True)
+    losses[0].backward()
+    losses[1].backward()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, foreach=True) for p in model.parameters()}
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+    for _ in range(2):
+        model(X).sum().backward()
+
+
+@pytest.mark.behaviour("H-06")
+@pytest.mark.parametrize(
+    "assign",
+    [
+        lambda p: torch.zeros_like(p),
+        lambda p: torch.zeros(p.shape),
+        lambda p: torch.zeros(0),
+        lambda p: p.data * 0,
+    ],
+    ids=["DTensor", "whole", "of another shape", "computed"],
+)
+@pytest.mark.parametrize("when", ["before a forward", "after a step", "before backward"])
+def test_data_of_another_tensor_are_an_error(assign: Callable[[Any], torch.Tensor], when: str) -> None:
+    model = build()
+    weight = model.get_parameter("0.linear.weight")
+    if when == "after a step":
+        model(X).sum().backward()
+    loss = model(X).sum() if when == "before backward" else None
+    weight.data = assign(weight)
+    match = (
+        r"^parameters \['linear\.weight'\] of '(0|Encoder)' were given other values by p\.data = \.\.\., which a "
+        r"sharded parameter does not follow.*Change it in place: p\.copy_\(\.\.\.\)"
+    )
+    with pytest.raises(ParameterError, match=match):
+        model(X) if loss is None else loss.backward()
+    with pytest.raises(ParameterError, match=match):
+        model.state_dict()
+
+
+@pytest.mark.behaviour("H-06", "A-18")
+def test_data_that_are_the_same_conversions_and_data_of_local_tensors_are_followed() -> None:
+    model = build()
+    model(X).sum().backward()
+    for convert in (lambda: model.to(torch.float64), lambda: model.to(torch.float32), lambda: model.to(torch.float32)):
+        convert()
+        model(X.to(next(model.parameters()).dtype)).sum().backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.data
+        parameter.data += 1.0
+    plain: Any = nn.Sequential(Encoder(), nn.Tanh(), Encoder())
+    plain.load_state_dict({name: p.full_tensor() for name, p in model.state_dict().items()})
+    assert torch.equal(model(X), plain(X))
+    weight = model.get_parameter("0.linear.weight")
+    weight._local_tensor.data = torch.zeros(4, 4)
+    plain[0].linear.weight.data.zero_()
+    assert torch.equal(model(X), plain(X))
+    weight._local_tensor.set_(torch.ones(4, 4))
+    plain[0].linear.weight.data.fill_(1.0)
+    assert torch.equal(model(X), plain(X))
+    with torch.no_grad():
+        weight.fill_(2.0)
+        plain[0].linear.weight.fill_(2.0)
+    assert torch.equal(model(X), plain(X))
 
 
 # -- two threads
@@ -276,3 +409,65 @@ def test_of_two_threads_in_one_model_the_second_is_refused_and_the_first_goes_on
     assert not failures
     assert all(p.grad is not None for p in model.parameters())
     model(X).sum().backward()
+
+
+class WithMaster(torch.optim.SGD):
+    """May keep a copy of its parameters in fp32."""
+
+
+def step(module: nn.Module, kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    optimizer = kind([p for p in module.parameters() if p.requires_grad], lr=0.1)  # type: ignore[call-arg]
+    for _ in range(2):
+        module(X.to(dtype)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_warning_tells_of_an_optimizer_that_updates_parameters_of_low_precision(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "_has_warned_of_low_precision", False)
+    name = str(dtype).removeprefix("torch.")
+    silent: list[tuple[nn.Module, type[torch.optim.Optimizer], torch.dtype]] = [
+        (fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)), torch.optim.SGD, dtype),
+        (fully_shard(nn.Linear(4, 4, dtype=dtype)), WithMaster, dtype),
+    ]
+    frozen = nn.Sequential(nn.Linear(4, 4, dtype=dtype).requires_grad_(False), nn.LayerNorm(4))
+    fully_shard(frozen, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    silent.append((frozen, torch.optim.SGD, dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LowPrecisionWarning)
+        for case in silent:
+            step(*case)
+    match = (
+        rf"SGD updates 2 sharded parameters in {name}, such as 'weight', and keeps no copy in fp32.*"
+        rf"MixedPrecisionPolicy\(param_dtype=torch\.{name}\)\).*filter this composable_fsdp\.LowPrecisionWarning"
+    )
+    with pytest.warns(LowPrecisionWarning, match=match) as found:
+        step(fully_shard(nn.Linear(4, 4, dtype=dtype)), torch.optim.SGD, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LowPrecisionWarning)
+        step(fully_shard(nn.Linear(4, 4, dtype=dtype)), torch.optim.SGD, dtype)
+    assert len(found) == 1
+    assert found[0].filename == __file__
+
+
+@pytest.mark.behaviour("D-02")
+def test_offloaded_shards_of_a_mesh_without_a_backend_for_cpu_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    without = dist.new_group(backend="cuda:gloo")
+    mesh = init_device_mesh("cuda", (1,))
+    match = (
+        r"(?s)keeps shards on CPU, but the process group of dim 0 of .* has no backend for CPU tensors \(cuda:gloo\)\. "
+        r'Training works\..*full_tensor\(\).*clip_grad_norm_.*"cpu:gloo,cuda:nccl"'
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(type(mesh), "get_group", lambda *_: without)
+        with pytest.warns(OffloadBackendWarning, match=match) as found:
+            warn_without_cpu_backend(data_parallel_axes(mesh))
+        assert len(found) == 1
+        with pytest.raises(OffloadBackendWarning, match=match):  # warnings are errors here
+            fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        warn_without_cpu_backend(data_parallel_axes(init_device_mesh("cpu", (1,))))
+    warn_without_cpu_backend(data_parallel_axes(mesh))

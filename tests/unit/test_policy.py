@@ -89,7 +89,7 @@ def test_floating_parameters_compute_in_param_dtype_and_reduce_in_reduce_dtype_e
 ) -> None:
     compute = policy.param_dtype or original
     assert policy.compute_dtype(original) == compute
-    assert policy.gradient_reduce_dtype(original) == (policy.reduce_dtype or compute)
+    assert policy.gradient_reduce_dtype(compute) == (policy.reduce_dtype or compute)
 
 
 @given(POLICIES, st.sampled_from(NOT_FLOATING))

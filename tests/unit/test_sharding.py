@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 from torch.testing import assert_close
 
-from composable_fsdp import ConfigurationError, DataParallelMeshDims, MeshError, ParameterError, fully_shard
+from composable_fsdp import (
+    ArgumentTypeError,
+    ConfigurationError,
+    DataParallelMeshDims,
+    MeshError,
+    ParameterError,
+    fully_shard,
+)
 from composable_fsdp.mesh import named_data_parallel_axes
 from composable_fsdp.sharding import ModelParallel, ShardPlacementResult
 from tests.ranks._sharding import single_rank
@@ -72,7 +79,7 @@ def test_dims_need_a_mesh_that_has_them() -> None:
     dims = Dims(shard="dp")
     model = nn.Linear(3, 4)
     assert_refused(ConfigurationError, r"pass that mesh as mesh=", model, dp_mesh_dims=dims)
-    assert_refused(MeshError, r"DeviceMesh, not str", model, mesh="dp", dp_mesh_dims=dims)
+    assert_refused(ArgumentTypeError, r"DeviceMesh, not str", model, mesh="dp", dp_mesh_dims=dims)
     nameless = init_device_mesh("cpu", (1, 1))
     assert_refused(MeshError, r"the mesh has none: give it mesh_dim_names", model, mesh=nameless, dp_mesh_dims=dims)
     dims = Dims(shard=("dp", "other"), replicate="another")
@@ -169,13 +176,27 @@ def test_a_gradient_that_is_placed_as_its_parameter_is_passed_on_without_a_copy(
     inner = ModelParallel(mesh, (Shard(0),), (4, 3))
     local = torch.randn(4, 3)
     gradient = DTensor.from_local(local, mesh, [Shard(0)])
-    assert inner.local_gradient(gradient).data_ptr() == local.data_ptr()
+    assert inner.local_gradient(gradient, torch.float32).data_ptr() == local.data_ptr()
 
 
-@pytest.mark.behaviour("C-16")
-def test_a_pending_sum_stays_pending_on_data_parallel_dims_alone() -> None:
+@pytest.mark.behaviour("C-16", "J-02")
+@pytest.mark.parametrize("arrives", [Replicate(), Partial(), Partial("avg")], ids=str)
+def test_the_local_tensor_is_the_gradient_on_data_parallel_dims(arrives: Placement) -> None:
+    mesh = mesh_of("dp", "tp")
+    inner = ModelParallel(mesh, (Replicate(), Shard(0)), (4, 3), frozenset({0}))
+    local = torch.randn(4, 3)
+    gradient = DTensor.from_local(local, mesh, [arrives, Shard(0)])
+    assert inner.local_gradient(gradient, torch.float32).data_ptr() == local.data_ptr()
+
+
+@pytest.mark.behaviour("C-16", "J-02")
+def test_a_pending_sum_over_a_model_parallel_dim_has_the_dtype_of_sums() -> None:
     mesh = mesh_of("dp", "tp")
     inner = ModelParallel(mesh, (Replicate(), Replicate()), (4, 3), frozenset({0}))
-    local = torch.randn(4, 3)
+    local = torch.randn(4, 3).bfloat16()
     gradient = DTensor.from_local(local, mesh, [Partial(), Partial()])
-    assert_close(inner.local_gradient(gradient), local)
+    summed = inner.local_gradient(gradient, torch.float32)
+    assert summed.dtype is torch.float32
+    assert_close(summed, local.float())
+    pending_over_data_alone = DTensor.from_local(local, mesh, [Partial(), Replicate()])
+    assert inner.local_gradient(pending_over_data_alone, torch.float32).dtype is torch.bfloat16

@@ -5,17 +5,23 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import Variable
 
+import composable_fsdp
 from composable_fsdp.comm import interrupt
 from composable_fsdp.comm.agreement import CONTEXT, Agreement, OrderCheck, order_check_from
+from composable_fsdp.comm.passes import EndOfRun, RunningPass, has_ended
 from composable_fsdp.comm.roll import Place, Report, judge
 from composable_fsdp.comm.watch import Watch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
@@ -76,6 +82,20 @@ def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
     back = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2, OWN, 0.1))
     assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, back, lost="late", timed_out=True))
     assert "cannot be done: a connection was lost." in str(judge(OWN, back, lost="closed"))
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_the_last_operation_of_a_rank_that_is_gone_is_named() -> None:
+    """It is the last one that any rank has completed with it, over the same connections if there is one."""
+    done = [Place(OWN.ranks, number, f"all-gather of layers.{number} in forward") for number in (5, 6)]
+    without_it = Place((0, 1), 90, "all-gather of experts in forward")
+    other_line = Place((1, 2), 80, "all-gather of norm in forward", "another group")
+    told = reports(a=Report(0, 3, OWN, 1.2, last=done[0]), b=Report(1, 3, OWN, 1.0, last=done[1]))
+    assert f"\n  rank 2 last took part in {done[1]}\n  closed" in str(judge(OWN, told, lost="closed"))
+    told = reports(a=Report(0, 3, OWN, 1.2, last=without_it), b=Report(1, 3, OWN, 1.0, last=other_line))
+    assert f"rank 2 last took part in {other_line}" in str(judge(OWN, told, lost="closed"))
+    told = reports(a=Report(0, 3, OWN, 1.2, last=done[0]), b=Report(1, 3, OWN, 1.0, last=other_line))
+    assert f"rank 2 last took part in {done[0]}" in str(judge(OWN, told, lost="closed"))
 
 
 @pytest.mark.behaviour("H-05")
@@ -175,6 +195,106 @@ def test_threads_that_ask_the_store_have_ended_when_python_ends() -> None:
     """Otherwise C++ ends the process, with SIGABRT: of many threads that do nothing else, some are always there."""
     done = subprocess.run([sys.executable, "-c", BUSY_TO_THE_END], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
+
+
+# -- passes that are left
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError("no luck")
+
+
+def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -> None:
+    """A backward that has ``running`` as its pass, in a graph whose last gradient may raise."""
+    x = torch.ones(2, requires_grad=True)
+    middle = x * 2
+    middle.register_hook(lambda _: Variable._execution_engine.queue_callback(EndOfRun(end, running)))
+    if fails:
+        x.register_hook(fail)
+    middle.sum().backward()
+
+
+@pytest.mark.behaviour("H-01", "H-03")
+@pytest.mark.parametrize("fails", [True, False], ids=["in a gradient", "in the callback"])
+def test_a_backward_that_raised_is_left_before_its_exception_is_caught(fails: bool) -> None:
+    running = RunningPass("backward", "root", None)
+    told: list[str] = []
+    with pytest.raises(ArithmeticError) as caught:  # which keeps the traceback, and all frames in it
+        backward_of(running, lambda: told.append(running.left) if fails else fail(), fails=fails)
+    assert running.left == "raised in the backward of root"
+    assert caught.value is not None
+    assert not told
+
+
+@pytest.mark.behaviour("H-01", "H-03")
+def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
+    outer, inner = RunningPass("backward", "outer", None), RunningPass("backward", "inner", None)
+    told: list[str] = []
+
+    class Reentrant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad(), pytest.raises(ArithmeticError):
+                backward_of(inner, told.clear, fails=True)
+            told.extend([outer.left, inner.left])
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    out: torch.Tensor = cast(Any, Reentrant).apply(x) * 2
+    out.register_hook(
+        lambda _: Variable._execution_engine.queue_callback(EndOfRun(lambda: told.append(outer.left), outer))
+    )
+    out.sum().backward()
+    assert told == ["", "raised in the backward of inner", ""]
+
+
+@pytest.mark.behaviour("H-01", "H-03", "H-06")
+def test_a_forward_is_left_once_its_frame_has_ended_whatever_keeps_the_frame() -> None:
+    passes: list[RunningPass] = []
+    begun, interrupt_it = threading.Event(), threading.Event()
+    kept: list[BaseException] = []
+
+    def forward() -> None:
+        passes.append(RunningPass("forward", "root", sys._getframe()))
+        begun.set()
+        interrupt_it.wait()
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        try:
+            forward()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    begun.wait()
+    assert passes[0].left == ""
+    interrupt_it.set()
+    thread.join()
+    assert passes[0].left == "was interrupted in the forward of root"
+    assert kept[0].__traceback__ is not None
+
+
+def test_a_suspended_coroutine_is_not_closed_to_find_out_whether_it_runs() -> None:
+    def client() -> Iterator[int]:
+        yield 1
+        yield 2
+
+    suspended: Any = client()
+    assert next(suspended) == 1
+    assert not has_ended(suspended.gi_frame)
+    assert next(suspended) == 2
+
+
+def test_no_code_looks_at_the_stacks_of_other_threads() -> None:
+    """CPython makes frame objects for that while the thread changes its stack: a rank has crashed there."""
+    package = Path(composable_fsdp.__file__).parent
+    assert [path for path in package.rglob("*.py") if "_current_frames" in path.read_text()] == []
 
 
 # -- agreement

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from composable_fsdp.comm.protocol import Transfer, Work
 from composable_fsdp.comm.shared import operation
 from composable_fsdp.comm.shared.engine import Engine
+from composable_fsdp.comm.shown import profiled
 from composable_fsdp.errors import UnsupportedError
 from composable_fsdp.layout.bucket import NEVER_DIRECT
 from composable_fsdp.layout.reduction import ReduceOp
@@ -69,16 +70,20 @@ class SharedMemoryCommunicator:
     def with_pool(self, pooled: bool) -> SharedMemoryCommunicator:
         return self
 
+    @profiled
     def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
         return self._launch(transfers and operation.all_gather(self.rank, self.size, transfers, label))
 
+    @profiled
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
         _check_sum(op)
         return self._launch(transfers and operation.reduce_scatter(self.rank, self.size, transfers, label))
 
+    @profiled
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
         return self._launch(transfers and operation.all_to_all(self.rank, self.size, transfers, label))
 
+    @profiled
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
         _check_sum(op)
         return self._launch(tensors and operation.all_reduce(self.rank, self.size, tensors, label))

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 import torch
 
 from composable_fsdp import trace
-from composable_fsdp.comm.roll import Place, roll_text
+from composable_fsdp.comm.passes import said_of
+from composable_fsdp.comm.roll import Place
 from composable_fsdp.comm.shared.faults import Peers
 from composable_fsdp.comm.shared.memory import Blocks, Segment
 from composable_fsdp.comm.shared.operation import Operation
@@ -118,6 +119,8 @@ class Engine:
         self._seen: dict[int, list[torch.Tensor]] = {peer: [] for peer in wire.peers}
         """By peer, its blocks."""
         self._broken = ""
+        self._last_done = ""
+        """The operation that was completed last."""
         self._looks = False
         """Whether it has told the watch what it waits for."""
 
@@ -132,7 +135,7 @@ class Engine:
         try:
             return Segment(nbytes)
         except OSError as error:
-            self._give_up(error)
+            self._give_up(error, "sharing of memory")
             raise
 
     def launch(self, operation: Operation) -> Launched:
@@ -147,7 +150,7 @@ class Engine:
         try:
             self._begin(running)
         except BaseException as error:
-            self._give_up(error)
+            self._give_up(error, running)
             raise
         self._running.append(running)
         _mine().add(self)
@@ -212,7 +215,7 @@ class Engine:
         try:
             self._wire.flush()
             while self._running and self._running[0].sequence <= last and self._run(self._running[0]):
-                self._running.popleft()
+                self._last_done = self._running.popleft().operation.label
                 self.completed += 1
         except BaseException as error:
             self._give_up(error)
@@ -269,11 +272,19 @@ class Engine:
         if ended:
             first = min(ended, key=lambda peer: ended[peer] != "")  # one that is gone, not one that gave up for that
             told = self._watch.failure_of(self._peers.ranks[first]) if self._watch is not None else ""
-            raise self._peers.gone(first, ended[first] or told, running)
+            raise self._peers.gone(first, ended[first] or told, running, self._last_known(first))
+
+    def _last_known(self, peer: int) -> str:
+        """The last operation that ``peer`` has launched, as far as this rank has read."""
+        launched = self._wire.last_label(peer)
+        if not launched and self._running and self._running[0].round:
+            return self._running[0].operation.label
+        return launched or self._last_done
 
     def _time_out(self) -> None:
-        told = roll_text(self._watch.call_roll(self._peers.ranks)) if self._watch is not None else ""
-        error = self._peers.silent(self._silent(), self._timeout, self._running[0], told)
+        reports = self._watch.call_roll(self._peers.ranks) if self._watch is not None else {}
+        known = {peer: self._last_known(peer) for peer in self._silent()}
+        error = self._peers.silent(known, self._timeout, self._running[0], reports)
         self._give_up(error)
         raise error
 
@@ -298,9 +309,11 @@ class Engine:
         running = self._running[0]
         return [peer for peer in self._wire.peers if not self._wire.has_read(peer, running.sequence, running.round)]
 
-    def _give_up(self, error: BaseException) -> None:
-        self._broken = self._broken or _reason(error)
-        self._wire.give_up(self._broken)
+    def _give_up(self, error: BaseException, failed: object = "") -> None:
+        """``error`` ends the connection. ``failed`` is what raised it, if not the first operation under way."""
+        self._broken = self._broken or (str(error) if isinstance(error, FSDPError) else said_of(error))
+        operation = failed or (self._running[0] if self._running else "an operation")
+        self._wire.give_up(self._peers.farewell(self.rank, error, operation))
         place, position = self._place_of_next(), self._position(self.completed)
         self._running.clear()
         _mine().discard(self)
@@ -321,10 +334,6 @@ class Engine:
         """Lets go of the sockets without a word, as a forked process must: they are its parent's."""
         self._broken = "this process was forked from the one that had the connection."
         self._wire.close()
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, FSDPError) else f"{type(error).__name__}: {error}"
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

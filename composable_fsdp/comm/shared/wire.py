@@ -119,6 +119,11 @@ class Wire:
     def has_read(self, peer: int, sequence: int, round: int) -> bool:
         return (sequence, round) in self._inbox[peer]
 
+    def last_label(self, peer: int) -> str:
+        """Of the last operation that ``peer`` has launched, among the messages that were read and not popped."""
+        launches = [message for message in self._inbox[peer].values() if message.label]
+        return max(launches, key=lambda message: message.sequence).label if launches else ""
+
     def pop(self, peer: int, sequence: int, round: int) -> Message:
         return self._inbox[peer].pop((sequence, round))
 

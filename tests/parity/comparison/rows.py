@@ -1,0 +1,119 @@
+"""One row of the comparison with torch's FSDP2: a program, and its outcome on each library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh
+
+import composable_fsdp
+
+__all__ = ["LIBRARIES", "Library", "Row", "batch", "compare_gradients", "row", "seeded"]
+
+LIBRARIES: dict[str, Any] = {"torch": torch_fsdp, "here": composable_fsdp}
+Library = Any
+"""A module with the public names of FSDP2."""
+
+Program = Callable[[Library, DeviceMesh], str]
+"""Runs on every rank with a 1-d mesh of all ranks, and says in a word or two how it went."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A program and what its ranks report.
+
+    Args:
+        section: title of the table that the row stands in.
+        title: the program, in words.
+        program: name of the function, in a module of this package.
+        torch: the outcome on torch's FSDP2, in words.
+        torch_reports: matches what the ranks report there. Reports are joined by ``" | "`` in the order of ranks.
+        here: the outcome on this library, in words.
+        our_reports: matches what the ranks report here.
+        reason: why this library does otherwise.
+        ranks: how many run the program.
+        needs: a package that the program imports, if it is not one of the test suite's own.
+    """
+
+    section: str
+    title: str
+    program: Program
+    torch: str
+    torch_reports: str
+    here: str
+    our_reports: str
+    reason: str
+    ranks: int
+    needs: str | None
+
+    @property
+    def name(self) -> str:
+        return self.program.__name__
+
+
+def row(
+    section: str,
+    title: str,
+    *,
+    torch: str,
+    torch_reports: str,
+    here: str,
+    reason: str,
+    our_reports: str = r"^right( \| right)*$",
+    ranks: int = 2,
+    needs: str | None = None,
+) -> Callable[[Program], Row]:
+    """Makes a row of the decorated program."""
+    return lambda program: Row(section, title, program, torch, torch_reports, here, our_reports, reason, ranks, needs)
+
+
+# -- parts of programs
+
+
+def seeded(build: Callable[[], nn.Module]) -> Any:
+    """The same values on all ranks."""
+    torch.manual_seed(1)
+    return build()
+
+
+def batch(step: int, rank: int, width: int = 6) -> torch.Tensor:
+    """Three inputs of one rank in one step."""
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def compare_gradients(
+    model: nn.Module,
+    reference: nn.Module,
+    loss: Callable[[nn.Module, int], torch.Tensor],
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> str:
+    """``right`` if every gradient is that of the mean of all ranks' losses, else how one differs.
+
+    Args:
+        model: sharded, after backward.
+        reference: unsharded, with the same values.
+        loss: of a model on the data of a rank.
+    """
+    world_size = dist.get_world_size()
+    reference.zero_grad()
+    for rank in range(world_size):
+        (loss(reference, rank) / world_size).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        wanted = expected[name]
+        if gradient is None or wanted is None:
+            if gradient is not wanted:
+                return f"wrong: {name} has {'no' if gradient is None else 'a'} gradient"
+            continue
+        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        if not torch.allclose(full, wanted.to(full.dtype), rtol=rtol, atol=atol):
+            return f"wrong: gradient of {name}"
+    return "right"

@@ -1,0 +1,40 @@
+"""Every row of ``docs/compared-with-fsdp2.md`` on torch's FSDP2 and on this library."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from composable_fsdp.testing import RanksError, run_ranks
+from tests.parity.comparison.catalogue import ROWS, play
+
+SECONDS = 8.0
+"""How long a program may take, on a busy machine. Those of torch that hang take all of it."""
+
+
+def reports(name: str, library: str) -> str:
+    """What the ranks report of a row's program, or how their processes ended."""
+    try:
+        return " | ".join(run_ranks(play, ROWS[name].ranks, name, library, timeout=SECONDS))
+    except RanksError as error:
+        return str(error)
+
+
+def check(name: str, library: str, pattern: str) -> None:
+    needed = ROWS[name].needs
+    if needed is not None and find_spec(needed) is None:
+        pytest.skip(f"needs {needed}: make install")
+    found = reports(name, library)
+    assert re.search(pattern, found), found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_torch_does_what_the_page_says(name: str) -> None:
+    check(name, "torch", ROWS[name].torch_reports)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_this_library_does_what_the_page_says(name: str) -> None:
+    check(name, "here", ROWS[name].our_reports)

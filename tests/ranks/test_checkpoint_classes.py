@@ -1,0 +1,238 @@
+"""Checkpoints of tensors of classes of their own: what was saved is what is loaded, on any mesh or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_fsdp import CheckpointError, fully_shard
+from composable_fsdp.checkpoint import (
+    Full,
+    load,
+    load_state_dict,
+    optimizer_state_dict,
+    save,
+    save_safetensors,
+    state_dict,
+)
+from composable_fsdp.checkpoint.convert import convert
+from composable_fsdp.checkpoint.sources import Kind
+from composable_fsdp.checkpoint.verify import verify
+from composable_fsdp.testing import run_ranks
+from tests.ranks._checkpoint_worlds import raising_alike
+from tests.ranks._tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
+
+PORTABLE = ["tagged", "pair", "coded"]
+
+
+def sharded(kinds: list[str], seed: int, dim: int = 0, **options: Any) -> nn.Module:
+    model = model_of(kinds, seed, **options)
+    for module in model.children():
+        fully_shard(module, shard_placement_fn=lambda p: Shard(dim if p.ndim > 1 else 0))
+    return model
+
+
+def part_of(whole: torch.Tensor, dim: int, name: str, outer: torch.Size) -> torch.Tensor:
+    """This rank's part of an inner tensor, where the tensor of shape ``outer`` is cut along ``dim``."""
+    follows = {"rows": (0, None), "columns": (None, 0)}.get(name, (0, 1))[dim]
+    if not dist.is_initialized() or follows is None:
+        return whole
+    step = -(-outer[dim] // dist.get_world_size())
+    start = min(dist.get_rank() * step, outer[dim])
+    return whole.narrow(follows, start, min(step, outer[dim] - start))
+
+
+def assert_same(model: nn.Module, expected: nn.Module, dim: int = 0) -> None:
+    for (name, found), whole in zip(model.named_parameters(), expected.parameters(), strict=True):
+        local = found._local_tensor if isinstance(found, DTensor) else found
+        assert type(local).__name__ in (type(whole).__name__, "Tensor", "Parameter"), name
+        wholes = inner_of(whole)
+        assert inner_of(found).keys() == wholes.keys()
+        for inner, value in inner_of(found).items():
+            wanted = part_of(wholes[inner], dim if whole.ndim > 1 else 0, inner, whole.shape)
+            assert torch.equal(value, wanted), (name, inner)
+
+
+def pair_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """With state of the parameters' classes, filled."""
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(wanted, lr=0.1, momentum=0.9)
+    for parameter in wanted:
+        optimizer.state[parameter]["momentum_buffer"] = parameter.detach().clone()
+    return optimizer
+
+
+def saves(folder: Path) -> None:
+    model = sharded(PORTABLE, 1)
+    assert_same(model, model_of(PORTABLE, 1))
+    save(folder / "rows", model, pair_optimizer(model))
+    save(folder / "later", model, asynchronous=True).wait()
+    save(folder / "columns", sharded(["coded"], 1, dim=1))
+    save(folder / "one row", sharded(["pair"], 1, shape=(1, 3)))
+
+
+def loads(folder: Path, dim: int) -> None:
+    model = sharded(PORTABLE, 2, dim)
+    fresh = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    load(folder / "rows", model, fresh)
+    expected = model_of(PORTABLE, 1)
+    assert_same(model, expected, dim)
+    for name, parameter in model.named_parameters():
+        if parameter in fresh.state:
+            momentum = inner_of(fresh.state[parameter]["momentum_buffer"])
+            assert all(torch.equal(value, momentum[inner]) for inner, value in inner_of(parameter).items()), name
+    for other in ("later", "again"):
+        again = sharded(PORTABLE, 2, dim)
+        load(folder / other, again)
+        assert_same(again, expected, dim)
+    one_row = sharded(["pair"], 2, shape=(1, 3))
+    load(folder / "one row", one_row)
+    assert_same(one_row, model_of(["pair"], 1, (1, 3)))
+    columns = sharded(["coded"], 2, dim)
+    load(folder / "columns", columns)
+    assert_same(columns, model_of(["coded"], 1), dim)
+
+
+@pytest.mark.behaviour("F-07", "F-09", "F-12")
+def test_inner_tensors_are_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Shards of two ranks are square, so that shapes do not say what is a scale of rows and what of columns."""
+    run_ranks(saves, 2, tmp_path)
+    assert not verify(tmp_path / "rows").problems
+    convert(tmp_path / "rows", tmp_path / "model.pt", Kind.TORCH)
+    convert(tmp_path / "model.pt", tmp_path / "again" / "step-00000000", Kind.DCP)
+    run_ranks(loads, 2, tmp_path, 0)
+    run_ranks(loads, 3, tmp_path, 1)
+    whole = model_of(PORTABLE, 2)
+    load(tmp_path / "rows", whole, pair_optimizer(whole))
+    assert_same(whole, model_of(PORTABLE, 1))
+
+
+def saves_blocks(folder: Path) -> None:
+    model = sharded(["in blocks"], 1)
+    save(folder, model)
+    other = sharded(["in blocks"], 2)
+    load(folder, other)
+    for name, value in inner_of(other["in blocks"].weight).items():  # type: ignore[index]
+        assert torch.equal(value, inner_of(model["in blocks"].weight)[name]), name  # type: ignore[index]
+
+
+def cannot_load_blocks(folder: Path) -> None:
+    model = sharded(["in blocks"], 2)
+    before = {name: value.clone() for name, value in inner_of(model["in blocks"].weight).items()}  # type: ignore[index]
+    for strict in (True, False):
+        with raising_alike() as raised:
+            load(folder, model, strict=strict)
+        text = str(raised.value)
+        assert "does not fit ModuleDict. Nothing was loaded.\n  of another tensor class, or cut where" in text
+        assert "in blocks.weight.blocks: saved as other shards than that of 0:2,0:3. Load it on the mesh, and" in text
+    after = inner_of(model["in blocks"].weight)  # type: ignore[index]
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.behaviour("F-07", "F-12")
+def test_inner_tensors_that_are_cut_in_another_way_are_loaded_on_the_same_mesh_only(tmp_path: Path) -> None:
+    run_ranks(saves_blocks, 2, tmp_path)
+    run_ranks(cannot_load_blocks, 3, tmp_path)
+
+
+def closed(folder: Path) -> None:
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(Closed(model.weight.detach()))
+    with raising_alike() as raised:
+        save(folder, model)
+    assert str(raised.value) == (
+        f"saving to {folder}: model.weight cannot be saved: its class tests.ranks._tensor_classes.Closed has "
+        "__torch_dispatch__ and no __tensor_flatten__, so nothing says which plain tensors it consists of. Give the "
+        "class __tensor_flatten__ and __tensor_unflatten__, or leave the tensor out of the state dict and make it "
+        "again after load()."
+    )
+    assert not list(folder.glob("step-*"))
+    coded = sharded(["coded"], 1)
+    with raising_alike(r"save_safetensors: coded\.weight: a Coded cannot be copied to a plain tensor \(Attrib"):
+        save_safetensors(coded, folder / "tensors")
+    with raising_alike(r"^coded\.weight cannot be shown whole: its class Coded does not support it \(NotImplemented"):
+        state_dict(coded, Full())
+    pair = sharded(["pair"], 1)
+    whole = state_dict(pair, Full())
+    assert type(whole["pair.weight"]).__name__ == "Pair"
+    assert torch.equal(whole["pair.weight"].left, model_of(["pair"], 1)["pair"].weight.left)  # type: ignore[index]
+    rank0 = state_dict(pair, Full(rank0_only=True))
+    assert list(rank0) == ([] if dist.get_rank() else ["pair.weight", "pair.bias"])
+    with raising_alike(r"'pair\.weight' is a Pair, which cannot be sent from rank 0: only plain tensors can"):
+        load_state_dict(pair, rank0, broadcast_from_rank0=True)
+    momenta = optimizer_state_dict(pair, pair_optimizer(pair), Full())["state"]["pair.weight"]["momentum_buffer"]
+    assert torch.equal(momenta.right, whole["pair.weight"].right)
+
+
+@pytest.mark.behaviour("F-02", "F-12")
+def test_what_a_class_does_not_support_is_an_error_that_names_the_parameter(tmp_path: Path) -> None:
+    run_ranks(closed, 2, tmp_path)
+
+
+def misfit(folder: Path, model: nn.Module, expected: Sequence[str]) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        load(folder, model)
+    text = str(raised.value)
+    assert "Nothing was loaded.\n" in text
+    assert [line.strip() for line in text.splitlines()[1:]] == list(expected)
+
+
+TITLE = "of another tensor class, or cut where this cannot be undone (1):"
+PREFIX = "tests.ranks."
+
+
+@pytest.mark.behaviour("F-12")
+def test_another_class_is_refused(tmp_path: Path) -> None:
+    """Without process groups."""
+    save(tmp_path, model_of(["coded"], 1))
+    plain = nn.ModuleDict({"coded": nn.Linear(3, 6)})
+    misfit(tmp_path, plain, [TITLE, f"coded.weight: a {PREFIX}_tensor_classes.Coded, expected a torch.Tensor"])
+    kind = model_of(["coded"], 2)
+    coded: Any = kind["coded"]  # type: ignore[index]
+    coded.weight.kind = "unsigned"
+    wrong = f"coded.weight: a {PREFIX}_tensor_classes.Coded with signed, expected one with unsigned"
+    misfit(tmp_path, kind, [TITLE, wrong])
+    coded.weight.kind, coded.weight.note = "signed", torch.ones(2)
+    has = f"coded.weight.note: not saved, but this {PREFIX}_tensor_classes.Coded has it"
+    misfit(tmp_path, kind, [TITLE, has])
+    save(tmp_path, kind)
+    fresh = model_of(["coded"], 3)
+    load(tmp_path, fresh)
+    assert torch.equal(fresh["coded"].weight.note, torch.ones(2))  # type: ignore[index]
+    wide = nn.ModuleDict({"coded": nn.Linear(3, 8)})
+    wide["coded"].weight = nn.Parameter(Coded.made(torch.zeros(8, 3), has_blocks=False), requires_grad=False)
+    wide["coded"].bias = coded.bias
+    misfit(tmp_path, wide, ["of another shape (1):", "coded.weight: (6, 3), expected (8, 3)"])
+
+
+def test_a_class_that_another_tool_pickled_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    """``torch.distributed.checkpoint`` pickles such tensors whole, as ``save`` once did too."""
+    saved, model = model_of(["pair"], 1), model_of(["pair"], 2)
+    with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
+        dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    before = {name: value.clone() for name, value in inner_of(model["pair"].weight).items()}  # type: ignore[index]
+    with pytest.raises(CheckpointError) as raised:
+        load(tmp_path, model)
+    assert str(raised.value) == (
+        f"loading {tmp_path}: {tmp_path} could not be loaded: UnpicklingError: it has an object of the class "
+        "tests.ranks._extensions.Pair, which torch.load(weights_only=True) does not admit. If you trust whoever wrote "
+        "it, call torch.serialization.add_safe_globals([tests.ranks._extensions.Pair]) first. Nothing was loaded."
+    )
+    assert all(torch.equal(v, before[n]) for n, v in inner_of(model["pair"].weight).items())  # type: ignore[index]
+
+
+def test_plain_values_are_loaded_into_a_class_that_copies_them(tmp_path: Path) -> None:
+    linear = nn.Linear(3, 6)
+    save(tmp_path, nn.ModuleDict({"tagged": linear}))
+    model = model_of(["tagged"], 2)
+    load(tmp_path, model)
+    assert torch.equal(inner_of(model["tagged"].weight)["values"], linear.weight)  # type: ignore[index]
+    assert list(CLASSES) == [*PORTABLE, "in blocks"]

@@ -1,0 +1,20 @@
+"""As ``tests/unit/test_dropped_models.py``, with what ranks send each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from composable_fsdp.testing import run_ranks
+from tests.ranks._dropped import CASES, survivors
+from tests.transports import TRANSPORTS
+
+
+def survivors_by_case() -> dict[str, list[str]]:
+    return {name: survivors(case) for name, case in CASES.items()}
+
+
+@pytest.mark.behaviour("C-03")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_of_a_dropped_model_nothing_waits_for_the_garbage_collector(transport: str) -> None:
+    for found in run_ranks(survivors_by_case, 2, environment=TRANSPORTS[transport]):
+        assert found == {name: [] for name in CASES}

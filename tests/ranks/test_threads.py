@@ -1,0 +1,148 @@
+"""Threads of one process that each have models of their own."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard, local_optimizer
+from composable_fsdp.checkpoint import load, save
+from composable_fsdp.testing import run_ranks
+from tests.ranks._sharding import single_rank, values_of
+from tests.transports import IN_COMMON, SOCKETS, Environment
+
+T = TypeVar("T")
+
+THREADS = 8
+MODELS = 2
+"""That each thread builds, one after the other."""
+WIDTH = 6
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def together(calls: Sequence[Callable[[], T]], turn: float) -> list[T]:
+    """The results of all calls, each in a thread. These take turns of so many seconds, where Python has 5 ms."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    begin = threading.Barrier(len(calls))
+
+    def run(number: int) -> None:
+        try:
+            begin.wait()
+            results[number] = calls[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(turn)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(calls))]
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def build(seed: int, mesh: DeviceMesh, **options: Any) -> Any:
+    """The default generator is one for all threads, so that the values come from another one."""
+    generator = torch.Generator().manual_seed(seed)
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    stale = torch.optim.SGD(model.parameters(), lr=0.1)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    model(batch(seed)).sum().backward()
+    with pytest.raises(ConfigurationError, match=r"SGD was built before fully_shard: 6 of its 6 parameters"):
+        stale.step()
+    model.zero_grad()
+    return model
+
+
+def train(model: Any, seed: int, steps: int = 2) -> torch.optim.Optimizer:
+    optimizer = local_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    for step in range(steps):
+        with torch.no_grad():
+            model(batch(seed - step))
+        model(batch(seed + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def live(seed: int, mesh: DeviceMesh, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """What models of one thread come to that are built, trained, copied, saved, loaded and dropped."""
+    found = []
+    for number in range(MODELS):
+        model = build(seed + number, mesh, reshard_after_forward=number == 0)
+        optimizer = train(model, seed)
+        copied = copy.deepcopy(model)
+        train(copied, seed + 7)
+        found += [values_of(model), values_of(copied)]
+        if number == 0:
+            save(folder, model, optimizer)
+            train(model, seed + 9)
+            load(folder, model, optimizer)
+            found.append(values_of(model))
+    return found
+
+
+def exactly(found: object, expected: object) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.behaviour("J-04", "H-06")
+def test_models_of_eight_threads_are_what_those_of_one_are(alone: None, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    expected = [live(100 * i, mesh, tmp_path / f"one-{i}") for i in range(THREADS)]
+    calls = [partial(live, 100 * i, mesh, tmp_path / f"of-several-{i}") for i in range(THREADS)]
+    exactly(together(calls, 1e-5), expected)
+
+
+def train_in_threads(numbers: list[int]) -> None:
+    """Two threads of each rank, each over a process group of its own."""
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in numbers]
+
+    def run(i: int) -> dict[str, torch.Tensor]:
+        """What the second one keeps unsharded must not depend on when the first one's optimizer steps."""
+        precision = MixedPrecisionPolicy(torch.bfloat16 if i else None)
+        model = build(i, meshes[i], mp_policy=precision, reshard_after_forward=not i)
+        model.set_reshard_after_backward(not i)
+        train(model, 10 * i + dist.get_rank(), steps=6)
+        return values_of(model)
+
+    found = together([partial(run, i) for i in numbers], 1e-4)
+    exactly(found, [run(i) for i in numbers])
+
+
+@pytest.mark.behaviour("J-04", "H-06")
+@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
+def test_two_threads_of_each_rank_train_over_process_groups_of_their_own(transport: Environment) -> None:
+    run_ranks(train_in_threads, 2, [0, 1], environment=transport)

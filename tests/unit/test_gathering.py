@@ -1,0 +1,64 @@
+"""An all-gather over several communicators whose launch fails: memory that is in use is not given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp.memory.lanes import Lanes
+from composable_fsdp.runtime.bucket import Gather
+from composable_fsdp.runtime.gathering import LastGather, launch_gather
+
+CPU = torch.device("cpu")
+
+
+class Wire:
+    """A communicator on which everything is under way for ever, or one that cannot launch."""
+
+    aliases = False
+    size = 2
+
+    def __init__(self, *, works: bool) -> None:
+        self._works = works
+
+    def all_gather(self, transfers: Sequence[Transfer], label: str) -> Wire:
+        if not self._works:
+            raise MemoryError(label)
+        return self
+
+
+class Channel:
+    smaller = None
+
+    def __init__(self, wire: Wire) -> None:
+        self.gather = self.gathers_over = wire
+
+
+class Bucket:
+    """A bucket whose parameters travel straight to their places."""
+
+    as_it_lies = None
+    awaits_readers = False
+
+    def __init__(self, wire: Wire) -> None:
+        self.channel = Channel(wire)
+        self.is_freed = False
+
+    def prepare_gather(self) -> Gather:
+        return Gather([Transfer(torch.zeros(4), torch.ones(2))], [])
+
+    def free(self) -> None:
+        self.is_freed = True
+
+
+@pytest.mark.behaviour("H-01")
+@pytest.mark.parametrize("first_works", [True, False])
+def test_memory_is_given_back_after_a_failed_launch_unless_part_of_it_is_under_way(first_works: bool) -> None:
+    buckets: list[Any] = [Bucket(Wire(works=first_works)), Bucket(Wire(works=False))]
+    with pytest.raises(MemoryError, match="all-gather of a"):
+        launch_gather(Lanes(CPU), buckets, CPU, "all-gather of a", LastGather())
+    assert [bucket.is_freed for bucket in buckets] == [not first_works] * 2
