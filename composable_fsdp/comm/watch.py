@@ -178,12 +178,12 @@ class Watch:
         store = self._store
         try:
             end = time.monotonic() + seconds
-            self._ask(lambda: store.set(keys[self.rank], own))
-            while missing := self._ask(lambda: [rank for rank, key in keys.items() if not store.check([key])]):
+            self._ask(lambda: store.set(keys[self.rank], own), seconds)
+            while missing := self._ask(lambda: [rank for rank, key in keys.items() if not store.check([key])], seconds):
                 if time.monotonic() > end:
                     raise PeerError(f"{occasion}, and in {seconds:g} s {ranks_text(missing)} did not.")
                 time.sleep(0.02)
-            brought = self._ask(lambda: [store.get(key).decode() for key in keys.values()])
+            brought = self._ask(lambda: [store.get(key).decode() for key in keys.values()], seconds)
             if number > 1:  # who has come to this one has left that
                 self._request(lambda: store.delete_key(f"{name}/{number - 1}/{self.rank}"))
             return brought
@@ -271,7 +271,7 @@ class Watch:
         """What ``call`` gives.
 
         Raises:
-            RuntimeError: the store is gone, or does not answer .
+            RuntimeError: the store is gone, or does not answer in ``seconds``.
         """
         future = self._request(call)
         end = time.monotonic() + max(seconds, _STORE_SECONDS)
