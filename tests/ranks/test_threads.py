@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +18,8 @@ from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shar
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.testing import run_ranks
 from tests.ranks._sharding import single_rank, values_of
+from tests.threads import together
 from tests.transports import IN_COMMON, SOCKETS, Environment
-
-T = TypeVar("T")
 
 THREADS = 8
 MODELS = 2
@@ -34,34 +31,6 @@ WIDTH = 6
 def alone() -> Iterator[None]:
     with single_rank():
         yield
-
-
-def together(calls: Sequence[Callable[[], T]], turn: float) -> list[T]:
-    """The results of all calls, each in a thread. These take turns of so many seconds, where Python has 5 ms."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-    begin = threading.Barrier(len(calls))
-
-    def run(number: int) -> None:
-        try:
-            begin.wait()
-            results[number] = calls[number]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(turn)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    if errors:
-        raise errors[0]
-    return [results[number] for number in range(len(calls))]
 
 
 def batch(seed: int) -> torch.Tensor:

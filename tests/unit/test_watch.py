@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 from torch.autograd import Variable
 
 import composable_fsdp
-from composable_fsdp.comm import interrupt
+from composable_fsdp.comm import interrupt, watch
 from composable_fsdp.comm.agreement import CONTEXT, Agreement, OrderCheck, order_check_from
 from composable_fsdp.comm.passes import EndOfRun, RunningPass, has_ended
 from composable_fsdp.comm.roll import Place, Report, judge
 from composable_fsdp.comm.watch import Watch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.testing import PartitionableStore
+from tests.threads import together
 
 OWN = Place((0, 1, 2), 7, "all-gather of layers.2 in forward")
 OTHER = Place((0, 1, 2), 7, "all-gather of layers.3 in forward")
@@ -122,6 +124,52 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
     finally:
         for watch in watches:
             watch.stop()
+
+
+class SlowStore:
+    """``store``, of which each ``set`` takes so many ``seconds``, or until ``answers`` is set."""
+
+    def __init__(self, store: dist.Store, seconds: float | None) -> None:
+        self._store, self._seconds = store, seconds
+        self.answers = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.answers.wait(self._seconds)
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.behaviour("H-03")
+def test_ranks_meet_over_a_store_that_is_slower_than_a_roll_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_STORE_SECONDS", 0.1)
+    store = dist.HashStore()
+    watches = [Watch(SlowStore(store, 0.5), rank, 2) for rank in range(2)]
+    try:
+        calls = [partial(each.meet, [0, 1], f"of {each.rank}", 30.0, "all must come") for each in watches]
+        assert together(calls, 5e-3) == [["of 0", "of 1"]] * 2
+    finally:
+        for each in watches:
+            each.stop()
+
+
+@pytest.mark.behaviour("H-03")
+def test_ranks_that_cannot_meet_as_the_store_never_answers_say_so_after_their_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "_STORE_SECONDS", 0.1)
+    store = SlowStore(dist.HashStore(), None)
+    alone = Watch(store, 0, 2)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(PeerError) as caught:
+            alone.meet([0, 1], "of 0", 1.0, "all must come")
+        assert str(caught.value) == "all must come, but they cannot meet: the store of the job does not answer."
+        assert 1.0 <= time.monotonic() - begin < 10.0
+    finally:
+        store.answers.set()
+        alone.stop()
 
 
 @pytest.mark.behaviour("H-03", "H-05")
