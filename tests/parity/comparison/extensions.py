@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.parity.comparison.rows import Library, batch, compare_gradients, row, seeded
+from composable_fsdp.checkpoint import load, save
+from tests.parity.comparison.rows import LIBRARIES, Library, batch, compare_gradients, row, seeded
+from tests.ranks._extensions import Pair
 
 SECTION = "All-gather extensions"
 
@@ -197,3 +204,37 @@ def class_without_chunk(library: Library, mesh: DeviceMesh) -> str:
     torch.manual_seed(1)
     library.fully_shard(model, mesh=mesh)
     return "right" if model.weight.to_local().shape == (3, 6) else "wrong"
+
+
+@row(
+    SECTION,
+    "A checkpoint of a parameter whose tensor class consists of inner tensors",
+    torch="`torch.distributed.checkpoint` pickles the shards; its `load` raises unless `torch.serialization."
+    "add_safe_globals` was called with the class",
+    torch_reports=r"Unsupported global: GLOBAL tests\.ranks\._extensions\.Pair",
+    here="`composable_fsdp.checkpoint.save` writes the inner tensors, `load` restores them",
+    reason="Tensors are values: a file of them runs no code of the class when it is read.",
+)
+def checkpoint_of_a_tensor_class(library: Library, mesh: DeviceMesh) -> str:
+    def build(values: torch.Tensor) -> Any:
+        model: Any = nn.Linear(6, 6, bias=False)
+        model.weight = nn.Parameter(Pair(values, values * 2))
+        return library.fully_shard(model, mesh=mesh)
+
+    folders: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    path = Path(folders[0]) / "checkpoint"
+    model, other = (build(values) for values in (torch.arange(36.0).view(6, 6), torch.zeros(6, 6)))
+    try:
+        if library is LIBRARIES["torch"]:
+            dcp.save(get_model_state_dict(model), checkpoint_id=path)
+            dcp.load(get_model_state_dict(other), checkpoint_id=path)
+        else:
+            save(path, model)
+            load(path, other)
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folders[0])
+    saved, loaded = model.weight.to_local(), other.weight.to_local()
+    return "right" if torch.equal(saved.left, loaded.left) and torch.equal(saved.right, loaded.right) else "wrong"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -401,3 +403,72 @@ def batch_norm_in_bf16(library: Library, mesh: DeviceMesh) -> str:
     out = model(batch(0, dist.get_rank()))
     out.float().sum().backward()
     return "right" if out.dtype == torch.bfloat16 else f"wrong: {out.dtype}"
+
+
+class Packed(nn.Parameter):
+    """Values packed into bytes, and what is needed to unpack them, as in bitsandbytes' ``Params4bit``."""
+
+    scale: float
+
+    def __new__(cls, data: torch.Tensor, scale: float) -> Packed:
+        packed = torch.Tensor._make_subclass(cls, data, False)
+        packed.scale = scale
+        return packed
+
+
+class Unpacking(nn.Module):
+    """A frozen layer of packed values, which asks for their class, and an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Packed(torch.arange(36, dtype=torch.uint8).view(-1, 1), 0.5)
+        self.adapter = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.weight, Packed):
+            raise TypeError(f"the weight is a {type(self.weight).__name__}")
+        values = self.weight.detach().view(6, 6) * self.weight.scale
+        total: torch.Tensor = self.adapter(x) + x @ values
+        return total
+
+
+@row(
+    SECTION,
+    "A frozen parameter of a class that derives from `nn.Parameter`, such as bitsandbytes' `Params4bit`",
+    torch="a plain `nn.Parameter` in forward, without the attributes of its class",
+    torch_reports=r"^TypeError: the weight is a Parameter",
+    here="in forward an instance of its class, with its attributes",
+    reason="Quantized layers ask for the class and read the scales from it.",
+)
+def class_of_a_parameter(library: Library, mesh: DeviceMesh) -> str:
+    model = library.fully_shard(seeded(Unpacking), mesh=mesh)
+    model(batch(0, dist.get_rank())).square().sum().backward()
+    return compare_gradients(model, seeded(Unpacking), lambda m, r: m(batch(0, r)).square().sum())
+
+
+@row(
+    SECTION,
+    "A model is dropped after a training step, and Python's garbage collector has not run",
+    torch="all its modules are still in memory",
+    torch_reports=r"^3 of 3 modules are left",
+    here="nothing of it is left",
+    our_reports=r"^0 of 3 modules are left",
+    reason="Reference cycles keep the memory of shards until the collector runs, on a GPU too.",
+)
+def dropped_model(library: Library, mesh: DeviceMesh) -> str:
+    def trained() -> list[weakref.ref[nn.Module]]:
+        model = two_layers()
+        torch.manual_seed(1)
+        for module in (*model.children(), model):
+            library.fully_shard(module, mesh=mesh)
+        model(batch(0, dist.get_rank())).sum().backward()
+        return [weakref.ref(module) for module in model.modules()]
+
+    trained()  # what a library keeps from its first use is not counted
+    gc.collect()
+    gc.disable()
+    try:
+        modules = trained()
+        return f"{sum(module() is not None for module in modules)} of {len(modules)} modules are left"
+    finally:
+        gc.enable()
