@@ -107,6 +107,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
         p.tensor_ranks > 1 and any(unit.precision.reduce for unit in groups(p.tree).values())
     ),
     "initialised by seed": lambda p: p.by_seed,
+    "two threads": lambda p: p.beside is not None,
     "mesh without shards": lambda p: len(p.mesh) == 2 and p.mesh[1] == 1,
     "mesh without replicas": lambda p: len(p.mesh) == 2 and p.mesh[0] == 1,
     "set_reshard_after_forward": _any_step(lambda s: s.reshard is not None),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,8 +19,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.parity._fuzz_model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, units
-from tests.parity._fuzz_run import OPTIMIZERS, SEED, Driver, Run, dtype_of, has_dim, mesh_of, play, train_sharded
+from tests.parity._fuzz_run import (
+    OPTIMIZERS,
+    SEED,
+    Driver,
+    Make,
+    Run,
+    dtype_of,
+    has_dim,
+    made_in_order,
+    makers,
+    mesh_of,
+    play,
+    train_sharded,
+)
 from tests.parity.programs import Leaf, Placing, Precision, Program, Step, groups, places
+from tests.threads import together
 
 __all__ = ["differences"]
 
@@ -182,32 +197,54 @@ def difference(program: Program, actual: Run, expected: Run, rank: int) -> str:
 # -- on the ranks
 
 
+TURN = 1e-4
+"""Seconds for which a thread runs before another one may; Python's own 5 ms are most of a program's time."""
+
+
 def differences(programs: Sequence[Program]) -> dict[int, str]:
     """Trains every program and says what went wrong, by its position; those that are missing were well, or are told by
     another rank: each trains the references of some."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    meshes: dict[tuple[tuple[int, ...], Placing | None], DeviceMesh] = {}
-    runs = []
-    for program in programs:
-        key = program.mesh, program.placing
-        if key not in meshes:
-            meshes[key] = mesh_of(program)
-        runs.append(attempt(lambda program=program, key=key: [train_sharded(program, meshes[key])])[0])  # type: ignore[misc]
-    everyone: list[list[Run]] = [[] for _ in range(ranks)]
+    meshes: Meshes = {}
+    runs = [attempt(partial(train, program, meshes)) for program in programs]
+    everyone: list[list[list[Run]]] = [[] for _ in range(ranks)]
     dist.all_gather_object(everyone, runs)
     found = {}
     for i in range(rank, len(programs), ranks):
-        theirs = [runs[i] for runs in everyone]
-        text = next((run.error for run in theirs if run.error), "")
-        if not text:
-            expected = attempt(lambda i=i: train_reference(programs[i]))  # type: ignore[misc]
-            text = next((run.error for run in expected if run.error), "")
-            text = text and f"the reference failed: {text}"
-            texts = (difference(programs[i], *pair, r) for r, pair in enumerate(zip(theirs, expected, strict=False)))
-            text = text or next(filter(None, texts), "")
-        if text:
+        threads = programs[i].threads
+        told = (compared(program, [runs[i][n] for runs in everyone]) for n, program in enumerate(threads))
+        if text := next(filter(None, told), ""):
             found[i] = text
     return found
+
+
+Meshes = dict[tuple[int, tuple[int, ...], Placing | None], DeviceMesh]
+
+
+def train(program: Program, meshes: Meshes) -> list[Run]:
+    """What this rank sees of ``program`` and of what is trained beside it."""
+    threads: list[list[Make]] = []
+    for number, each in enumerate(program.threads):
+        key = number, each.mesh, each.placing
+        if key not in meshes:
+            meshes[key] = mesh_of(each, number)
+        threads.append(makers(each, meshes[key]))
+    if len(threads) == 1:
+        return [train_sharded(threads[0])]
+    threads = [made_in_order(each, makes) for each, makes in zip(program.threads, threads, strict=True)]
+    calls = [partial(attempt, lambda makes=makes: [train_sharded(makes)]) for makes in threads]  # type: ignore[misc]
+    return [run for runs in together(calls, TURN) for run in runs]
+
+
+def compared(program: Program, theirs: Sequence[Run]) -> str:
+    """What went wrong with ``program``, of which the ranks saw ``theirs``; or nothing."""
+    if text := next((run.error for run in theirs if run.error), ""):
+        return text
+    expected = attempt(lambda: train_reference(program))
+    if text := next((run.error for run in expected if run.error), ""):
+        return f"the reference failed: {text}"
+    texts = (difference(program, *pair, rank) for rank, pair in enumerate(zip(theirs, expected, strict=True)))
+    return next(filter(None, texts), "")
 
 
 def attempt(train: Callable[[], list[Run]]) -> list[Run]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from composable_fsdp import (
     register_fsdp_forward_method,
 )
 from composable_fsdp.runtime.unit import unit_of
-from composable_fsdp.trace import Recorder
+from composable_fsdp.trace import Recorder, TraceEvent, listeners
 from tests.parity._fuzz_model import (
     BlockModule,
     Clock,
@@ -39,9 +42,22 @@ from tests.parity._fuzz_model import (
     randomise,
     units,
 )
-from tests.parity.programs import Leaf, Placing, Program, Step, Unit
+from tests.parity.programs import Leaf, Placing, Program, Step, Unit, groups
 
-__all__ = ["OPTIMIZERS", "SEED", "Driver", "Run", "dtype_of", "has_dim", "mesh_of", "play", "train_sharded"]
+__all__ = [
+    "OPTIMIZERS",
+    "SEED",
+    "Driver",
+    "Make",
+    "Run",
+    "dtype_of",
+    "has_dim",
+    "made_in_order",
+    "makers",
+    "mesh_of",
+    "play",
+    "train_sharded",
+]
 
 BATCH = 3
 SEED = 7
@@ -226,12 +242,16 @@ class Sharded(Driver):
                 module.unshard(async_op=True)
 
 
-def mesh_of(program: Program) -> DeviceMesh:
-    """Of all ranks; with names where parameters are placed on it before they are sharded."""
-    if program.placing is None:
-        return init_device_mesh("cpu", program.mesh)
-    names = ("replicate", "shard", "tensor")[-1 - len(program.mesh) :]
-    return init_device_mesh("cpu", (*program.mesh, program.tensor_ranks), mesh_dim_names=names)
+def mesh_of(program: Program, thread: int) -> DeviceMesh:
+    """Of all ranks; with names where parameters are placed on it before they are sharded.
+
+    A mesh dim of all ranks has their default process group in thread 0, and one of its own in others.
+    """
+    shape, names = program.mesh, None
+    if program.placing is not None:
+        shape, names = (*shape, program.tensor_ranks), ("replicate", "shard", "tensor")[-1 - len(shape) :]
+    backends: dict[Any, Any] | None = dict.fromkeys(range(len(shape)), "gloo") if thread else None
+    return init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=backends)
 
 
 def place(model: Part, placing: Placing, mesh: DeviceMesh) -> None:
@@ -347,24 +367,30 @@ def policy_of(unit: Unit) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(dtype_of(p.param), dtype_of(p.reduce), dtype_of(p.output), p.cast_inputs)
 
 
-def train_sharded(program: Program, mesh: DeviceMesh) -> Run:
-    """What a rank sees. Steps that fail and are repeated must leave nothing behind, to the bit."""
-    run = _train(program, mesh)
-    if any(step.fails != "never" for step in program.steps):
-        undisturbed = _train(replace(program, steps=tuple(replace(s, fails="never") for s in program.steps)), mesh)
-        for (label, _), value, expected in zip(run.labels, run.values, undisturbed.values, strict=True):
-            assert torch.equal(value, expected), f"{label} is {value} after failed steps, and {expected} without"
-    return run
+class Training:
+    """A program on this rank: the sharded model, from the moment this is made, and the steps with it."""
 
+    def __init__(self, program: Program, mesh: DeviceMesh) -> None:
+        self.program, self.clock, self.recorder = program, Clock(), Recorder()
+        self.model = build(program, self.clock)
+        with recording(self.recorder):
+            roots = apply(program, self.model, mesh)
+            if program.by_seed:
+                initialize(self.model, randomise, seed=SEED)
+        self.driver = Sharded(self.model, roots, self.recorder)
 
-def _train(program: Program, mesh: DeviceMesh) -> Run:
-    rank, run, clock = dist.get_rank(), Run(), Clock()
-    with Recorder() as recorder:
-        model = build(program, clock)
-        roots = apply(program, model, mesh)
-        if program.by_seed:
-            initialize(model, randomise, seed=SEED)
-        driver = Sharded(model, roots, recorder)
+    def run(self) -> Run:
+        """What this rank sees."""
+        run = Run()
+        with recording(self.recorder):
+            self.train(run)
+            for module in self.driver.modules:
+                module.reshard()
+        check_memory(self.recorder)
+        return run
+
+    def train(self, run: Run) -> None:
+        program, clock, model, driver, rank = self.program, self.clock, self.model, self.driver, dist.get_rank()
         parameters = dict(model.named_parameters())
         optimizer = OPTIMIZERS[program.optimizer](parameters.values())
         for clock.step, step in enumerate(program.steps):
@@ -389,10 +415,47 @@ def _train(program: Program, mesh: DeviceMesh) -> Run:
             optimizer.step()
         for name, parameter in parameters.items():
             run.note(name, local(parameter))
-        for module in driver.modules:
-            module.reshard()
-    check_memory(recorder)
+
+
+Make = Callable[[], Training]
+
+
+def makers(program: Program, mesh: DeviceMesh) -> list[Make]:
+    """What makes the training of ``program`` and, if steps of it fail, that of the program without failures."""
+    return [partial(Training, each, mesh) for each in dict.fromkeys((program, program.undisturbed))]
+
+
+def made_in_order(program: Program, makes: Sequence[Make]) -> list[Make]:
+    """``makes``, called now where models must be made in one order on all ranks: where making one takes the default
+    random generator, which all threads share, or makes process groups.
+    """
+    smaller = any(type(unit.reshard) is int for unit in groups(program.tree).values())
+    return [partial(next, iter([make()])) for make in makes] if program.by_seed or smaller else list(makes)
+
+
+def train_sharded(makes: Sequence[Make]) -> Run:
+    """What a rank sees. Steps that fail and are repeated must leave nothing behind, to the bit."""
+    run, *others = (make().run() for make in makes)
+    for undisturbed in others:
+        for (label, _), value, expected in zip(run.labels, run.values, undisturbed.values, strict=True):
+            assert torch.equal(value, expected), f"{label} is {value} after failed steps, and {expected} without"
     return run
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Gives ``recorder`` the events of this thread. Those of another one are of groups with the same names."""
+    thread = get_ident()
+
+    def keep(event: TraceEvent) -> None:
+        if get_ident() == thread:
+            recorder.events.append(event)
+
+    listeners.append(keep)
+    try:
+        yield
+    finally:
+        listeners.remove(keep)
 
 
 def check_memory(recorder: Recorder) -> None:

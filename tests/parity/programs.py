@@ -217,7 +217,9 @@ class Program(_Short):
     """A module for inputs of ``width``, trained on a data-parallel mesh of this shape.
 
     With ``by_seed`` it is initialised again once it is sharded, and the unsharded one from the same seed. With
-    ``feedback``, gradients travel as bf16 with error feedback.
+    ``feedback``, gradients travel as bf16 with error feedback. With ``beside``, another thread of each rank trains that
+    program at the same time, over process groups of its own. No step of either fails then: what a rank tells of a
+    failure is of the whole process.
     """
 
     tree: Node
@@ -228,6 +230,18 @@ class Program(_Short):
     by_seed: bool = False
     feedback: bool = False
     steps: tuple[Step, ...] = field(default=(Step(),) * STEPS)
+    beside: Program | None = None
+
+    @property
+    def undisturbed(self) -> Program:
+        """The program without steps that fail."""
+        return replace(self, steps=tuple(replace(step, fails="never") for step in self.steps))
+
+    @property
+    def threads(self) -> list[Program]:
+        """What each thread trains."""
+        alone = replace(self, beside=None)
+        return [alone] if self.beside is None else [alone, *self.beside.threads]
 
     @property
     def world_size(self) -> int:

@@ -4,8 +4,9 @@ CI draws the same programs as long as sources stay as they are. For more of them
 
     FUZZ_PROGRAMS=10000 python -m pytest tests/parity/test_fuzz.py -k train --timeout=0
 
-which says at the end how many made use of what. It prints its seed, and ``FUZZ_SEED`` repeats a run. A failure shows
-the smallest program that hypothesis could find, to be pasted into ``alone(...)``.
+which says at the end how many made use of what. It prints its seed, and ``FUZZ_SEED`` repeats a run. Some programs run
+beside another one, in two threads of each rank. A failure shows the smallest program that hypothesis could find, to be
+pasted into ``alone(...)``.
 
 All programs are drawn first and run in batches, since a call of ``run_ranks`` costs as much as a program. Only when one
 fails is hypothesis asked to draw the same programs again, told what is known of them, and left to shrink.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,13 +35,14 @@ from composable_fsdp.runtime.bucket import Bucket
 from composable_fsdp.runtime.gradients import GroupGradients
 from composable_fsdp.runtime.iteration import Iteration
 from composable_fsdp.runtime.scatter import GradientScatter
+from composable_fsdp.runtime.steps import Steps
 from composable_fsdp.sharding import ModelParallel
 from composable_fsdp.testing import RanksError, run_ranks
 from tests.parity._draw import programs
 from tests.parity._features import FEATURES, features
 from tests.parity._fuzz_reference import differences
 from tests.parity.programs import Block, Leaf, Program, Step, Unit
-from tests.transports import IN_COMMON, SOCKETS
+from tests.transports import IN_COMMON, SOCKETS, Environment
 
 ROUND = 1000
 """Programs that are drawn from one seed."""
@@ -49,6 +52,12 @@ BATCH = 150
 
 SHRINKING = 60.0
 """Seconds that hypothesis may take to find a smaller program."""
+
+ONE_IN = 8
+"""Of so many programs one is trained beside another: the one before it, in a second thread of each rank.
+
+Not where DTensors communicate: torch looks up how by meshes that are equal, and uses the process groups of another one.
+"""
 
 IN_CI = {2: 300, 4: 30}
 """Programs by number of ranks; those of longer runs are shared out likewise."""
@@ -80,10 +89,21 @@ class Round:
         (test if self.seed is None else seed(self.seed)(test))()
 
     def programs(self) -> list[Program]:
-        """The first ``size`` different ones."""
+        """The first ``size`` different ones, some of them beside others."""
+        return list(self.by_drawn().values())
+
+    def by_drawn(self) -> dict[Program, Program]:
+        """What is run, by what hypothesis draws."""
         found: dict[Program, None] = {}
         self.each(found.setdefault)
-        return list(found)[: self.size]
+        drawn = {program: program for program in list(found)[: self.size]}
+        fit = [program for program in drawn if program.placing is None]
+        return drawn | {fit[i]: beside(fit[i], fit[i - 1]) for i in range(1, len(fit), ONE_IN)}
+
+
+def beside(program: Program, other: Program) -> Program:
+    """Both in two threads of each rank."""
+    return replace(program.undisturbed, beside=other.undisturbed)
 
 
 drawn = lru_cache(Round.programs)
@@ -138,10 +158,13 @@ def together(batch: Sequence[Program]) -> dict[Program, str]:
 def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
     """The smallest failing program that can be found in some time, and what went wrong."""
     known = dict.fromkeys(round_.programs(), "") | failed
+    by_drawn = round_.by_drawn()
     best, deadline = min(failed, key=lambda program: len(repr(program))), time.monotonic() + SHRINKING
 
     def check(program: Program) -> None:
         nonlocal best
+        other = best.beside
+        program = by_drawn.get(program, program if other is None else beside(program, other))
         if program not in known and time.monotonic() < deadline:
             known[program] = alone(program)
         if known.get(program):
@@ -266,20 +289,28 @@ def divide_replicated_gradients(self: ModelParallel, *args: object) -> object:
     return local / prod(self.mesh.size(a) for a in self.data_axes if gradient.placements[a].is_replicate())
 
 
-BREAKAGES: dict[str, tuple[type, Callable[..., object], str]] = {
-    "finish": (GradientScatter, forget_to_divide, "backward all"),
-    "end_backward": (Iteration, forget_what_is_kept, "keep always"),
-    "hold": (GroupGradients, forget_what_was_held, "hold all"),
-    "prepare_gather": (Bucket, leave_out_a_rank, "backward all"),
-    "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated"),
-}
-"""By the method that is replaced: by what, and the feature with which that shows."""
+def count_steps_of_all_threads(self: Steps) -> None:
+    vars(STEPS).setdefault("number", 0)
+    self.__dict__ = STEPS.__dict__
 
-WHOLE = {name: getattr(owner, name) for name, (owner, _, _) in BREAKAGES.items()}
+
+STEPS = SimpleNamespace()
+
+BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
+    "finish": (GradientScatter, forget_to_divide, "backward all", SOCKETS),
+    "end_backward": (Iteration, forget_what_is_kept, "keep always", SOCKETS),
+    "hold": (GroupGradients, forget_what_was_held, "hold all", SOCKETS),
+    "prepare_gather": (Bucket, leave_out_a_rank, "backward all", SOCKETS),
+    "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated", SOCKETS),
+    "__init__": (Steps, count_steps_of_all_threads, "two threads", IN_COMMON),
+}
+"""By the method that is replaced: by what, the feature with which that shows, and the transport."""
+
+WHOLE = {name: getattr(owner, name) for name, (owner, *_) in BREAKAGES.items()}
 
 
 def differences_when_broken(name: str, some: Sequence[Program]) -> dict[int, str]:
-    owner, broken, _ = BREAKAGES[name]
+    owner, broken, *_ = BREAKAGES[name]
     setattr(owner, name, broken)
     try:
         return differences(some)
@@ -289,6 +320,7 @@ def differences_when_broken(name: str, some: Sequence[Program]) -> dict[int, str
 
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_a_broken_library_is_noticed(name: str) -> None:
-    fit = [program for program in drawn(Round(IN_CI[2], 2)) if BREAKAGES[name][2] in features(program)]
+    _, _, feature, transport = BREAKAGES[name]
+    fit = [program for program in drawn(Round(IN_CI[2], 2)) if feature in features(program)]
     some = (fit[start : start + 20] for start in range(0, len(fit), 20))
-    assert any(any(run_ranks(differences_when_broken, 2, name, each, environment=SOCKETS)) for each in some)
+    assert any(any(run_ranks(differences_when_broken, 2, name, each, environment=transport)) for each in some)
