@@ -75,7 +75,7 @@ def texts_of_all(own: str, communicators: Iterable[Communicator], device: torch.
     rows = _from_all(sent, axes, label).tolist()
     length = max(length for _, length in rows)
     message = torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    texts = [_unpacked(bytes(row.tolist())) for row in _from_all(message, axes, label).cpu()]
+    texts = [_unpacked(row.numpy().tobytes()) for row in _from_all(message, axes, label).cpu()]
     return {rank: text for (rank, _), text in zip(rows, texts, strict=True)}
 
 

@@ -89,7 +89,7 @@ class _Comparison:
         return texts_of_all(text, self._communicators, self._axes.device, self._subject)
 
     def _check_starts(self) -> None:
-        unlike = unlike_starts(self._tell(start_details(self._candidates)))
+        unlike = unlike_starts(self._tell(start_details(self._candidates)), [c.name for c in self._candidates])
         if not unlike:
             return
         name, ranks = next(iter(unlike.items()))

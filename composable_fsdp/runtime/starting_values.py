@@ -38,6 +38,8 @@ SAMPLED = 64
 _SLOTS = 32
 _FEWEST_DISTINCT = 8
 """Values by which a sample looks random. Tables of a few constants have fewer."""
+_CHANGED, _ANY = "changed", "any"
+"""In details of starting values: the shard is not what was cut, and has no values that depend on the start."""
 
 
 class Start(NamedTuple):
@@ -175,28 +177,38 @@ def _digest(*parts: bytes) -> int:
 def _start_text(candidate: Candidate) -> str:
     if candidate.whole is None:
         return "unknown"
-    return "changed" if candidate.changed else f"{_digest(candidate.whole):x}"
+    return _CHANGED if candidate.changed else f"{_digest(candidate.whole):x}"
 
 
 # -- different starting values
 
 
 def start_details(candidates: Sequence[Candidate]) -> str:
-    """This rank's text for :func:`unlike_starts`."""
-    return json.dumps([[c.name, _start_text(c), c.counts] for c in candidates if c.whole is not None])
+    """This rank's text for :func:`unlike_starts`: a word for each candidate, without names, which all ranks know."""
+    return " ".join(_start_text(c) if c.counts and c.whole is not None else _ANY for c in candidates)
 
 
-def unlike_starts(details: Mapping[int, str]) -> dict[str, dict[str, list[int]]]:
+def unlike_starts(details: Mapping[int, str], names: Sequence[str]) -> dict[str, dict[str, list[int]]]:
     """Parameters that were not the same on all ranks when they were cut, with the ranks that had equal ones together.
 
     A parameter that has changed since on any rank does not count: the values that ranks began with are overwritten.
+    After a checkpoint was loaded, ranks differ only in which shards are empty: each of these few texts is read once,
+    however many ranks there are.
+
+    Args:
+        details: of each rank.
+        names: of the parameters, in the order in which the texts have them.
     """
-    starts: dict[str, dict[str, list[int]]] = {}
+    by_text: dict[str, list[int]] = {}
     for rank, text in sorted(details.items()):
-        for name, start, counts in json.loads(text):
-            if counts:
-                starts.setdefault(name, {}).setdefault(start, []).append(rank)
-    return {name: ranks for name, ranks in starts.items() if len(ranks) > 1 and "changed" not in ranks}
+        by_text.setdefault(text, []).append(rank)
+    starts: dict[str, dict[str, list[int]]] = {name: {} for name in names}
+    for text, ranks in by_text.items():
+        for name, start in zip(names, text.split(), strict=True):
+            if start != _ANY:
+                starts[name].setdefault(start, []).extend(ranks)
+    unlike = {name: found for name, found in starts.items() if len(found) > 1 and _CHANGED not in found}
+    return {name: {start: sorted(ranks) for start, ranks in found.items()} for name, found in unlike.items()}
 
 
 # -- equal shards

@@ -1,0 +1,40 @@
+"""What ranks say of the values that they began with, and what is found in it."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+
+from composable_fsdp.runtime.starting_values import Candidate, start_details, unlike_starts
+
+CUT, LOADED, CONSTANT = bytes(range(64)), bytes(range(64, 128)), bytes(64)
+
+
+def candidate(name: str, start: int, shard: bytes = CUT, then: bytes | None = None) -> Candidate:
+    """A parameter that was cut out of the whole values ``start``."""
+    return Candidate(name, (4, 4), 4, True, start.to_bytes(8, "little"), shard if then is None else then, shard)
+
+
+@pytest.mark.behaviour("J-01")
+def test_ranks_that_began_with_other_values_are_named_by_parameter() -> None:
+    of_ranks = [
+        [candidate("a", 1), candidate("b", start), candidate("c", start, LOADED, CUT if rank == 3 else None)]
+        for rank, start in enumerate((1, 2, 1, 2))
+    ]
+    of_ranks[0][0] = candidate("a", 7, CONSTANT)
+    details = {rank: start_details(own) for rank, own in enumerate(of_ranks)}
+    found = unlike_starts(details, "abc")
+    assert list(found) == ["b"]
+    assert list(found["b"].values()) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.behaviour("J-01")
+def test_what_ranks_say_after_a_checkpoint_was_loaded_takes_few_bytes() -> None:
+    """Ranks whose shard is empty cannot know that a load has changed it on others, so that all ranks tell."""
+    names = [f"parameter 'layers.{i}.weight' of group 'layers.{i}'" for i in range(1000)]
+    filled = start_details([candidate(name, i, LOADED, CUT) for i, name in enumerate(names)])
+    some_empty = start_details([candidate(n, i, *((b"",) if i % 5 else (LOADED, CUT))) for i, n in enumerate(names)])
+    assert filled != some_empty
+    assert max(len(zlib.compress(text.encode())) for text in (filled, some_empty)) < 200
+    assert unlike_starts({0: filled, 1: some_empty}, names) == {}
