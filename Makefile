@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test check format docs behaviours bench bench-quick clients clean
+.PHONY: help install demo demo-short quantized elastic test check format docs behaviours bench bench-quick clients suites clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -82,6 +82,17 @@ $(CLIENTS_READY): pyproject.toml constraints.txt clients/constraints.txt
 
 clients: $(CLIENTS_READY) ## run other libraries' programs on torch's FSDP2 and on ours, and compare (CLIENTS_ARGS=...)
 	$(CLIENTS_VENV)/bin/python clients/run_all.py $(CLIENTS_ARGS)
+
+SUITES_READY := $(CLIENTS_VENV)/.ready-suites
+$(SUITES_READY): $(CLIENTS_READY) clients/suites-requirements.txt
+	$(CLIENTS_PIP) install -c constraints.txt -c clients/constraints.txt -r clients/suites-requirements.txt
+	$(CLIENTS_PIP) install --no-deps axolotl==0.19.0
+	@$(CLIENTS_VENV)/bin/python -m pip freeze | grep '^torch==' | diff $(CLIENTS_VENV)/torch-first - \
+		|| { echo "a suite had another torch installed"; exit 1; }
+	@touch $@
+
+suites: $(SUITES_READY) ## run other projects' tests of torch's FSDP2 on it and on ours, and compare (SUITES_ARGS=...)
+	$(CLIENTS_VENV)/bin/python clients/suites.py $(SUITES_ARGS)
 
 behaviours: $(READY) ## run the tests, then say which rows of tests/behaviours.toml they show
 	$(BIN)/python -m pytest -q --behaviours $(TEST_ARGS)
