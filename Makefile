@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test check format docs behaviours bench bench-quick clients suites clean
+.PHONY: help install demo demo-short quantized elastic test check goldens format docs behaviours bench bench-quick clients suites clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -55,6 +55,9 @@ check: $(READY) ## lint, format, types, layering
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_layering.py
+
+goldens: $(READY) ## compare what the library does with the record in tests/goldens (GOLDENS_ARGS=--quick: a tenth)
+	$(BIN)/python -m tests.goldens compare $(GOLDENS_ARGS)
 
 format: $(READY) ## mend what ruff can mend
 	$(BIN)/ruff check --fix

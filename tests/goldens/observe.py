@@ -1,0 +1,202 @@
+"""What a rank sees of a case. All of this runs on the ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from composable_fsdp import trace
+from composable_fsdp.trace import Operation, TraceEvent
+from tests.parity._fuzz_reference import Meshes, train
+from tests.parity.programs import Program
+
+__all__ = ["PORTABLE", "Digest", "Observation", "observe_call", "observe_programs"]
+
+PORTABLE: Mapping[str, str] = MappingProxyType({"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"})
+"""Environment in which the bits of results depend less on the processor."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What is compared of an :class:`Observation`: hashes, and by kind of event the number and the sum of bytes."""
+
+    hashes: Mapping[str, str]
+    totals: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one rank saw: a line per event and per result, and the label of each collective."""
+
+    events: tuple[str, ...]
+    labels: tuple[str, ...]
+    results: tuple[str, ...]
+    totals: tuple[tuple[str, int, int], ...]
+
+    @property
+    def digest(self) -> Digest:
+        lines = {"events": self.events, "labels": self.labels, "results": self.results}
+        return Digest({name: hash_of(each) for name, each in lines.items()}, self.totals)
+
+
+def hash_of(lines: Sequence[str]) -> str:
+    """Twelve hexadecimal digits."""
+    return blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
+
+
+@dataclass
+class _Thread:
+    """What one thread saw."""
+
+    events: list[TraceEvent] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+
+
+class Observer:
+    """Collects events while it is entered, and results that are given to :meth:`note`."""
+
+    def __init__(self) -> None:
+        # By the thread itself: its number may be used again when it has ended.
+        self._threads: dict[threading.Thread, _Thread] = {threading.current_thread(): _Thread()}
+
+    def __enter__(self) -> Observer:
+        trace.listeners.append(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        trace.listeners.remove(self._listen)
+
+    def _listen(self, event: TraceEvent) -> None:
+        self._mine.events.append(event)
+
+    @property
+    def _mine(self) -> _Thread:
+        return self._threads.setdefault(threading.current_thread(), _Thread())
+
+    def note(self, label: str, tensor: torch.Tensor | None) -> None:
+        self._mine.results.append(f"{label}: {'none' if tensor is None else bits(tensor)}")
+
+    def observation(self) -> Observation:
+        """The thread that made the observer comes first; others by what they saw, as their order is by chance."""
+        own, *others = self._threads.values()
+        found = [own, *sorted(others, key=lambda thread: (list(map(event_line, thread.events)), thread.results))]
+        all_events = [event for thread in found for event in thread.events]
+        return Observation(
+            tuple(line for thread in found for line in (*map(event_line, thread.events), "-- end of thread")),
+            tuple(event.group for event in all_events if event.operation is Operation.COLLECTIVE),
+            tuple(line for thread in found for line in thread.results),
+            totals_of(all_events),
+        )
+
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast")
+
+
+def event_line(event: TraceEvent) -> str:
+    """What is compared of an event."""
+    if event.operation is Operation.COLLECTIVE:
+        ranks = () if event.position is None else event.position.ranks
+        return f"{kind_of(event)} {event.bytes} bytes, ranks {','.join(map(str, ranks))}"
+    plain = "" if event.plain_bytes == event.bytes else f", plain {event.plain_bytes}"
+    stream = f", stream {event.lane}" if event.lane else ""
+    return f"{kind_of(event)} {event.group} {event.bytes} bytes{plain}{stream}"
+
+
+def kind_of(event: TraceEvent) -> str:
+    """The operation; of a collective the first word of its label, if that is the field's and no prose of ours."""
+    if event.operation is Operation.COLLECTIVE:
+        kind = event.group.partition(" ")[0]
+        return f"collective:{kind if kind in COLLECTIVES else 'other'}"
+    return str(event.operation.value)
+
+
+def totals_of(events: Sequence[TraceEvent]) -> tuple[tuple[str, int, int], ...]:
+    numbers, nbytes = Counter[str](), Counter[str]()
+    for event in events:
+        numbers[kind_of(event)] += 1
+        nbytes[kind_of(event)] += event.bytes
+    return tuple((kind, numbers[kind], nbytes[kind]) for kind in sorted(numbers))
+
+
+@torch.no_grad()
+def bits(tensor: torch.Tensor) -> str:
+    """Dtype, shape and a hash of the values of what this rank holds of ``tensor``."""
+    local = tensor.detach()
+    while isinstance(local, DTensor):
+        local = local.to_local()
+    if hasattr(local, "__tensor_flatten__"):
+        names, _ = local.__tensor_flatten__()
+        return " ".join(bits(getattr(local, name)) for name in names)
+    shape = "x".join(map(str, local.shape))
+    data = local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+    return f"{str(local.dtype).removeprefix('torch.')} {shape} {blake2b(data, digest_size=6).hexdigest()}"
+
+
+# -- programs
+
+
+def observe_programs(programs: Sequence[Program], *, full: bool = False) -> list[Observation | Digest]:
+    """Trains one program after the other. ``full`` asks for the lines, not only their digests.
+
+    Raises:
+        whatever one of them raises: after that, ranks may be out of step.
+    """
+    meshes: Meshes = {}
+    found: list[Observation | Digest] = []
+    for program in programs:
+        with Observer() as observer:
+            for run in train(program, meshes):
+                if run.error:  # of a thread
+                    raise RuntimeError(run.error)
+                for (label, _), value in zip(run.labels, run.values, strict=True):
+                    observer.note(label, value)
+        seen = observer.observation()
+        found.append(seen if full else seen.digest)
+    return found
+
+
+# -- tests
+
+
+def observe_call(
+    function: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], *, full: bool
+) -> tuple[Any, Observation | Digest]:
+    """The result of the function of a test, and what was seen meanwhile."""
+    with Observer() as observer, noted_training(observer):
+        result = function(*args, **kwargs)
+    seen = observer.observation()
+    return result, seen if full else seen.digest
+
+
+@contextmanager
+def noted_training(observer: Observer) -> Iterator[None]:
+    """Notes whatever ``backward`` is called on, and gradients and parameters after each step of an optimizer."""
+    backward = torch.Tensor.backward
+
+    def noting(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        observer.note("loss", self)
+        backward(self, *args, **kwargs)
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for number, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                observer.note(f"gradient {number}.{i}", parameter.grad)
+                observer.note(f"parameter {number}.{i}", parameter)
+
+    torch.Tensor.backward = noting  # type: ignore[method-assign]
+    handle = register_optimizer_step_post_hook(stepped)
+    try:
+        yield
+    finally:
+        handle.remove()
+        torch.Tensor.backward = backward  # type: ignore[method-assign]

@@ -1,0 +1,115 @@
+"""A record depends on nothing but the case, and a comparison notices what has changed in the library."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composable_fsdp.testing import run_ranks
+from tests._internals import ShardedParameter, Unsharding, company
+from tests.goldens.cases import Found, known_programs
+from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
+from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
+from tests.parity.programs import Program
+from tests.transports import SOCKETS, TRANSPORTS
+
+SOME = {name: program for name, program in known_programs().items() if program.world_size == 2 and int(name) < 12}
+
+
+def free_after_every_forward(self: Unsharding, unit: Any, **_: object) -> None:
+    unit.group.reshard()  # so that backward gathers also what should have stayed
+
+
+def fuse_nothing(*args: object) -> dict[str, tuple[str, ...]]:
+    return {}
+
+
+def flip_a_bit(self: ShardedParameter, *args: Any) -> None:
+    (local,) = args
+    if local.numel():
+        local = local.clone()
+        local.view(-1).view(torch.uint8)[0] ^= 1
+    ACCEPT(self, local)
+
+
+ACCEPT = ShardedParameter.accept_gradient
+BREAKAGES: dict[str, tuple[Any, Callable[..., Any], str]] = {
+    "_reshard": (Unsharding, free_after_every_forward, "collective:all-gather"),
+    "merge_adjacent": (company, fuse_nothing, "collective:all-gather"),
+    "accept_gradient": (ShardedParameter, flip_a_bit, "results"),
+}
+"""By the name that is replaced: where it is, by what, and what must be said to differ."""
+
+
+def observe_broken(name: str, programs: Sequence[Program]) -> list[Observation | Digest]:
+    owner, broken, _ = BREAKAGES[name]
+    intact = getattr(owner, name)
+    setattr(owner, name, broken)
+    try:
+        return observe_programs(programs)
+    finally:
+        setattr(owner, name, intact)
+
+
+def recorded(function: Callable[..., list[Observation | Digest]], *args: object) -> list[Record]:
+    """Records of ``SOME``, or of those that are given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seen = run_ranks(function, 2, *args, environment={**SOCKETS, **PORTABLE})
+    found = Found()
+    for i, each in enumerate(zip(*seen, strict=True)):
+        found.add(Key(str(i), "sockets"), each)
+    return list(found.records.values())
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_a_change_of_the_library_is_noticed(name: str) -> None:
+    before = recorded(observe_programs, list(SOME.values()))
+    after = recorded(observe_broken, name, list(SOME.values()))
+    words = [word for pair in zip(before, after, strict=True) for word in differences(*pair)]
+    assert any(word.startswith(BREAKAGES[name][2]) for word in words), words
+    if name == "accept_gradient":
+        assert set(words) == {"results"}
+
+
+def test_a_record_does_not_depend_on_what_ran_before() -> None:
+    forth = recorded(observe_programs, list(SOME.values()))
+    back = recorded(observe_programs, list(SOME.values())[::-1])[::-1]
+    assert forth == back
+    assert recorded(observe_programs, list(SOME.values())[-1:]) == forth[-1:]
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    abc = {"events": "a", "labels": "b", "results": "c"}
+    known = {
+        Key("17", "sockets"): Record(abc, {"collective:all-gather": (3, 48), "wait": (2, 0)}),
+        Key("test_x[1-a b] #2", "its own"): Record(abc | {"labels": "-"}, {}),
+        Key("18", "copies"): Record({}, {}),
+    }
+    write(known, "commit abc", tmp_path / "records.txt")
+    assert read(tmp_path / "records.txt") == (known, "commit abc")
+
+
+def test_what_differs_between_two_recordings_is_compared_with_nothing() -> None:
+    first = Record({"events": "a", "labels": "b"}, {"wait": (2, 0)})
+    second = Record({"events": "a", "labels": "x"}, {"wait": (3, 0)})
+    key = Key("17", "sockets")
+    kept = stable({key: first}, {key: second})[key]
+    assert kept.hashes == {"events": "a", "labels": UNSTABLE}
+    assert differences(kept, first) == differences(kept, second) == []
+    assert differences(kept, Record({"events": "y", "labels": "z"}, {})) == ["events"]
+    assert differences(first, second) == ["labels", "wait 2 of 0 bytes -> 3 of 0 bytes"]
+    assert differences(first, Record({}, {})) == ["failed now"]
+
+
+def test_programs_and_records_belong_together() -> None:
+    records, _ = read()
+    of_programs = {key.case for key in records if key.case.isdecimal()}
+    assert of_programs
+    assert of_programs <= known_programs().keys()
+    assert {Key(name, transport) for name in of_programs for transport in TRANSPORTS} <= records.keys()
