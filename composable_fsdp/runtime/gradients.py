@@ -20,6 +20,7 @@ from composable_fsdp.lifecycle import GRADIENT_TRANSITIONS, GradientOperation, G
 from composable_fsdp.memory.lanes import Lanes, Pending
 from composable_fsdp.runtime.joined import Joiner
 from composable_fsdp.runtime.messages import all_of
+from composable_fsdp.runtime.parameter import plain_access
 from composable_fsdp.runtime.reduction import Job, Reducible, launch_reduction
 from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors
@@ -387,9 +388,10 @@ class PendingReduction:
         launch = self.launch
         offloaded = any(member.is_offloaded for member in launch.members)
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
-        for bucket in reduced:
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
-                parameter.accept_gradient(gradient)
+        with plain_access():
+            for bucket in reduced:
+                for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                    parameter.accept_gradient(gradient)
         for member in launch.members:
             if launch.ends_round:
                 member.end_reduction(partial=launch.partial)

@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from composable_fsdp.runtime.parameter import ShardedParameter, local_part
+from composable_fsdp.runtime.parameter import ShardedParameter, local_part, plain_access
 
 __all__ = ["Registration"]
 
@@ -23,8 +23,6 @@ _local_tensor = attrgetter("_local_tensor")
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
 _storage: Any = torch.Tensor.untyped_storage
-_plain_access: Any = torch._C.DisableTorchFunctionSubclass
-"""Within it, attributes of a DTensor are read in a quarter of the time."""
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ class Registration:
         self._note_forms()
         self._counted = [*self._sharded, *memory]
         self._stored = [*self._sharded, *self._locals]
-        with _plain_access():
+        with plain_access():
             self._storages = list(map(_storage, self._stored))
 
     def _note_forms(self) -> None:
@@ -120,7 +118,7 @@ class Registration:
         are what is registered. Who changed the unsharded ones was heard when these were taken off.
         """
         registered: Any = map(dict.get, self._registered, self._names)
-        with _plain_access():
+        with plain_access():
             return (
                 all(map(is_, map(_local_tensor, self._sharded), self._locals))
                 and list(map(_requires_grad, self._sharded)) == self._trainable
@@ -131,7 +129,7 @@ class Registration:
     @property
     def versions(self) -> list[int]:
         """How often each sharded parameter, and then each part of the memory, was changed in place, as torch counts."""
-        with _plain_access():
+        with plain_access():
             return list(map(_version, self._counted))
 
     def given_data(self) -> list[ShardedParameter]:
