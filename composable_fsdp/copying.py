@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.runtime.group import ParameterGroup
 from composable_fsdp.runtime.parameter import local_part
 from composable_fsdp.runtime.tensor_classes import hooks_of
-from composable_fsdp.runtime.unit import ITERATION_ATTRIBUTE, Unit, find_unit
+from composable_fsdp.runtime.unit import ITERATION_ATTRIBUTE, Unit, alive, find_unit
 
 __all__ = ["copy_sharded"]
 
@@ -56,7 +57,7 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
 
 def _check_contained(unit: Unit, units: list[Unit], within: set[nn.Module], module: nn.Module) -> None:
     owners = {owner for parameter in unit.group.parameters for owner, _ in parameter.owners}
-    if not owners | set(unit.modules) <= within or not set(unit.lenders) | set(unit.borrowers) <= set(units):
+    if not owners | set(unit.modules) <= within or not set(unit.lenders) | set(alive(unit.borrowing)) <= set(units):
         raise ConfigurationError(
             f"{type(module).__name__.removeprefix('FSDP')} shares the group of {unit.name!r} with modules outside of "
             "it, so it cannot be copied alone. Copy a sharded module that contains all of them."
@@ -107,5 +108,5 @@ def _fill(clone: Unit, unit: Unit, memo: Memo) -> None:
     clone.follow_choices(unit)
     for ahead in ("forward_prefetch", "backward_prefetch"):
         known = getattr(unit, ahead)
-        if known is not None and all(id(other) in memo for other in known):
-            setattr(clone, ahead, [memo[id(other)] for other in known])
+        if known is not None and all(id(other) in memo for other in alive(known)):
+            setattr(clone, ahead, [ref(memo[id(other)]) for other in alive(known)])

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import nn
@@ -122,11 +123,11 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Modules to all-gather when this one begins its forward, in place of those known from the last iteration."""
-        _unit(self).forward_prefetch = _sharded_units("set_modules_to_forward_prefetch", modules)
+        _unit(self).forward_prefetch = list(map(ref, _sharded_units("set_modules_to_forward_prefetch", modules)))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Modules to all-gather when this one begins its backward, in place of the one before it in forward."""
-        _unit(self).backward_prefetch = _sharded_units("set_modules_to_backward_prefetch", modules)
+        _unit(self).backward_prefetch = list(map(ref, _sharded_units("set_modules_to_backward_prefetch", modules)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters; an embedding's does not, which saves its second all-gather."""

@@ -16,7 +16,6 @@ __all__ = [
     "UnshardedBuffer",
     "allocate_storage",
     "contiguous_strides",
-    "free_storage",
     "view_at",
 ]
 
@@ -25,11 +24,6 @@ def allocate_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Gives ``storage`` ``nbytes`` bytes, contents undefined unless it has them. The only place that does."""
     if storage.nbytes() != nbytes:  # torch would take other memory and copy all of it
         storage.resize_(nbytes)
-
-
-def free_storage(storage: torch.UntypedStorage) -> None:
-    """Gives its memory back. Tensors keep their shapes and must not be read until it is allocated again."""
-    storage.resize_(0)
 
 
 class UnshardedBuffer(Protocol):
@@ -74,7 +68,7 @@ class OwnedBuffer:
         allocate_storage(self._storage, self._full_nbytes)
 
     def free(self) -> None:
-        free_storage(self._storage)
+        self._storage.resize_(0)
 
     def region(self, offset: int, length: int) -> torch.Tensor:
         return self._writable[offset : offset + length]

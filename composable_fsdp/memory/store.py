@@ -43,6 +43,7 @@ class ShardStore:
 
     Attributes:
         locals: each parameter's shard, contiguous, shaped, without padding.
+        counted: tensors whose versions count, together, the changes in place of all shards that torch sees.
     """
 
     def __init__(
@@ -53,11 +54,7 @@ class ShardStore:
         shapes = [s.shard_shape(rank) for s in shards]
         place = _part_of_storage if in_common else view_at
         self.locals = [place(flat, offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
-
-    @property
-    def version(self) -> int:
-        """Changes with in-place changes of shards that torch counts."""
-        return sum(local._version for local in self.locals) if self.in_common else self.flat._version
+        self.counted = self.locals if in_common else [flat]
 
 
 def _part_of_storage(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:

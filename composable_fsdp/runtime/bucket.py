@@ -58,7 +58,9 @@ class AnyBucket(Protocol):
     scatter: GradientScatter
 
     @property
-    def version(self) -> int: ...
+    def counted(self) -> Sequence[torch.Tensor]:
+        """Tensors whose versions count, together, the changes in place of the shards' memory that torch sees."""
+        ...
 
     @property
     def unsharded_bytes(self) -> int:
@@ -140,6 +142,8 @@ class Bucket:
         self._device = device
         self._common = None if common is None else CommonCopy(plan, self.parameters, store, self._shard.rank, common)
         """Set where the plan's residence is ``COMMON``."""
+        self._is_in_common = store.in_common or common is not None
+        """Whether the full parameters lie in memory that ranks have in common."""
         self.buffer: UnshardedBuffer = (
             OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
             if plan.travels
@@ -162,9 +166,8 @@ class Bucket:
         self.scatter = GradientScatter(plan, self.parameters, channel, device, rest, pin_memory=pinned)
 
     @property
-    def version(self) -> int:
-        """Changes with in-place changes of shards that torch counts."""
-        return self.store.version
+    def counted(self) -> Sequence[torch.Tensor]:
+        return self.store.counted
 
     @property
     def unsharded_bytes(self) -> int:
@@ -247,11 +250,6 @@ class Bucket:
             self._own_copy = copy = self.buffer.region(0, places.numel).clone()
             for parameter, offset in zip(self.parameters, places.offsets, strict=True):
                 parameter.show(view_at(copy, offset, parameter.shape))
-
-    @property
-    def _is_in_common(self) -> bool:
-        """Whether the full parameters lie in memory that ranks have in common."""
-        return self.store.in_common or self._common is not None
 
     def _check_unwritten(self) -> None:
         versions = [parameter.full._version for parameter in self.parameters]

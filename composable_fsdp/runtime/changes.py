@@ -7,7 +7,8 @@ finds these.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -19,20 +20,10 @@ from composable_fsdp.runtime.registration import Registration
 __all__ = ["ChangeCheck", "Seen"]
 
 
-class Seen(NamedTuple):
-    """The parameters of a group in one forward.
-
-    Attributes:
-        registration: of the group. Versions are comparable only while it is the same.
-        versions: of the sharded parameters.
-        shard_versions: of the memory of each bucket.
-        sums: bits of the sums of the shards, where these are read. As numbers, sums that are nan would differ.
-    """
-
-    registration: Registration
-    versions: list[int]
-    shard_versions: list[int]
-    sums: list[list[int]] | None
+Seen: TypeAlias = tuple[Registration, list[int], list[list[int]] | None]
+"""The parameters of a group in one forward: its registration, their versions, which are comparable only while that is
+the same, and the bits of the sums of their shards, where these are read. As numbers, sums that are nan would differ.
+"""
 
 
 class ChangeCheck:
@@ -49,13 +40,8 @@ class ChangeCheck:
 
     def in_forward(self) -> Seen:
         """The parameters as they are now."""
-        tensors = self._group.tensors
-        return Seen(
-            tensors.registration,
-            tensors.registration.versions,
-            [bucket.version for bucket in tensors.buckets],
-            self._sums() if self._reads_shards else None,
-        )
+        registration = self._group.tensors.registration
+        return registration, registration.versions, self._sums() if self._reads_shards else None
 
     def in_backward(self, seen: Seen) -> None:
         """
@@ -65,21 +51,22 @@ class ChangeCheck:
         now = self.in_forward()
         if now == seen:
             return
-        if now.registration is not seen.registration:  # tensors were made anew, or some were frozen
-            now_versions, now_shards = seen.versions, seen.shard_versions
-        else:
-            now_versions, now_shards = now.versions, now.shard_versions
-        is_counted = now_versions == seen.versions and now_shards == seen.shard_versions
-        if is_counted and (seen.sums is None or now.sums is None or seen.sums == now.sums):
+        (registration, versions, sums), (registration_now, versions_now, sums_now) = seen, now
+        if registration_now is not registration:  # tensors were made anew, or some were frozen
+            versions_now = versions
+        if sums is None or sums_now is None:
+            sums = sums_now = None
+        if (versions, sums) == (versions_now, sums_now):
             return
         parameters = self._group.parameters
-        changed = {p.name for p, then, at in zip(parameters, seen.versions, now_versions, strict=True) if then != at}
-        if seen.sums is not None and now.sums is not None:
-            changed |= {p.name for p, then, at in zip(parameters, seen.sums, now.sums, strict=True) if then != at}
+        changed = _changed(parameters, versions, versions_now)
+        if sums is not None and sums_now is not None:
+            changed |= _changed(parameters, sums, sums_now)
         if not changed:  # through the local tensors, of which torch counts all that share memory together
-            buckets = zip(self._group.buckets, seen.shard_versions, now_shards, strict=True)
-            changed = {p.name for bucket, then, at in buckets if then != at for p in bucket.parameters}
-        names = [p.name for p in parameters if p.name in changed]
+            sharing = [bucket.parameters for bucket in self._group.buckets for _ in bucket.counted]
+            memory, memory_now = versions[len(parameters) :], versions_now[len(parameters) :]
+            changed = {p for ps, then, at in zip(sharing, memory, memory_now, strict=True) if then != at for p in ps}
+        names = [p.name for p in parameters if p in changed]
         raise LifecycleError(
             f"parameters of {self._group.name!r} were changed in place between forward and backward: {names}. Their "
             "gradients would be those of a model that never ran. Step the optimizer, or load values, after backward "
@@ -90,6 +77,12 @@ class ChangeCheck:
     @torch.no_grad()
     def _sums(self) -> list[list[int]]:
         return [_sum_of(parameter) for parameter in self._group.parameters]
+
+
+def _changed(
+    parameters: Sequence[ShardedParameter], then: Sequence[object], now: Sequence[object]
+) -> set[ShardedParameter]:
+    return {p for p, before, after in zip(parameters, then, now, strict=False) if before != after}
 
 
 def _sum_of(parameter: ShardedParameter) -> list[int]:

@@ -63,7 +63,8 @@ class CommonCopy:
         """
         if self.is_kept:
             return
-        changes = sum(p.sharded._version for p in self._parameters) + self._store.version, optimizer_steps()
+        counted = [*(p.sharded for p in self._parameters), *self._store.counted]
+        changes = sum(tensor._version for tensor in counted), optimizer_steps()
         if changes == self._cast_from and torch._C._current_graph_task_id() != -1:
             return
         torch._foreach_copy_(self._places, self._shards)

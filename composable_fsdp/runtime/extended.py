@@ -16,7 +16,7 @@ import torch
 from composable_fsdp.comm.c10d import gather_objects
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.layout.plan import BucketPlan
-from composable_fsdp.memory.storage import allocate_storage, free_storage
+from composable_fsdp.memory.storage import allocate_storage
 from composable_fsdp.runtime.bucket import Gather
 from composable_fsdp.runtime.channel import Channel
 from composable_fsdp.runtime.extension import GatherExtension, Payload, refill_checked
@@ -77,9 +77,8 @@ class ExtendedBucket:
         )
 
     @property
-    def version(self) -> int:
-        """Changes with in-place changes of shards that torch counts."""
-        return sum(parameter.local._version for parameter in self.parameters)
+    def counted(self) -> list[torch.Tensor]:
+        return [parameter.local for parameter in self.parameters]
 
     @property
     def unsharded_bytes(self) -> int:
@@ -116,7 +115,7 @@ class ExtendedBucket:
         """Gives the memory of the unsharded parameters back. Legal when it already is."""
         for gathered in self._gathered:
             for tensor, _ in gathered.storages:
-                free_storage(tensor.untyped_storage())
+                tensor.untyped_storage().resize_(0)
 
     def copy_out_of_common(self) -> None:
         """Nothing to do: what hooks make is this rank's own."""

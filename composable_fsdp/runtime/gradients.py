@@ -20,6 +20,7 @@ from composable_fsdp.lifecycle import GRADIENT_TRANSITIONS, GradientOperation, G
 from composable_fsdp.memory.lanes import Lanes, Pending
 from composable_fsdp.runtime.joined import Joiner
 from composable_fsdp.runtime.messages import all_of
+from composable_fsdp.runtime.parameter import plain_access
 from composable_fsdp.runtime.reduction import Job, Reducible, launch_reduction
 from composable_fsdp.runtime.scatter import ReducedBucket
 from composable_fsdp.runtime.tensors import GroupTensors
@@ -80,8 +81,8 @@ class GroupGradients:
         self._pending_partial: Pending[list[ReducedBucket]] | None = None
         self._keeps_partial = False
         """Whether the next reduction has sums over the shard axis to add."""
-        self._version_before_step: int | None = None
-        """That of the shards at the first reduction of the step that changed a residual of error feedback."""
+        self.version_before_step: int | None = None
+        """That of the shards at the first reduction of the step, where that changed what codecs remember."""
 
     def follow_choices(self, other: GroupGradients) -> None:
         """Takes over what was chosen for ``other``."""
@@ -96,7 +97,9 @@ class GroupGradients:
             self._advance(GradientOperation.ACCUMULATE)
             if self._launched == 0:
                 self._arrived = [0] * len(plan.batches)
-        if self.run.is_around_another:  # a reentrant checkpoint's, which may come again with the next one
+        run = self.run.number
+        # What :attr:`AutogradRun.is_around_another` says, without a call for each parameter.
+        if run != -1 and run != torch._C._current_graph_task_id():  # a reentrant checkpoint's, which may come again
             if batch < self._launched:
                 self._arrived[batch] += 1
             return
@@ -156,14 +159,9 @@ class GroupGradients:
     # -- residuals of error feedback
 
     @property
-    def changed_residuals(self) -> bool:
-        """Whether the step that is under way has changed what codecs remember."""
-        return self._version_before_step is not None
-
-    @property
     def shards_changed(self) -> bool:
         """Whether the shards were changed in place since the first reduction of the step."""
-        return self._tensors.version != self._version_before_step
+        return self._tensors.version != self.version_before_step
 
     @property
     def are_waiting(self) -> bool:
@@ -172,13 +170,13 @@ class GroupGradients:
 
     def commit_residuals(self) -> None:
         """The step has ended: what codecs remember of it is final."""
-        self._version_before_step = None
+        self.version_before_step = None
         for bucket in self._tensors.buckets:
             bucket.scatter.commit()
 
     def roll_back_residuals(self) -> None:
         """The step has failed: codecs remember what they did before it."""
-        self._version_before_step = None
+        self.version_before_step = None
         for bucket in self._tensors.buckets:
             bucket.scatter.roll_back()
 
@@ -234,8 +232,8 @@ class GroupGradients:
         jobs = []
         for bucket in buckets:
             reduction = self._reduction(bucket)
-            if bucket.scatter.encoders and self._version_before_step is None:
-                self._version_before_step = self._tensors.version
+            if bucket.scatter.encoders and self.version_before_step is None:
+                self.version_before_step = self._tensors.version
             scatter = bucket.scatter.prepare(reduction, were_summed=self.were_summed)
             if scatter is not None:
                 divides_first = not self.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
@@ -390,9 +388,10 @@ class PendingReduction:
         launch = self.launch
         offloaded = any(member.is_offloaded for member in launch.members)
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
-        for bucket in reduced:
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
-                parameter.accept_gradient(gradient)
+        with plain_access():
+            for bucket in reduced:
+                for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+                    parameter.accept_gradient(gradient)
         for member in launch.members:
             if launch.ends_round:
                 member.end_reduction(partial=launch.partial)

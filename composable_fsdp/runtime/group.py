@@ -195,7 +195,8 @@ class ParameterGroup:
         """Whether the parameters are neither in memory nor on their way."""
         if self.gradients.are_held:
             self._deliver_before_a_change(lanes)
-        self.refresh()
+        if not self.tensors.registration.is_current:
+            self.refresh()
         if not self.tensors.are_placed:
             raise self.tensors.misplaced(self.name)
         return self.parameter_state not in _HERE_OR_COMING
@@ -243,12 +244,11 @@ class ParameterGroup:
                 self._is_written_to = not pending.has_arrived
                 raise
         # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
-        self._drop_slices()
+        if self.channels[0].smaller is not None:
+            self._drop_slices()
 
     def _drop_slices(self) -> None:
         """The next gather comes from the whole shard axis again."""
-        if self.channels[0].smaller is None:
-            return
         for bucket in self.tensors.buckets:
             bucket.drop_slice()
         for channel in self.channels:

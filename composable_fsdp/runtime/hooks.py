@@ -140,9 +140,12 @@ def is_being_called(unit: Unit) -> bool:
 
 
 class _Input(NamedTuple):
-    """A view of an input that needs a gradient, made for one call."""
+    """A view of an input that needs a gradient, made for one call.
 
-    view: torch.Tensor
+    A hook on its node costs half of what one on the tensor does.
+    """
+
+    view: Any
     version: int
     """When it was made: a view that was changed in place since then has another node."""
 
@@ -155,6 +158,7 @@ class _Frame:
     """The exception that was being handled when the call began; another one at its end is the call's own."""
     caller: FrameType
     """The Python frame that runs the call."""
+    iteration: Iteration
     is_inner: bool
     """Whether it is part of another call of the same unit, such as ``forward`` called by a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
@@ -193,14 +197,17 @@ class _ModuleHooks:
 
     def begin(self, caller: FrameType) -> None:
         """A call that ``caller`` runs is under way."""
-        iteration_of(self._unit).check_thread(self._unit)
-        is_inner = is_being_called(self._unit)
-        self._unit.calls_under_way.append(_Frame(sys.exc_info()[1], caller, is_inner))
+        unit = self._unit
+        iteration = iteration_of(unit)
+        iteration.check_thread(unit)
+        calls = unit.calls_under_way
+        is_inner = bool(calls) and is_being_called(unit)
+        calls.append(_Frame(sys.exc_info()[1], caller, iteration, is_inner))
 
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Brings the parameters into memory, and the inputs to where and in what they compute."""
         unit, frame = self._unit, self._unit.calls_under_way[-1]
-        iteration = iteration_of(unit)
+        iteration = frame.iteration
         if not frame.is_inner:
             iteration.pre_forward(unit)
         dtype = unit.precision.input_dtype
@@ -220,14 +227,14 @@ class _ModuleHooks:
             output = map_tensors(_cast_to(unit.precision.output_dtype), output)
         if frame.is_inner:
             return output
-        iteration = iteration_of(unit)
-        call = iteration.post_forward(unit, module)
-        return output if call is None else _watch_backward(call, iteration, frame.inputs, output)
+        call = frame.iteration.post_forward(unit, module)
+        return output if call is None else _watch_backward(call, frame.iteration, frame.inputs, output)
 
     def abort(self) -> None:
         """After a forward that raised; while its exception is being handled."""
-        if not self._unit.calls_under_way.pop().is_inner:
-            iteration_of(self._unit).abort_forward(self._unit, sys.exc_info()[1])
+        frame = self._unit.calls_under_way.pop()
+        if not frame.is_inner:
+            frame.iteration.abort_forward(self._unit, sys.exc_info()[1])
 
     # -- state dicts: their values are the sharded parameters
 
@@ -324,10 +331,10 @@ def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_Input], 
         call.round.ends_unseen = True
     elif len(inputs) == 1:
         call.await_inputs()
-        _node_of(inputs[0]).register_hook(left)
+        inputs[0].view.grad_fn.register_hook(left)
     else:
         call.await_inputs()
-        exits = list(map(_node_of, inputs))
+        exits = [view.grad_fn for view, _ in inputs]
         departures = _Departures(len(exits), left)
         for node in exits:
             node.register_hook(departures.leave)
@@ -338,11 +345,6 @@ def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_Input], 
     for node in bases - nodes if bases else ():
         node.register_prehook(entered)
     return output
-
-
-def _node_of(watched: _Input) -> Any:
-    """The node of a view. A hook on it costs half of what one on the tensor does."""
-    return watched.view.grad_fn
 
 
 _NO_NODES: frozenset[Any] = frozenset()

@@ -40,7 +40,7 @@ from composable_fsdp.runtime.schedule import ForwardRecord
 from composable_fsdp.runtime.settings import check_settings
 from composable_fsdp.runtime.steps import Steps, sharded_steps
 from composable_fsdp.runtime.underway import UnderWay
-from composable_fsdp.runtime.unit import Accumulation, Round, Unit
+from composable_fsdp.runtime.unit import Accumulation, Round, Unit, alive
 from composable_fsdp.runtime.unsharding import Unsharding
 
 __all__ = ["Iteration", "Pass"]
@@ -213,7 +213,7 @@ class Iteration:
             self.settle_gradients(unit)
         if call.round.awaited <= 0:
             for done in (unit, *unit.lenders):
-                if done.reshard_after_backward and not done.lends:
+                if done.reshard_after_backward and not done.borrowing:
                     done.group.reshard()
 
     def _batch_of_gradients(self, unit: Unit) -> None:
@@ -434,7 +434,7 @@ class Iteration:
         has where no gradient is left: they were used or dropped.
         """
         steps = self.steps.number
-        changed = [each for u in self.units.values() if (each := u.group.gradients).changed_residuals]
+        changed = [each for u in self.units.values() if (each := u.group.gradients).version_before_step is not None]
         if changed:
             has_ended = steps != self._steps_at_forward or any(each.shards_changed for each in changed)
             if not has_ended and begins_forward:
@@ -472,7 +472,7 @@ class Iteration:
         self.commit_residuals()  # of the step before, where this rank failed between the two
         for unit in units:
             unit.group.gradients.drop()
-            if unit.group.gradients.changed_residuals:
+            if unit.group.gradients.version_before_step is not None:
                 unit.group.gradients.roll_back_residuals()
         self._back_to_idle()
         if failed:  # so ranks have met, and may have gathered different groups before
@@ -496,7 +496,7 @@ class Iteration:
     def may_come_back_to(self, unit: Unit) -> bool:
         """Whether a backward may come to a forward that has used parameters of ``unit``."""
         self._backward.forget_before_step()
-        return any(each.runs for each in (unit, *unit.borrowers))
+        return any(each.runs for each in (unit, *alive(unit.borrowing)))
 
     def was_reached(self, unit: Unit) -> bool:
         """Whether the last backward came to ``unit`` through an output that its hooks saw."""

@@ -35,6 +35,7 @@ __all__ = [
     "find_unsharded",
     "local_part",
     "note_taken",
+    "plain_access",
 ]
 
 
@@ -319,7 +320,10 @@ class ShardedParameter:
         self.accumulated = total.to(dtype, copy=True) if is_first else total
 
     def accept_gradient(self, local: torch.Tensor) -> None:
-        """Sets or adds this rank's shard of the reduced gradient, then calls the hooks that users registered for it."""
+        """Sets or adds this rank's shard of the reduced gradient, then calls the hooks that users registered for it.
+
+        May be called within :data:`plain_access`, in which the hooks are not.
+        """
         sharded: Any = self.sharded
         spec = sharded._spec
         if self._gradient_dtype is not _SAME:
@@ -328,7 +332,8 @@ class ShardedParameter:
         gradient: Any = DTensor.__new__(DTensor, local, spec, requires_grad=False)
         hooks = sharded._backward_hooks
         for hook in tuple(hooks.values()) if hooks else ():
-            replacement = hook(gradient)
+            with _usual_access():
+                replacement = hook(gradient)
             gradient = gradient if replacement is None else replacement
         held = sharded.grad
         if held is None:
@@ -337,7 +342,8 @@ class ShardedParameter:
             held._local_tensor.add_(gradient._local_tensor)
         hooks = sharded._post_accumulate_grad_hooks
         for hook in tuple(hooks.values()) if hooks else ():
-            hook(sharded)
+            with _usual_access():
+                hook(sharded)
 
     def drop_gradient(self) -> None:
         """Forgets gradients that have not been reduced."""
@@ -365,6 +371,11 @@ class ShardedParameter:
             if name not in vars(parameter):
                 setattr(parameter, name, value)
 
+
+plain_access: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it, attributes of a DTensor are read in half of the time, or less."""
+_usual_access: Any = torch._C._EnableTorchFunction
+"""Ends it, within it."""
 
 _SAME: Any = object()
 """The ``grad_dtype`` of a parameter whose gradients have its own dtype."""

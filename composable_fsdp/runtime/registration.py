@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from composable_fsdp.runtime.parameter import ShardedParameter, local_part
+from composable_fsdp.runtime.parameter import ShardedParameter, local_part, plain_access
 
 __all__ = ["Registration"]
 
@@ -23,8 +23,6 @@ _local_tensor = attrgetter("_local_tensor")
 _requires_grad = attrgetter("requires_grad")
 _version = attrgetter("_version")
 _storage: Any = torch.Tensor.untyped_storage
-_plain_access: Any = torch._C.DisableTorchFunctionSubclass
-"""Within it, attributes of a DTensor are read in a quarter of the time."""
 
 
 @dataclass(slots=True)
@@ -42,19 +40,23 @@ class Registration:
 
     Args:
         parameters: of one group.
+        memory: tensors whose versions count what is written to the parameters' local tensors.
         gathers_make: some unsharded forms are made by gathers, and so are looked up after each.
 
     Invariant: what was shown last, sharded or unsharded, is registered on all owners, unless somebody replaced it.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], *, gathers_make: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], memory: Sequence[torch.Tensor], *, gathers_make: bool
+    ) -> None:
         self._parameters = tuple(parameters)
         self._gathers_make = gathers_make
         self._shows_unsharded = False
         self._note_forms()
-        with _plain_access():
-            self._storages = list(map(_storage, self._sharded))
-            self._local_storages = list(map(_storage, self._locals))
+        self._counted = [*self._sharded, *memory]
+        self._stored = [*self._sharded, *self._locals]
+        with plain_access():
+            self._storages = list(map(_storage, self._stored))
 
     def _note_forms(self) -> None:
         parameters = self._parameters
@@ -116,26 +118,25 @@ class Registration:
         are what is registered. Who changed the unsharded ones was heard when these were taken off.
         """
         registered: Any = map(dict.get, self._registered, self._names)
-        with _plain_access():
+        with plain_access():
             return (
                 all(map(is_, map(_local_tensor, self._sharded), self._locals))
                 and list(map(_requires_grad, self._sharded)) == self._trainable
                 and all(map(is_, registered, self._shown))
-                and all(map(is_, map(_storage, self._sharded), self._storages))
-                and all(map(is_, map(_storage, self._locals), self._local_storages))
+                and all(map(is_, map(_storage, self._stored), self._storages))
             )
 
     @property
     def versions(self) -> list[int]:
-        """How often each sharded parameter was changed in place, as far as torch counts."""
-        with _plain_access():
-            return list(map(_version, self._sharded))
+        """How often each sharded parameter, and then each part of the memory, was changed in place, as torch counts."""
+        with plain_access():
+            return list(map(_version, self._counted))
 
     def given_data(self) -> list[ShardedParameter]:
         """Parameters to which somebody assigned ``p.data``, which their local tensors do not follow."""
         return [
             p
-            for p, local, storage in zip(self._parameters, self._locals, self._storages, strict=True)
+            for p, local, storage in zip(self._parameters, self._locals, self._storages, strict=False)
             if p.sharded.untyped_storage() is not storage and local_part(p.sharded) is local
         ]
 
@@ -143,7 +144,9 @@ class Registration:
         """Parameters whose local tensors have other memory than the group gave them."""
         return [
             p
-            for p, local, storage in zip(self._parameters, self._locals, self._local_storages, strict=True)
+            for p, local, storage in zip(
+                self._parameters, self._locals, self._storages[len(self._locals) :], strict=True
+            )
             if local.untyped_storage() is not storage
         ]
 

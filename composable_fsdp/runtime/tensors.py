@@ -127,6 +127,8 @@ class GroupTensors:
         self._precision = precision
         self._on_gradient = on_gradient
         self.rest_device = rest_device(offload, device)
+        self.is_offloaded = self.rest_device != device
+        """Whether shards rest elsewhere than where modules compute."""
         self._common_places: dict[_Place, int] = {}
         self.pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.is_offloaded
         if in_common:
@@ -134,17 +136,13 @@ class GroupTensors:
         self.build()
 
     @property
-    def is_offloaded(self) -> bool:
-        """Whether shards rest elsewhere than where modules compute."""
-        return self.rest_device != self.device
-
-    @property
     def version(self) -> int:
         """Changes when parameters are frozen or thawed, and with in-place changes of shards that torch counts.
 
         It does not count those of fused and foreach optimizers.
         """
-        return sum(p.sharded._version + p.was_flipped for p in self.parameters) + sum(b.version for b in self.buckets)
+        memory = sum(tensor._version for bucket in self.buckets for tensor in bucket.counted)
+        return memory + sum(p.sharded._version + p.was_flipped for p in self.parameters)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -244,7 +242,9 @@ class GroupTensors:
         self.registration.show_sharded()
 
     def _note_registration(self) -> None:
-        self.registration = Registration(self.parameters, gathers_make=any(p.extended for p in self.plan.buckets))
+        memory = [tensor for bucket in self.buckets for tensor in bucket.counted]
+        extended = any(plan.extended for plan in self.plan.buckets)
+        self.registration = Registration(self.parameters, memory, gathers_make=extended)
 
     def _extended(self, plan: BucketPlan, channel: Channel) -> ExtendedBucket:
         """Parameters that decide by themselves how they travel keep their local tensors as they are."""

@@ -47,7 +47,7 @@ class UnderWay:
     def reach(self, unit: Unit) -> None:
         """The backward has come to ``unit``."""
         if self._backward is not None and unit is not self._root:
-            self._backward.unit = unit.name
+            self._backward.unit = unit.group.name
 
     def end_backward(self) -> None:
         """The backward ran to its end."""

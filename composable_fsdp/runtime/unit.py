@@ -31,6 +31,7 @@ __all__ = [
     "PlainPlaces",
     "Round",
     "Unit",
+    "alive",
     "find_unit",
     "holding_unit",
     "unit_of",
@@ -138,10 +139,13 @@ class Unit:
         """Of a root: of groups that are gathered, and reduced, together."""
         self.change_check: ChangeCheck | None = ChangeCheck(group, reads_shards=False)
         """Compares parameters in backward with those of the forward."""
-        self._forward_prefetch: Sequence[ref[Unit]] | None = None
-        self._backward_prefetch: Sequence[ref[Unit]] | None = None
+        self.forward_prefetch: Sequence[ref[Unit]] | None = None
+        """Units to gather in forward ahead of their turn, where the user chose them."""
+        self.backward_prefetch: Sequence[ref[Unit]] | None = None
+        """The same in backward."""
         self.lenders = tuple(lenders)
-        self._borrowers: list[ref[Unit]] = []
+        self.borrowing: list[ref[Unit]] = []
+        """Units whose lender it is."""
         for lender in self.lenders:
             lender._lend_to(self)
         self.has_nested_units = any(find_unit(m) is not None for module in modules for m in module.modules())
@@ -179,17 +183,7 @@ class Unit:
             lender._lend_to(self)
 
     def _lend_to(self, borrower: Unit) -> None:
-        self._borrowers.append(ref(borrower, self._borrowers.remove))
-
-    @property
-    def borrowers(self) -> list[Unit]:
-        """Units whose lender it is."""
-        return _alive(self._borrowers)
-
-    @property
-    def lends(self) -> bool:
-        """Whether it is the lender of any unit."""
-        return bool(self._borrowers)
+        self.borrowing.append(ref(borrower, self.borrowing.remove))
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -207,24 +201,6 @@ class Unit:
     @iteration.setter
     def iteration(self, iteration: Any) -> None:
         self._iteration = _no_iteration if iteration is None else ref(iteration)
-
-    @property
-    def forward_prefetch(self) -> Sequence[Unit] | None:
-        """Units to gather in forward ahead of their turn, where the user chose them."""
-        return None if self._forward_prefetch is None else _alive(self._forward_prefetch)
-
-    @forward_prefetch.setter
-    def forward_prefetch(self, units: Sequence[Unit] | None) -> None:
-        self._forward_prefetch = None if units is None else list(map(ref, units))
-
-    @property
-    def backward_prefetch(self) -> Sequence[Unit] | None:
-        """The same in backward."""
-        return None if self._backward_prefetch is None else _alive(self._backward_prefetch)
-
-    @backward_prefetch.setter
-    def backward_prefetch(self, units: Sequence[Unit] | None) -> None:
-        self._backward_prefetch = None if units is None else list(map(ref, units))
 
     def deliver_before_changes(self) -> None:
         """Ends the reductions in flight of parameters that were frozen or thawed since, before the group follows."""
@@ -271,7 +247,7 @@ class Unit:
     @property
     def is_lent(self) -> bool:
         """Whether the forward of another unit that is under way uses parameters of this one."""
-        return self.lends and any(borrower.is_running for borrower in self.borrowers)
+        return bool(self.borrowing) and any(borrower.is_running for borrower in alive(self.borrowing))
 
     @property
     def keeps_partial(self) -> bool:
@@ -288,17 +264,18 @@ class Unit:
         Not where other units' collectives come in between: a rank that does not use the batch sends it at the end. Nor
         what travels together with others.
         """
-        if not self.group.plan.in_batches or self.group.plan.is_small:
+        plan = self.group.tensors.plan
+        if not plan.in_batches or plan.is_small:
             return False
-        if self.has_nested_units or self.lenders or self._borrowers or self.has_several_modules:
+        if self.has_nested_units or self.lenders or self.borrowing or self.has_several_modules:
             return False
         return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
 
     @property
     def may_have_company(self) -> bool:
         """Whether its parameters may be gathered, and its gradients reduced, together with those of other units."""
-        shares = self.lenders or self._borrowers
-        chosen = self._forward_prefetch is not None or self._backward_prefetch is not None
+        shares = self.lenders or self.borrowing
+        chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
         if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
             return False
         return not any(channel.is_custom for channel in self.group.channels)
@@ -312,7 +289,7 @@ class Unit:
     def frees_with_last_gradient(self) -> bool:
         """Whether nothing in the modules' own backward can still need the parameters once all have their gradients."""
         plan = self.group.plan
-        return not self._borrowers and plan.num_trainable == len(plan.specs)
+        return not self.borrowing and plan.num_trainable == len(plan.specs)
 
 
 class ModuleReference:
@@ -336,7 +313,8 @@ def _no_iteration() -> None:
     """In place of a reference to an iteration."""
 
 
-def _alive(references: Sequence[ref[Unit]]) -> list[Unit]:
+def alive(references: Sequence[ref[Unit]]) -> list[Unit]:
+    """Those of the units that were not dropped."""
     return [unit for known in references if (unit := known()) is not None]
 
 

@@ -13,7 +13,7 @@ from composable_fsdp.runtime.gradients import PendingReduction
 from composable_fsdp.runtime.group import unshard_together
 from composable_fsdp.runtime.schedule import ForwardRecord, PrefetchScheduler, batch_before_prefetch
 from composable_fsdp.runtime.steps import Steps, plain_steps
-from composable_fsdp.runtime.unit import Unit
+from composable_fsdp.runtime.unit import Unit, alive
 
 __all__ = ["Unsharding"]
 
@@ -115,8 +115,8 @@ class Unsharding:
     def in_forward(self, unit: Unit) -> None:
         """Brings ``unit`` into memory, and those on their way that come after it."""
         names = self._scheduler.forward(unit.group.name) if unit.group.tensors.parameters else ()
-        ahead = unit.forward_prefetch
-        self._bring(unit, [self._units[name] for name in names] if ahead is None else ahead, "forward")
+        chosen = unit.forward_prefetch
+        self._bring(unit, [self._units[name] for name in names] if chosen is None else alive(chosen), "forward")
 
     def in_backward(self, unit: Unit, record: ForwardRecord, position: int, *, sends_batches: bool) -> None:
         """Brings ``unit``, which ended its forward at ``position``, into memory, and on their way those before it.
@@ -133,12 +133,13 @@ class Unsharding:
             sends_batches: whether ``unit``'s gradients go in batches, before backward comes to other units.
         """
         chosen = unit.backward_prefetch
-        may_wait = sends_batches and chosen is None
         if chosen is None:
             names = self._scheduler.backward(record, position)
-            chosen = [self._units[name] for name in names if name in self._units]
-        ahead = [each for each in chosen if each.unshard_in_backward]
-        batch = self._batch_before(ahead, unit) if may_wait else None
+            following = [self._units[name] for name in names if name in self._units]
+        else:
+            following = alive(chosen)
+        ahead = [each for each in following if each.unshard_in_backward]
+        batch = self._batch_before(ahead, unit) if sends_batches and chosen is None else None
         self._bring(unit, ahead if batch is None else (), "backward")
         if batch is not None:
             fitting: list[Unit] = []

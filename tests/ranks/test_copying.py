@@ -151,7 +151,7 @@ def everything_is_kept() -> None:
         unit, others = unit_of(twin.layers[1]), unit_of(twin.layers[0])
         assert (unit.group.gradients.divide_factor, unit.reshard_after_backward) == (5.0, False)
         assert (unit.reshard.kind, unit.reductions_in_flight) == (ReshardKind.NEVER, 7)
-        assert others.forward_prefetch == [unit]
+        assert others.forward_prefetch == [ref(unit)]
         assert unit.precision == policy
         model = twin
         task.loss(model, task.batch_of(1, rank)).backward()

@@ -45,6 +45,7 @@ def replace_gradients_by_hooks() -> None:
 
     def look(gradient: torch.Tensor) -> None:
         assert isinstance(gradient, DTensor)
+        assert torch._C._is_torch_function_enabled(), "tensor subclasses work in hooks as they do elsewhere"
         seen["looked"] += 1
 
     def triple(gradient: torch.Tensor) -> torch.Tensor:
@@ -81,6 +82,7 @@ def hooks_can_be_removed_and_see_what_is_accumulated() -> None:
     def after(p: torch.Tensor) -> None:
         assert p is parameter
         assert isinstance(p.grad, DTensor)
+        assert torch._C._is_torch_function_enabled(), "tensor subclasses work in hooks as they do elsewhere"
         seen.append(p.grad.to_local().clone())
 
     handle = parameter.register_post_accumulate_grad_hook(after)
