@@ -347,6 +347,7 @@ class Iteration:
                 unit.group.reshard()
             else:
                 unit.note_kept(self._unsharding.seen_steps)
+                unit.group.copy_out_of_common()  # other ranks may step their shards while forwards here still use it
         # Before waiting for gradients, so as to wait only once.
         leaving = self._leave_shards("end of backward", self._sharing)
         if self.is_last_backward:
@@ -377,6 +378,8 @@ class Iteration:
         if not self._leads_to_backward:  # what stays may be used in forwards that other ranks do not run
             for unit in self.units.values():
                 unit.group.copy_out_of_common()
+            if not self._unsharding.is_common:  # neither may they run this one
+                return
         _wait_for(self._leave_shards("end of forward", awaited))
 
     def gather_by_hand(self, unit: Unit) -> bool:

@@ -49,7 +49,7 @@ class Unsharding:
         self._steps = steps
         self.seen_steps: object = self._steps_now
         """As of the last forward: parameters kept unsharded since before a step are stale."""
-        self._is_common = False
+        self.is_common = False
         """Whether all ranks run this forward: it leads to a backward, or has gathered something. Any other one may be
         run by some ranks only, so it must not decide what ranks launch later.
         """
@@ -62,7 +62,7 @@ class Unsharding:
         self._postponed = None  # of a backward that died
         self._scheduler.limit = self._root.prefetch_limit
         self._scheduler.begin_forward()
-        self._is_common = leads_to_backward
+        self.is_common = leads_to_backward
         if leads_to_backward:
             self._company.expect(self._scheduler.expected)
         steps = self.seen_steps = self._steps_now
@@ -100,7 +100,7 @@ class Unsharding:
 
     def end_forward(self) -> None:
         """The forward ran to its end."""
-        if self._is_common:
+        if self.is_common:
             self._scheduler.end_forward()
         for unit in self._units.values():
             if unit.group.parameter_state is ParameterState.UNSHARDING:
@@ -201,8 +201,8 @@ class Unsharding:
 
     def _launch(self, unit: Unit, direction: str) -> None:
         """Gathers ``unit``, along with those of its company to which this pass comes after it."""
-        if not self._is_common:
-            self._is_common = True
+        if not self.is_common:
+            self.is_common = True
             self._company.expect(self._scheduler.expected)
         if self._each_alone:
             unit.group.unshard(self.lanes)

@@ -189,6 +189,34 @@ def infer_unequally(model: Any, mode: str, *, by_hand: bool) -> None:
         module.reshard()
 
 
+@torch.no_grad()
+def infer_with_what_a_pass_left(model: Any, mode: str, left_by: str) -> None:
+    """Parameters stay unsharded after a training forward or a backward. Rank 1 runs forwards with them, rank 0 none."""
+    x, modules = torch.ones(3, WIDTH), (*model, model)
+    expected = model(x).clone()
+    for module in modules:
+        module.reshard()
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
+    with torch.enable_grad():
+        loss = model(x).square().mean()
+    for is_changed in (False, True):
+        if left_by == "backward" and not is_changed:
+            loss.backward()
+        with MODES[mode]():
+            for _ in range(2 * dist.get_rank()):
+                assert torch.equal(model(x), expected)
+        dist.barrier()
+        if left_by == "backward":
+            change_shards(model, 0.5 if is_changed else 2.0)
+    if left_by == "forward":
+        loss.backward()
+    for module in modules:
+        module.set_reshard_after_backward(True)
+        module.reshard()
+    model.zero_grad()
+
+
 def go_on_unequally(model: Any, optimizer: torch.optim.Optimizer) -> None:
     """With parameters that are gathered in each forward."""
     if dist.get_rank() == 0:
@@ -204,6 +232,8 @@ def infer_unequally_then_train() -> None:
         for mode in MODES:
             for by_hand in (True, False):
                 infer_unequally(model, mode, by_hand=by_hand)
+            for left_by in ("forward", "backward"):
+                infer_with_what_a_pass_left(model, mode, left_by)
         found, wanted = train_linears(model, optimizer), train_linears(*linears(dtype))
         for name, value in found.items():
             assert torch.equal(value, wanted[name]), name
