@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/collectives.py
 
 For each size, eight parameters of that full size are gathered once packed, with the copy out that packing
-costs, and once direct. The crossing is what ``comm/shared/communicator.py`` has as its threshold, and with
-``COMPOSABLE_FSDP_SHARED_MEMORY=0`` what ``comm/c10d.py`` has. The same for reduce-scatter, whose packed form costs a
+costs, and once direct. The crossing is what ``_comm/shm/shm_communicator.py`` has as its threshold, and with
+``COMPOSABLE_FSDP_SHARED_MEMORY=0`` what ``_comm/c10d.py`` has. The same for reduce-scatter, whose packed form costs a
 copy in.
 """
 
@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from report import interleaved, parser, publish, ratios, timed
 
-from composable_fsdp.comm.choose import communicator_over
-from composable_fsdp.comm.protocol import Communicator, Transfer
-from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp._comm.communicator import Communicator, Transfer
+from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._layout.grad_scaling import ReduceOp
 
 TENSORS = 8
 KINDS = ("all-gather", "reduce-scatter")

@@ -19,7 +19,7 @@ from report import parser, publish
 from torch import nn
 
 from composable_fsdp import MixedPrecisionPolicy, describe, fully_shard
-from composable_fsdp.describe import ModelDescription
+from composable_fsdp.diagnostics.describe import ModelDescription
 from composable_fsdp.wrap import transformer_blocks
 
 RANKS = 1024

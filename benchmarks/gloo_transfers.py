@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/gloo_transfers.py
 
 Over gloo each tensor goes by itself, from where it lies to its place, or all are copied into one message and out of
-it: where the first begins to win is the threshold of ``composable_fsdp/comm/gloo.py``. Gloo's own collectives get one
+it: where the first begins to win is the threshold of ``_comm/gloo/gloo_communicator.py``. Gloo's collectives get one
 message, as every library sends it. Memory is shared where all ranks are on one host.
 """
 
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from report import interleaved, parser, publish, ratios, timed
 
-from composable_fsdp.comm.agreement import OrderCheck
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
-from composable_fsdp.comm.choose import communicator_over
-from composable_fsdp.comm.gloo import GlooCommunicator
-from composable_fsdp.comm.line import Line
-from composable_fsdp.comm.protocol import Communicator, Transfer
-from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
-from composable_fsdp.layout.reduction import ReduceOp
+from composable_fsdp._comm.c10d import ProcessGroupCommunicator
+from composable_fsdp._comm.communicator import Communicator, Transfer
+from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._comm.gloo.connection import Line
+from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
+from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
+from composable_fsdp._consistency.order_check import OrderCheck
+from composable_fsdp._layout.grad_scaling import ReduceOp
 
 KIB = [16, 64, 128, 256, 512, 1024, 2048, 4096, 16384]
 TENSORS = 4

@@ -21,11 +21,11 @@ from report import interleaved, one_after_the_other, parser, publish, ratios, sp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp.comm.gloo import GlooCommunicator
-from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
-from composable_fsdp.memory.lanes import Lanes
-from composable_fsdp.runtime.gradients import reduce_together
-from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
+from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
+from composable_fsdp._memory.streams import Lanes
+from composable_fsdp._runtime.groups.gradients import reduce_together
+from composable_fsdp._runtime.groups.state import unit_of
 
 KIB = [64, 256, 1024, 2048, 4096, 16384, 65536]
 VECTORS = 8

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import Int8
-from composable_fsdp.comm.protocol import Work
-from composable_fsdp.memory import storage
+from composable_fsdp._comm.communicator import Work
+from composable_fsdp._memory import unsharded_buffer as storage
 from composable_fsdp.testing import Fault, Raise, inject_faults
 
 __all__ = ["KILLED_IN_SAVE", "Accident", "FragileInt8", "Planned", "inflict", "kill_soon", "planned", "tell"]

@@ -24,14 +24,14 @@ from step_time import WARM_UP
 from torch.distributed.device_mesh import init_device_mesh
 from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Job
 
-from composable_fsdp.comm.gloo import Arrival, GlooCommunicator
-from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
-from composable_fsdp.comm.shared.engine import Launched
-from composable_fsdp.runtime.gathering import _Gathering
-from composable_fsdp.runtime.gradients import GroupGradients, Launch, PendingReduction
-from composable_fsdp.runtime.hooks import _ModuleHooks
-from composable_fsdp.runtime.iteration import Iteration
-from composable_fsdp.runtime.repeated import Repetition
+from composable_fsdp._comm.gloo.gloo_communicator import Arrival, GlooCommunicator
+from composable_fsdp._comm.shm.engine import Launched
+from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
+from composable_fsdp._runtime.collectives.all_gather import _Gathering
+from composable_fsdp._runtime.collectives.cached_gather import Repetition
+from composable_fsdp._runtime.groups.gradients import GroupGradients, Launch, PendingReduction
+from composable_fsdp._runtime.hooks import _ModuleHooks
+from composable_fsdp._runtime.root.iteration import Iteration
 
 MODEL, OTHERS = "model and optimizer", "other threads"
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier", "part")

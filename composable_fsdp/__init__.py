@@ -13,16 +13,25 @@ Shard every block, then the whole::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from composable_fsdp.api import fully_shard, register_fsdp_forward_method
-from composable_fsdp.clip import clip_grad_norm_, get_total_norm
-from composable_fsdp.codec.blockwise import Int4, Int8
-from composable_fsdp.codec.cast import Cast
-from composable_fsdp.codec.choice import CommunicationPolicy
-from composable_fsdp.codec.feedback import ErrorFeedback
-from composable_fsdp.codec.float8 import Float8
-from composable_fsdp.communication import CommunicationReport, CommunicationRow, communication_report
+from composable_fsdp._api.fsdp_module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
+from composable_fsdp._api.fully_shard import fully_shard, register_fsdp_forward_method
+from composable_fsdp._api.materialize import initialize, to_empty
+from composable_fsdp._api.random_shards import sharded_rng
+from composable_fsdp._runtime.groups.unmanaged_params import PlainParameterWarning
+from composable_fsdp._runtime.lazy_init import LowPrecisionWarning
+from composable_fsdp._runtime.params.tensor_subclass import LostExtensionWarning
+from composable_fsdp._sharding.mesh import OffloadBackendWarning
+from composable_fsdp._sharding.param_sharding import ShardPlacementResult
+from composable_fsdp._sharding.strategy import ShardingStrategy
+from composable_fsdp.codecs.blockwise import Int4, Int8
+from composable_fsdp.codecs.cast import Cast
+from composable_fsdp.codecs.communication_policy import CommunicationPolicy
+from composable_fsdp.codecs.error_feedback import ErrorFeedback
+from composable_fsdp.codecs.float8 import Float8
 from composable_fsdp.communication_state import CommunicationState
-from composable_fsdp.describe import GroupDescription, ModelDescription, describe
+from composable_fsdp.diagnostics.communication_report import CommunicationReport, CommunicationRow, communication_report
+from composable_fsdp.diagnostics.describe import GroupDescription, ModelDescription, describe
+from composable_fsdp.diagnostics.nonfinite import find_nonfinite
 from composable_fsdp.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -40,24 +49,15 @@ from composable_fsdp.errors import (
     UnsupportedError,
 )
 from composable_fsdp.full_params import apply_to_full_params, unsharded_params
-from composable_fsdp.initialize import initialize, to_empty
-from composable_fsdp.mesh import OffloadBackendWarning
-from composable_fsdp.module import FSDPModule, UnshardHandle, no_sync, share_comm_ctx
-from composable_fsdp.nonfinite import find_nonfinite
-from composable_fsdp.optim import local_optimizer
-from composable_fsdp.policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from composable_fsdp.runtime.assemble import LowPrecisionWarning
-from composable_fsdp.runtime.strangers import PlainParameterWarning
-from composable_fsdp.runtime.tensor_classes import LostExtensionWarning
-from composable_fsdp.sharded_rng import sharded_rng
-from composable_fsdp.sharding import ShardPlacementResult
-from composable_fsdp.strategy import ShardingStrategy
-from composable_fsdp.tied import tie_groups
+from composable_fsdp.optim.clip_grad import clip_grad_norm_, get_total_norm
+from composable_fsdp.optim.local_optimizer import local_optimizer
+from composable_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.wrap.tied_weights import tie_groups
 
 if TYPE_CHECKING:
-    from composable_fsdp.checkpoint.ema import ShardedEMA, sharded_ema
-    from composable_fsdp.checkpoint.rekey import rekey_optimizer
-    from composable_fsdp.from_rank0 import shard_from_rank0
+    from composable_fsdp._api.shard_from_rank0 import shard_from_rank0
+    from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA, sharded_ema
+    from composable_fsdp.checkpoint._state_dict.rekey import rekey_optimizer
 
 __all__ = [
     "ArgumentTypeError",
@@ -123,10 +123,10 @@ __version__ = "0.1.0"
 
 # With these comes torch.distributed.checkpoint, which takes long to import and is of no use to who needs none of them.
 _WITH_CHECKPOINTS = {
-    "ShardedEMA": "checkpoint.ema",
-    "rekey_optimizer": "checkpoint.rekey",
-    "shard_from_rank0": "from_rank0",
-    "sharded_ema": "checkpoint.ema",
+    "ShardedEMA": "checkpoint._state_dict.ema",
+    "rekey_optimizer": "checkpoint._state_dict.rekey",
+    "shard_from_rank0": "_api.shard_from_rank0",
+    "sharded_ema": "checkpoint._state_dict.ema",
 }
 
 

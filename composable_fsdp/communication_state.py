@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composable_fsdp.codec.encoder import Encoder
-from composable_fsdp.communication import units_of
+from composable_fsdp._runtime.collectives.bucket import AnyBucket
+from composable_fsdp.codecs._encoder import Encoder
+from composable_fsdp.diagnostics.communication_report import units_of
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.runtime.bucket import AnyBucket
 
 __all__ = ["CommunicationState"]
 

@@ -18,15 +18,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp.broadcast import broadcast_
+from composable_fsdp._comm.broadcast import broadcast_
+from composable_fsdp._runtime.groups.state import Unit, find_unit
+from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._runtime.lend_params import Loan, check_idle
+from composable_fsdp._runtime.params.param_places import Registered, registered_parameters
+from composable_fsdp._runtime.shard_extent import shardings_of, units_below
+from composable_fsdp._runtime.unsharded_values import agree_on_gradients, keep, keep_gradient, whole_parameter
+from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.errors import ConfigurationError, ParameterError
-from composable_fsdp.loan import Loan, check_idle
-from composable_fsdp.placed import shardings_of, units_below
-from composable_fsdp.registered import Registered, registered_parameters
-from composable_fsdp.runtime.assemble import iteration_of
-from composable_fsdp.runtime.unit import Unit, find_unit
-from composable_fsdp.sharding import ParameterSharding
-from composable_fsdp.whole import agree_on_gradients, keep, keep_gradient, whole_parameter
 
 __all__ = ["apply_to_full_params", "unsharded_params"]
 

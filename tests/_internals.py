@@ -1,12 +1,177 @@
-"""Private names of the library that tests use, imported here alone, so that a move changes one file of tests.
+"""The only door of the tests to private names of the package.
 
-Older tests still import such names themselves.
+A test that needs a private name imports it from here. The imports below are for type checkers and people;
+``__getattr__`` does each of them when its name is first used, so that no worker process imports all of the package.
 """
 
 from __future__ import annotations
 
-from composable_fsdp.runtime import company
-from composable_fsdp.runtime.parameter import ShardedParameter
-from composable_fsdp.runtime.unsharding import Unsharding
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ShardedParameter", "Unsharding", "company"]
+if TYPE_CHECKING:
+    from composable_fsdp._api.direct_call_errors import explanation_of
+    from composable_fsdp._api.materialize import reset_parameters
+    from composable_fsdp._api.param_discovery import elsewhere
+    from composable_fsdp._comm import broadcast, factory
+    from composable_fsdp._comm.c10d import ProcessGroupCommunicator
+    from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
+    from composable_fsdp._comm.factory import communicator_over, compared, duplicate
+    from composable_fsdp._comm.gloo.connection import Line
+    from composable_fsdp._comm.gloo.gloo_communicator import Arrival, GlooCommunicator
+    from composable_fsdp._comm.loopback import LoopbackCommunicator
+    from composable_fsdp._comm.shm import connect, segment
+    from composable_fsdp._comm.shm.connect import SWITCH
+    from composable_fsdp._comm.shm.segment import SLOT_BYTES
+    from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
+    from composable_fsdp._comm.shm.staging import Extent as StagingExtent
+    from composable_fsdp._comm.shm.staging import plan_rounds
+    from composable_fsdp._comm.verify_ranks import check_alike, difference_text
+    from composable_fsdp._consistency import interrupt, watchdog
+    from composable_fsdp._consistency.order_check import CONTEXT, Agreement, OrderCheck, order_check_from
+    from composable_fsdp._consistency.rank_report import Place, Report, judge
+    from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
+    from composable_fsdp._consistency.starting_values import Candidate, start_details, unlike_starts
+    from composable_fsdp._consistency.watchdog import PATIENCE, Watch, known_watch
+    from composable_fsdp._layout.block import Box, Cut
+    from composable_fsdp._layout.block import Extent as BlockExtent
+    from composable_fsdp._layout.bucket_layout import (
+        ALIGNMENT_BYTES,
+        NEVER_DIRECT,
+        GatherLayout,
+        ReduceLayout,
+        plan_gather,
+        plan_reduce,
+        worth_whole,
+    )
+    from composable_fsdp._layout.grad_scaling import ReduceOp, Reduction, divide, plan_reduction
+    from composable_fsdp._layout.pack import pack_gradient, put_shard, take_shard, unpack_parameter
+    from composable_fsdp._layout.placement import cuts, data_parallel_placements, shard_within
+    from composable_fsdp._layout.plan import GroupPlan, ParameterSpec, PlanOptions, Residence, plan_group, plan_smaller
+    from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
+    from composable_fsdp._layout.strided_runs import find_runs
+    from composable_fsdp._memory import unsharded_buffer
+    from composable_fsdp._memory.shard_store import carry
+    from composable_fsdp._memory.streams import Lane, Lanes
+    from composable_fsdp._memory.unsharded_buffer import OwnedBuffer
+    from composable_fsdp._runtime import lazy_init
+    from composable_fsdp._runtime.collectives.all_gather import LastGather, launch_gather
+    from composable_fsdp._runtime.collectives.bucket import Bucket, Gather
+    from composable_fsdp._runtime.collectives.cached_gather import AsItLies, repeated_gather
+    from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
+    from composable_fsdp._runtime.collectives.grad_mode import without_grad
+    from composable_fsdp._runtime.collectives.packing import pack_messages, together
+    from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
+    from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
+    from composable_fsdp._runtime.groups.param_group import ParameterGroup
+    from composable_fsdp._runtime.groups.state import Accumulation, Unit, find_unit, unit_of
+    from composable_fsdp._runtime.groups.state_machine import (
+        GRADIENT_TRANSITIONS,
+        PARAMETER_TRANSITIONS,
+        GradientOperation,
+        GradientState,
+        ParameterOperation,
+        ParameterState,
+        advance,
+    )
+    from composable_fsdp._runtime.lazy_init import iteration_of
+    from composable_fsdp._runtime.params.optimizer_steps import Steps
+    from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
+    from composable_fsdp._runtime.root import fusion as company
+    from composable_fsdp._runtime.root import reduce_queue
+    from composable_fsdp._runtime.root.backward_tracker import _MOST_FORWARDS
+    from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
+    from composable_fsdp._runtime.root.iteration import Iteration
+    from composable_fsdp._runtime.root.prefetch import Unsharding
+    from composable_fsdp._runtime.root.recovery import disconnect, reconnect
+    from composable_fsdp._runtime.schedule.policy import ForwardRecord, Lockstep, batch_before_prefetch, merge_adjacent
+    from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, units_below
+    from composable_fsdp._sharding.mesh import (
+        DataParallelAxes,
+        data_parallel_axes,
+        default_mesh,
+        named_data_parallel_axes,
+        warn_without_cpu_backend,
+    )
+    from composable_fsdp._sharding.param_sharding import ModelParallel, ShardPlacementResult, shard_over_axes
+    from composable_fsdp._sharding.process_groups import Channel
+    from composable_fsdp._sharding.strategy import resolve_strategy
+    from composable_fsdp._torch_compat.fsdp_state import ClientState
+    from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy
+    from composable_fsdp.checkpoint._coordination import rank_group
+    from composable_fsdp.checkpoint._coordination.mismatch import (
+        Misfit,
+        joined,
+        leave_common_unexpected,
+        refuse,
+        said,
+        told,
+    )
+    from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
+    from composable_fsdp.checkpoint._dcp import manifest
+    from composable_fsdp.checkpoint._dcp.directory import MANIFEST, Writing, complete
+    from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
+    from composable_fsdp.checkpoint._dcp.planner import SavePlanner
+    from composable_fsdp.checkpoint._safetensors import reader, save_safetensors
+    from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement
+    from composable_fsdp.checkpoint._safetensors.file_layout import DTYPES, TensorFiles, TensorSpec, dtype_code
+    from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensors
+    from composable_fsdp.checkpoint._state_dict import model, owners, tensor
+    from composable_fsdp.checkpoint._state_dict.names import entries_of, parameter_names, plain_name
+    from composable_fsdp.checkpoint._state_dict.options import Form
+    from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
+    from composable_fsdp.checkpoint._tools.cli import app
+    from composable_fsdp.checkpoint._tools.convert import convert
+    from composable_fsdp.checkpoint._tools.sources import DcpSource, Kind, open_source
+    from composable_fsdp.checkpoint._tools.verify import verify
+    from composable_fsdp.codecs import _compiled, _encoder
+    from composable_fsdp.codecs._encoder import Encoder, GradientCodec
+    from composable_fsdp.codecs._hadamard import hadamard_
+    from composable_fsdp.diagnostics import _commands
+    from composable_fsdp.diagnostics._compare import ABSENT, FORGOTTEN, Files, read, sequences, waits
+    from composable_fsdp.diagnostics._records import (
+        Dump,
+        Fault,
+        Header,
+        NumberedEvent,
+        Stack,
+        decode,
+        encode,
+        file_name,
+    )
+    from composable_fsdp.optim import _local_step
+    from composable_fsdp.testing import _pool
+    from composable_fsdp.testing._messages import (
+        Call,
+        Job,
+        Raised,
+        Ready,
+        Returned,
+        apply_warning_filters,
+        warning_filters,
+    )
+    from composable_fsdp.testing._pool import Died, Outcome, Stuck
+    from composable_fsdp.testing._text import format_ranks, function_stack
+    from composable_fsdp.testing._worker import _run
+    from composable_fsdp.testing.ranks import _raise_failures
+    from composable_fsdp.wrap._plan import Group, Scope, plan_groups
+
+
+def _imports() -> dict[str, tuple[str, str]]:
+    """The names of this file, each with its module and its name there."""
+    nodes = ast.walk(ast.parse(Path(__file__).read_text()))
+    found = (node for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None)
+    return {a.asname or a.name: (str(node.module), a.name) for node in found for a in node.names}
+
+
+_IMPORTS = _imports()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: import it here from where it is")
+    module, original = _IMPORTS[name]
+    found = import_module(module)
+    return getattr(found, original) if hasattr(found, original) else import_module(f"{module}.{original}")

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from composable_fsdp.comm.agreement import OrderCheck
-from composable_fsdp.comm.gloo import GlooCommunicator
-from composable_fsdp.comm.line import Line
+from tests._internals import GlooCommunicator, Line, OrderCheck
 
 __all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment", "over_gloo"]
 

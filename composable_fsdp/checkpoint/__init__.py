@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from composable_fsdp.checkpoint.forms import load_state_dict, state_dict, state_dict_form
-from composable_fsdp.checkpoint.intact import latest
-from composable_fsdp.checkpoint.optimizer_in import load_optimizer_state_dict
-from composable_fsdp.checkpoint.optimizer_out import optimizer_state_dict
-from composable_fsdp.checkpoint.options import Full, Local, Sharded
-from composable_fsdp.checkpoint.pending import PendingSave
-from composable_fsdp.checkpoint.rekey import rekey_optimizer, rekey_optimizer_state_dict
-from composable_fsdp.checkpoint.safetensors_load import load_safetensors
-from composable_fsdp.checkpoint.safetensors_save import save_safetensors
-from composable_fsdp.checkpoint.store import load, save
+from composable_fsdp.checkpoint._coordination.pending_save import PendingSave
+from composable_fsdp.checkpoint._dcp.intact import latest
+from composable_fsdp.checkpoint._dcp.save_and_load import load, save
+from composable_fsdp.checkpoint._safetensors.load_safetensors import load_safetensors
+from composable_fsdp.checkpoint._safetensors.save_safetensors import save_safetensors
+from composable_fsdp.checkpoint._state_dict.model import load_state_dict, state_dict, state_dict_form
+from composable_fsdp.checkpoint._state_dict.optimizer_load import load_optimizer_state_dict
+from composable_fsdp.checkpoint._state_dict.optimizer_save import optimizer_state_dict
+from composable_fsdp.checkpoint._state_dict.options import Full, Local, Sharded
+from composable_fsdp.checkpoint._state_dict.rekey import rekey_optimizer, rekey_optimizer_state_dict
 
 __all__ = [
     "Full",

@@ -10,7 +10,7 @@ __all__ = ["main"]
 def main() -> None:
     """Runs the command. ``typer`` and ``rich`` are of an extra, so they are looked for here."""
     try:
-        from composable_fsdp.checkpoint.commands import app
+        from composable_fsdp.checkpoint._tools.cli import app
     except ModuleNotFoundError as error:
         absent = (error.name or "").partition(".")[0]
         if absent not in ("typer", "rich"):

@@ -10,6 +10,6 @@ merge runs/diagnostics`` shows them side by side.
 
 from __future__ import annotations
 
-from composable_fsdp.diagnostics.recording import disable, dump, enable
+from composable_fsdp.diagnostics._recording import disable, dump, enable
 
 __all__ = ["disable", "dump", "enable"]

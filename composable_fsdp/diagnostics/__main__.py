@@ -10,7 +10,7 @@ __all__ = ["main"]
 def main() -> None:
     """Runs the command. ``typer`` and ``rich`` are extras, so they are looked for here."""
     try:
-        from composable_fsdp.diagnostics.commands import app
+        from composable_fsdp.diagnostics._commands import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

@@ -4,6 +4,6 @@
 ``torchrun``.
 """
 
-from composable_fsdp.interop.patch import TorchPatch, patch_torch
+from composable_fsdp.interop._patch import TorchPatch, patch_torch
 
 __all__ = ["TorchPatch", "patch_torch"]

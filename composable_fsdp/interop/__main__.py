@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from composable_fsdp.interop.patch import patch_torch
+from composable_fsdp.interop._patch import patch_torch
 
 __all__ = ["main"]
 

@@ -11,6 +11,7 @@
 - :func:`assert_trace` compares what a ``Recorder`` heard with what you expect, line by line.
 """
 
+from composable_fsdp.testing._assert_trace import assert_trace
 from composable_fsdp.testing.fake import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
 from composable_fsdp.testing.faults import (
     Corrupt,
@@ -25,7 +26,6 @@ from composable_fsdp.testing.faults import (
 )
 from composable_fsdp.testing.partition import PartitionableStore
 from composable_fsdp.testing.ranks import RanksError, run_ranks, shutdown
-from composable_fsdp.testing.trace import assert_trace
 
 __all__ = [
     "Corrupt",

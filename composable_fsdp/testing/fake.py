@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from composable_fsdp.comm.protocol import Transfer
+from composable_fsdp._comm.communicator import Transfer
+from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
+from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
-from composable_fsdp.layout.bucket import NEVER_DIRECT
-from composable_fsdp.layout.reduction import ReduceOp
-from composable_fsdp.testing.text import format_ranks
+from composable_fsdp.testing._text import format_ranks
 
 __all__ = ["DeadlockError", "FakeCommunicator", "FakeWork", "FakeWorld", "MismatchError"]
 

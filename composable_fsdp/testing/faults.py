@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
+from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
+from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp._runtime.groups.state import find_unit
+from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.layout.reduction import ReduceOp
-from composable_fsdp.runtime.assemble import iteration_of
-from composable_fsdp.runtime.unit import find_unit
 
 __all__ = ["Corrupt", "Delay", "Drop", "Effect", "Fault", "FaultyCommunicator", "Kill", "Raise", "inject_faults"]
 

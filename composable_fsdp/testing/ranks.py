@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing.messages import Job, Raised, Ready, Returned, warning_filters
-from composable_fsdp.testing.pool import Died, Outcome, RankPool, Stuck, end_templates
-from composable_fsdp.testing.text import format_ranks, function_stack
+from composable_fsdp.testing._messages import Job, Raised, Ready, Returned, warning_filters
+from composable_fsdp.testing._pool import Died, Outcome, RankPool, Stuck, end_templates
+from composable_fsdp.testing._text import format_ranks, function_stack
 
 __all__ = ["RanksError", "run_ranks", "shutdown"]
 

@@ -15,12 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from composable_fsdp.comm.choose import communicator_over
-from composable_fsdp.comm.loopback import LoopbackCommunicator
-from composable_fsdp.comm.protocol import AliasingCommunicator, Communicator, Transfer, Work
-from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
-from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import FakeWorld, run_ranks
+from tests._internals import (
+    AliasingCommunicator,
+    Communicator,
+    LoopbackCommunicator,
+    ReduceOp,
+    SharedMemoryCommunicator,
+    Transfer,
+    Work,
+    communicator_over,
+)
 from tests.transports import over_gloo
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -28,8 +28,8 @@ from composable_fsdp import (
     no_sync,
     register_fsdp_forward_method,
 )
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.trace import Recorder, TraceEvent, listeners
+from tests._internals import unit_of
 from tests.parity._fuzz_model import (
     BlockModule,
     Clock,

@@ -30,14 +30,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp.layout.reduction import Reduction
-from composable_fsdp.runtime.bucket import Bucket
-from composable_fsdp.runtime.gradients import GroupGradients
-from composable_fsdp.runtime.iteration import Iteration
-from composable_fsdp.runtime.scatter import GradientScatter
-from composable_fsdp.runtime.steps import Steps
-from composable_fsdp.sharding import ModelParallel
 from composable_fsdp.testing import RanksError, run_ranks
+from tests._internals import Bucket, GradientScatter, GroupGradients, Iteration, ModelParallel, Reduction, Steps
 from tests.parity._draw import programs
 from tests.parity._features import FEATURES, features
 from tests.parity._fuzz_reference import differences

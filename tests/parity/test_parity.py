@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import fsdp as peer
 
 import composable_fsdp
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import unit_of
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 from tests.ranks._models import TASKS, shard_layers
 

@@ -24,10 +24,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
-from composable_fsdp.checkpoint.verify import verify
-from composable_fsdp.runtime.extended import ExtendedBucket
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import ExtendedBucket, unit_of, verify
 
 pytestmark = [
     pytest.mark.behaviour("E-11"),

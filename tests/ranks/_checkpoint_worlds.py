@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
 from composable_fsdp import CheckpointError, CPUOffloadPolicy, fully_shard
-from composable_fsdp.placed import extent_of, gather, like, shardings_of, units_below
+from tests._internals import extent_of, gather, like, shardings_of, units_below
 from tests.ranks._model_parallel import Pair, named_mesh, parallelize_pairs
 
 __all__ = ["WORLDS", "Everything", "adamw", "assert_holds", "fill", "local", "raising_alike", "zeroed"]

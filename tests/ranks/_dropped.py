@@ -28,8 +28,7 @@ from composable_fsdp import (
     unsharded_params,
 )
 from composable_fsdp.checkpoint import load, save
-from composable_fsdp.runtime.bucket import Bucket
-from composable_fsdp.runtime.unit import find_unit
+from tests._internals import Bucket, find_unit
 from tests.ranks._extensions import Pair, with_weights
 
 __all__ = ["CASES", "survivors"]

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import CommunicationPolicy, ErrorFeedback, Int4, Int8, find_nonfinite, fully_shard
-from composable_fsdp.memory import storage
 from composable_fsdp.testing import Fault, Raise, inject_faults
+from tests._internals import unsharded_buffer as storage
 from tests.ranks._faults import Layers
 from tests.ranks._sharding import values_of
 

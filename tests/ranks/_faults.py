@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp import fully_shard
-from composable_fsdp.comm.protocol import Work
 from composable_fsdp.testing import Delay, Drop, Effect, Fault, Kill, Raise, inject_faults
+from tests._internals import Work
 
 __all__ = [
     "AWAY",

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from composable_fsdp.comm.gloo import GlooCommunicator
-from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
+from tests._internals import GlooCommunicator, SharedMemoryCommunicator
 
 __all__ = ["COMMUNICATORS", "counted_collectives"]
 

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import fully_shard
-from composable_fsdp.checkpoint.names import plain_name
-from composable_fsdp.placed import gather, shardings_of, units_below
+from tests._internals import gather, plain_name, shardings_of, units_below
 from tests.ranks._models import seeded
 from tests.ranks._sharding import exactly
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
-from composable_fsdp.runtime.unit import Accumulation, find_unit
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import Accumulation, find_unit
 from tests.parity.training import Play, assert_equal_runs, check_parity, local_part, train
 from tests.ranks._models import TASKS, Routed, shard_layers
 from tests.ranks._spy import counted_collectives

@@ -23,10 +23,8 @@ from composable_fsdp.checkpoint import (
     save_safetensors,
     state_dict,
 )
-from composable_fsdp.checkpoint.convert import convert
-from composable_fsdp.checkpoint.sources import Kind
-from composable_fsdp.checkpoint.verify import verify
 from composable_fsdp.testing import run_ranks
+from tests._internals import Kind, convert, verify
 from tests.ranks._checkpoint_worlds import raising_alike
 from tests.ranks._tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from composable_fsdp.checkpoint import latest
-from composable_fsdp.checkpoint.convert import convert
-from composable_fsdp.checkpoint.sources import Kind
 from composable_fsdp.testing import run_ranks
+from tests._internals import Kind, convert
 from tests.ranks._checkpoint_worlds import Everything, adamw, assert_holds, zeroed
 from tests.ranks._convert import load_everything, load_model, load_tensors, save_everything
 

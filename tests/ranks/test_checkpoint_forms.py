@@ -26,18 +26,12 @@ from composable_fsdp import (
     MixedPrecisionPolicy,
     to_empty,
 )
-from composable_fsdp.checkpoint import (
-    Full,
-    Local,
-    Sharded,
-    forms,
-    holders,
-    load_state_dict,
-    state_dict,
-    tensor_forms,
-)
-from composable_fsdp.checkpoint.options import Form
+from composable_fsdp.checkpoint import Full, Local, Sharded, load_state_dict, state_dict
 from composable_fsdp.testing import run_ranks
+from tests._internals import Form
+from tests._internals import model as forms
+from tests._internals import owners as holders
+from tests._internals import tensor as tensor_forms
 from tests.ranks._sharding import exactly, expected_shard
 from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
 

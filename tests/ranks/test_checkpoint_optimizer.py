@@ -28,9 +28,8 @@ from composable_fsdp.checkpoint import (
     rekey_optimizer,
     rekey_optimizer_state_dict,
 )
-from composable_fsdp.checkpoint.names import parameter_names
-from composable_fsdp.checkpoint.options import Form
 from composable_fsdp.testing import run_ranks
+from tests._internals import Form, parameter_names
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._sharding import exactly, expected_shard
 from tests.ranks._state_dicts import build, same_values, shard, train, wholes_of

@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardPlacementResult, fully_shard
-from composable_fsdp.checkpoint import load_safetensors, safetensors_save, save_safetensors, stored
+from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.errors import CheckpointError
 from composable_fsdp.testing import run_ranks
+from tests._internals import reader as stored
+from tests._internals import save_safetensors as safetensors_save
 from tests.ranks._checkpoint_worlds import local, raising_alike
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import TASKS, seeded, shard_layers

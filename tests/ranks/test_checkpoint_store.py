@@ -28,10 +28,9 @@ from composable_fsdp import (
     local_optimizer,
 )
 from composable_fsdp.checkpoint import latest, load, save
-from composable_fsdp.checkpoint import ranks as meetings
-from composable_fsdp.checkpoint.planners import SavePlanner
-from composable_fsdp.comm.watch import known_watch
 from composable_fsdp.testing import run_ranks
+from tests._internals import SavePlanner, known_watch
+from tests._internals import rank_group as meetings
 from tests.ranks._checkpoint_worlds import WORLDS, adamw, assert_holds, fill, local, raising_alike, zeroed
 from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
 from tests.transports import IN_COMMON, SOCKETS, Environment

@@ -24,11 +24,8 @@ from composable_fsdp import (
     fully_shard,
     no_sync,
 )
-from composable_fsdp.codec.encoder import Encoder
-from composable_fsdp.comm.protocol import Communicator
-from composable_fsdp.memory.lanes import Lane
-from composable_fsdp.runtime.parameter import ShardedParameter
 from composable_fsdp.testing import run_ranks
+from tests._internals import Communicator, Encoder, Lane, ShardedParameter
 from tests.ranks._spy import COMMUNICATORS
 from tests.transports import SOCKETS
 

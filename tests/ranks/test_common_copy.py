@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_fsdp import CommunicationPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, to_empty
-from composable_fsdp.codec.blockwise import Int8
+from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.layout.plan import Residence
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import Residence, unit_of
 from tests.ranks._models import TASKS, Routed, Task, shard_layers
 from tests.ranks._sharding import sharded
 from tests.ranks._spy import counted_collectives

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, to_empty
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.runtime.bucket import Bucket
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import Bucket, unit_of
 from tests.parity.training import OPTIMIZERS, check_parity, play_task
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._spy import counted_collectives

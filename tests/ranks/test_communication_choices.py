@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 import composable_fsdp as ours
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.comm.protocol import GroupCommunicator
-from composable_fsdp.runtime.unit import find_unit, unit_of
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import GroupCommunicator, find_unit, unit_of
 from tests.parity.training import check_parity, local_part, play_task
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._sharding import sharded

@@ -24,10 +24,10 @@ from composable_fsdp import (
     no_sync,
     register_fsdp_forward_method,
 )
-from composable_fsdp.policy import ReshardKind
-from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp.policies import ReshardKind
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
+from tests._internals import unit_of
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 from tests.ranks._models import TASKS, Chain, Transformer, seeded, shard_layers
 

@@ -15,12 +15,19 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import DivergenceError, PeerError, diagnostics, trace
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
-from composable_fsdp.comm.protocol import Transfer
-from composable_fsdp.comm.watch import PATIENCE, known_watch
-from composable_fsdp.diagnostics.compare import ABSENT, Files, read, sequences, waits
-from composable_fsdp.diagnostics.records import file_name
 from composable_fsdp.testing import run_ranks
+from tests._internals import (
+    ABSENT,
+    PATIENCE,
+    Files,
+    ProcessGroupCommunicator,
+    Transfer,
+    file_name,
+    known_watch,
+    read,
+    sequences,
+    waits,
+)
 from tests.ranks.test_order import FAULTS, build, sgd, step
 from tests.slack import slack
 from tests.transports import IN_COMMON, SOCKETS, Environment

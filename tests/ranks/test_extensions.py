@@ -24,9 +24,8 @@ from composable_fsdp import (
     ParameterError,
     fully_shard,
 )
-from composable_fsdp.runtime.extended import ExtendedBucket
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import ExtendedBucket, unit_of
 from tests.ranks._extensions import Pair, Scaled, calls, with_weights
 from tests.ranks._model_parallel import PAIRS, Pairs, named_mesh, parallelize_pairs
 from tests.ranks._models import seeded, shard_layers

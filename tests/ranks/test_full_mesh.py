@@ -22,8 +22,8 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from torch.testing import assert_close
 
 from composable_fsdp import DataParallelMeshDims, fully_shard
-from composable_fsdp.runtime.parameter import local_part
 from composable_fsdp.testing import run_ranks
+from tests._internals import local_part
 from tests.parity.training import Play
 from tests.ranks._model_parallel import Pairs, assert_trains_alike, cut_pairs, named_mesh, play
 from tests.ranks._models import Task, seeded, shard_layers, squared_error, vectors

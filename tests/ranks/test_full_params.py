@@ -21,8 +21,8 @@ from composable_fsdp import (
     fully_shard,
     unsharded_params,
 )
-from composable_fsdp.placed import extent_of, gather
 from composable_fsdp.testing import run_ranks
+from tests._internals import extent_of, gather
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._sharding import adamw, exactly, sharded, train_alike, values_of, whole
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.errors import PeerError
-from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import run_ranks
+from tests._internals import ReduceOp, Transfer
 from tests.transports import over_gloo
 
 

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import unit_of
 from tests.parity.training import check_parity
 from tests.ranks._spy import counted_collectives
 from tests.transports import SOCKETS, TRANSPORTS, Environment

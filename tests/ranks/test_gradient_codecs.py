@@ -28,9 +28,8 @@ from composable_fsdp import (
     communication_report,
     fully_shard,
 )
-from composable_fsdp.codec.encoder import Encoder, GradientCodec
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import Encoder, GradientCodec, unit_of
 from tests.transports import SOCKETS
 
 EXACT = Cast(torch.float32)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable_fsdp import CommunicationPolicy, Int4, Int8, MixedPrecisionPolicy, ParameterError, fully_shard
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import unit_of
 from tests.ranks._extensions import Pair
 
 

@@ -21,15 +21,14 @@ from composable_fsdp import (
     LifecycleError,
     ParameterError,
     UnsupportedError,
-    broadcast,
     fully_shard,
     initialize,
     sharded_rng,
     to_empty,
     unsharded_params,
 )
-from composable_fsdp.initialize import reset_parameters
 from composable_fsdp.testing import run_ranks
+from tests._internals import broadcast, reset_parameters
 from tests.ranks._model_parallel import Pairs, parallelize_pairs
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._peak import Peak

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from composable_fsdp import fully_shard, local_optimizer, to_empty, twins
+from composable_fsdp import fully_shard, local_optimizer, to_empty
 from composable_fsdp.testing import run_ranks
+from tests._internals import _local_step as twins
 from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.ranks._models import seeded
 from tests.ranks._sharding import exactly

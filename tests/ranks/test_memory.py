@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.runtime.unit import Unit, find_unit, unit_of
 from composable_fsdp.testing import RanksError, run_ranks
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
+from tests._internals import Unit, find_unit, unit_of
 from tests.parity.training import OPTIMIZERS
 from tests.ranks._models import TASKS, shard_layers
 from tests.transports import COPIES, SOCKETS, Environment

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import unit_of
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, Routed, Task, seeded, shard_layers, squared_error, vectors
 from tests.ranks._spy import counted_collectives

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, FSDPModule, fully_shard
-from composable_fsdp.runtime.unit import find_unit, unit_of
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import find_unit, unit_of
 from tests.parity.training import Play, check_parity, play_task
 from tests.ranks._models import TASKS, Chain, Transformer, seeded
 from tests.transports import SOCKETS

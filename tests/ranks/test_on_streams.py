@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.lifecycle import ParameterState
-from composable_fsdp.runtime import reductions
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import ParameterState, unit_of
+from tests._internals import reduce_queue as reductions
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks.test_gradient_batches import WIDTH, Tower, batch, play, use_different_weights

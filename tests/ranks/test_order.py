@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import DivergenceError, FSDPModule, PeerError, fully_shard
-from composable_fsdp.comm.choose import compared
-from composable_fsdp.runtime.order import ExecutionOrderWarning
 from composable_fsdp.testing import run_ranks
+from tests._internals import ExecutionOrderWarning, compared
 from tests.ranks._sharding import exactly, values_of
 from tests.slack import slack
 from tests.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment

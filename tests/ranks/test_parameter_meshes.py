@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from composable_fsdp.runtime.unit import unit_of
-from composable_fsdp.sharding import ShardPlacementResult
 from composable_fsdp.testing import run_ranks
+from tests._internals import ShardPlacementResult, unit_of
 from tests.parity.training import OPTIMIZERS, Play, assert_equal_runs, train
 from tests.ranks._model_parallel import named_mesh, play, whole_run
 from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, tie_groups
-from composable_fsdp.runtime.unit import find_unit, unit_of
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import PolicyLike, balanced, by_class, by_size, every_module, transformer_blocks
+from tests._internals import find_unit, unit_of
 from tests.parity.training import OPTIMIZERS, check_parity, play_task
 from tests.ranks._models import TASKS, Block, Transformer, seeded
 from tests.ranks._sharding import exactly, values_of

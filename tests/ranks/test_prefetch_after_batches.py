@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
-from composable_fsdp.runtime.assemble import iteration_of
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import iteration_of, unit_of
 from tests.ranks._peak import peak_above_idle
 from tests.ranks.test_gradient_batches import WIDTH, Tower, batch, play
 from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment

@@ -16,16 +16,21 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from composable_fsdp import DivergenceError, PeerError, fully_shard
-from composable_fsdp.comm import choose
-from composable_fsdp.comm.agreement import OrderCheck
-from composable_fsdp.comm.gloo import Arrival, GlooCommunicator
-from composable_fsdp.comm.line import Line
-from composable_fsdp.comm.protocol import GroupCommunicator, Transfer
-from composable_fsdp.comm.roll import Place
-from composable_fsdp.runtime.group import ParameterGroup
-from composable_fsdp.runtime.recovery import disconnect, reconnect
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import (
+    Arrival,
+    GlooCommunicator,
+    GroupCommunicator,
+    Line,
+    OrderCheck,
+    ParameterGroup,
+    Place,
+    Transfer,
+    disconnect,
+    reconnect,
+    unit_of,
+)
+from tests._internals import factory as choose
 from tests.ranks._failing_steps import Plan, assert_same, counting_all, fault_of, pair, step
 from tests.ranks._faults import is_last
 from tests.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import unit_of
 from tests.ranks._models import TASKS, seeded, shard_layers
 from tests.ranks._sharding import values_of
 from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.testing import RanksError, pool, run_ranks, shutdown
+from composable_fsdp.testing import RanksError, run_ranks, shutdown
+from tests._internals import _pool as pool
 
 ROOT = Path(__file__).parents[2]
 
@@ -285,7 +286,7 @@ def test_an_exception_on_one_rank_does_not_leave_the_others_waiting() -> None:
     assert f'File "{__file__}"' in error.failures[1]
     assert """assert wrong["loss"] == 0""" in error.failures[1]
     assert "dist.barrier()" in error.failures[0]
-    assert "testing/worker.py" not in text
+    assert "testing/_worker.py" not in text
     assert [tensor.item() for tensor in run_ranks(sum_of_ranks, 2)] == [1.0, 1.0]
 
 

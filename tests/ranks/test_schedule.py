@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import FSDPModule, fully_shard
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import unit_of
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, Routed, shard_layers
 from tests.transports import SOCKETS

@@ -17,17 +17,22 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_fsdp import fully_shard
-from composable_fsdp.comm.choose import communicator_over, duplicate
-from composable_fsdp.comm.gloo import GlooCommunicator
-from composable_fsdp.comm.protocol import Transfer, Work
-from composable_fsdp.comm.shared import connect, memory
-from composable_fsdp.comm.shared.communicator import SharedMemoryCommunicator
-from composable_fsdp.comm.shared.connect import SWITCH
-from composable_fsdp.comm.shared.memory import SLOT_BYTES
 from composable_fsdp.errors import DivergenceError, PeerError, UnsupportedError
-from composable_fsdp.layout.reduction import ReduceOp
-from composable_fsdp.mesh import data_parallel_axes
 from composable_fsdp.testing import RanksError, run_ranks
+from tests._internals import (
+    SLOT_BYTES,
+    SWITCH,
+    GlooCommunicator,
+    ReduceOp,
+    SharedMemoryCommunicator,
+    Transfer,
+    Work,
+    communicator_over,
+    connect,
+    data_parallel_axes,
+    duplicate,
+)
+from tests._internals import segment as memory
 from tests.transports import over_gloo
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory is for Linux")

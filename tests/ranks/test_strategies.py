@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_fsdp import ConfigurationError, MeshError, ShardingStrategy, clip_grad_norm_, fully_shard
 from composable_fsdp.checkpoint import load, save
-from composable_fsdp.lifecycle import ParameterState
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import by_class
+from tests._internals import ParameterState, unit_of
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 from tests.ranks._models import TASKS, Block
 from tests.ranks._sharding import exactly, sharded, values_of

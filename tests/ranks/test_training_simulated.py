@@ -14,15 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import MixedPrecisionPolicy, OffloadPolicy
-from composable_fsdp.layout.bucket import NEVER_DIRECT
-from composable_fsdp.lifecycle import ParameterState
-from composable_fsdp.memory.lanes import Lanes
-from composable_fsdp.mesh import DataParallelAxes
-from composable_fsdp.runtime.gradients import reduce_together
-from composable_fsdp.runtime.group import ParameterGroup
-from composable_fsdp.runtime.parameter import ParameterSource
-from composable_fsdp.sharding import shard_over_axes
 from composable_fsdp.testing import FakeWorld
+from tests._internals import (
+    NEVER_DIRECT,
+    DataParallelAxes,
+    Lanes,
+    ParameterGroup,
+    ParameterSource,
+    ParameterState,
+    reduce_together,
+    shard_over_axes,
+)
 
 # name: shape, dim that is cut. Even and uneven, with empty shards on either dim, and nothing at all.
 SHAPES = {

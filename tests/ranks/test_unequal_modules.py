@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import LifecycleError, MixedPrecisionPolicy, fully_shard
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
+from tests._internals import unit_of
 from tests.transports import SOCKETS
 
 STEPS = 6

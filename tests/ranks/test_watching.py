@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import PeerError, fully_shard
-from composable_fsdp.comm.watch import PATIENCE, known_watch
 from composable_fsdp.testing import Delay, Fault, inject_faults, run_ranks
+from tests._internals import PATIENCE, known_watch
 from tests.ranks._faults import Layers, build, inflict, is_last, step, told_by
 from tests.slack import slack
 from tests.transports import IN_COMMON, SOCKETS, Environment

@@ -16,11 +16,9 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import MixedPrecisionPolicy, communication_report, fully_shard
-from composable_fsdp.layout.plan import PlanOptions
-from composable_fsdp.runtime.channel import Channel
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import Channel, PlanOptions, unit_of
 from tests.ranks._peak import peak_above_idle
 from tests.ranks._spy import COMMUNICATORS
 from tests.transports import COPIES, IN_COMMON, SOCKETS

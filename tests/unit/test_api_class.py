@@ -22,9 +22,7 @@ from composable_fsdp import (
     fully_shard,
     share_comm_ctx,
 )
-from composable_fsdp.memory.lanes import Lane
-from composable_fsdp.runtime.assemble import iteration_of
-from composable_fsdp.runtime.unit import unit_of
+from tests._internals import Lane, iteration_of, unit_of
 from tests.ranks._sharding import single_rank
 
 T = TypeVar("T")

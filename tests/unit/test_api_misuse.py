@@ -28,7 +28,7 @@ from composable_fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from composable_fsdp.mesh import default_mesh
+from tests._internals import default_mesh
 from tests.ranks._sharding import sharded, single_rank
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[che
 
 from typer.testing import CliRunner, Result
 
-from composable_fsdp.checkpoint.commands import app
+from tests._internals import app
 
 
 def run(*arguments: str | Path) -> Result:

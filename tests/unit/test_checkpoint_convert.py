@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from composable_fsdp import CheckpointError, ConfigurationError, sharded_ema
 from composable_fsdp.checkpoint import load, optimizer_state_dict, save
-from composable_fsdp.checkpoint.convert import convert
-from composable_fsdp.checkpoint.sources import DcpSource, Kind, open_source
+from tests._internals import DcpSource, Kind, convert, open_source
 from tests.unit.test_checkpoint_store import Tied, assert_same, flip, state_of, trained
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
@@ -255,8 +254,7 @@ def test_a_killed_conversion_leaves_what_was_there_and_the_next_one_tidies(tmp_p
     script = (
         "import os, signal\n"
         "from pathlib import Path\n"
-        "from composable_fsdp.checkpoint.convert import convert\n"
-        "from composable_fsdp.checkpoint.sources import DcpSource, Kind\n"
+        "from tests._internals import DcpSource, Kind, convert\n"
         "DcpSource.read = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"convert({str(saved.path)!r}, {str(target)!r}, Kind({to.value!r}), force=True)"
     )
@@ -276,8 +274,7 @@ def killed_between_renames(saved: Path, target: Path) -> None:
     script = (
         "import os, signal\n"
         "from pathlib import Path\n"
-        "from composable_fsdp.checkpoint.convert import convert\n"
-        "from composable_fsdp.checkpoint.sources import Kind\n"
+        "from tests._internals import Kind, convert\n"
         "rename = Path.rename\n"
         "def renames(old, new):\n"
         "    if old.parent.suffix == '.incomplete':\n"
@@ -319,8 +316,7 @@ import re, sys, threading, time
 from pathlib import Path
 import torch, safetensors
 import torch.distributed.checkpoint
-from composable_fsdp.checkpoint.convert import convert
-from composable_fsdp.checkpoint.sources import Kind
+from tests._internals import Kind, convert
 
 def anonymous():
     status = Path("/proc/self/status").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp.checkpoint import latest
-from composable_fsdp.checkpoint.folder import MANIFEST, Writing, complete
+from tests._internals import MANIFEST, Writing, complete
 
 
 def make(folder: Path, name: str, *, finished: bool = True) -> Path:
@@ -69,7 +69,7 @@ def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
         "from composable_fsdp import CheckpointError\n"
-        "from composable_fsdp.checkpoint.folder import Writing\n"
+        "from tests._internals import Writing\n"
         "try: Writing(Path(sys.argv[1]), 2)\n"
         "except CheckpointError as error: print(error)\n"
     )

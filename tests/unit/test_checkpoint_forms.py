@@ -21,7 +21,7 @@ from composable_fsdp.checkpoint import (
     state_dict,
     state_dict_form,
 )
-from composable_fsdp.checkpoint.names import plain_name
+from tests._internals import plain_name
 
 
 @pytest.mark.behaviour("F-02")

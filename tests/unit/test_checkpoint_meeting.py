@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from composable_fsdp.checkpoint import ranks
+from tests._internals import rank_group as ranks
 
 
 @pytest.mark.behaviour("F-12")

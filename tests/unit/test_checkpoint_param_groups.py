@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composable_fsdp.checkpoint.param_groups import lacking, restored
+from tests._internals import lacking, restored
 
 
 @pytest.mark.behaviour("F-09")

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from composable_fsdp.checkpoint.progress import progress_bar, wants_progress
+from tests._internals import progress_bar, wants_progress
 
 
 class Terminal(io.StringIO):

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from composable_fsdp.checkpoint.reports import Misfit, joined, leave_common_unexpected, refuse, said, told
 from composable_fsdp.errors import CheckpointError
+from tests._internals import Misfit, joined, leave_common_unexpected, refuse, said, told
 
 
 def test_one_text_of_all_ranks_is_said_once_and_others_say_whose_they_are() -> None:

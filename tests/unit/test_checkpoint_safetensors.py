@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from composable_fsdp.checkpoint import load_safetensors, save_safetensors, stored
-from composable_fsdp.checkpoint.stored import Reader, StoredTensors
-from composable_fsdp.checkpoint.tensor_files import DTYPES, TensorFiles, TensorSpec, dtype_code
+from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.errors import CheckpointError, ConfigurationError
-from composable_fsdp.layout.extent import Cut, Extent
+from tests._internals import DTYPES, Cut, Reader, StoredTensors, TensorFiles, TensorSpec, dtype_code
+from tests._internals import BlockExtent as Extent
+from tests._internals import reader as stored
 from tests.unit._small import Small, assert_alike, filled
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")

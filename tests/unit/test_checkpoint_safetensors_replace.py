@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
-from composable_fsdp.checkpoint.safetensors_replace import Replacement
-from composable_fsdp.checkpoint.stored import StoredTensors
 from composable_fsdp.errors import CheckpointError
+from tests._internals import Replacement, StoredTensors
 from tests.unit._small import assert_alike, filled
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")

@@ -19,17 +19,8 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composable_fsdp import CheckpointError, ConfigurationError
-from composable_fsdp.checkpoint import (
-    latest,
-    load,
-    load_optimizer_state_dict,
-    manifest,
-    optimizer_state_dict,
-    save,
-)
-from composable_fsdp.checkpoint.folder import Writing
-from composable_fsdp.checkpoint.planners import SavePlanner
-from composable_fsdp.checkpoint.storage import read_metadata
+from composable_fsdp.checkpoint import latest, load, load_optimizer_state_dict, optimizer_state_dict, save
+from tests._internals import SavePlanner, Writing, manifest, read_metadata
 
 
 class Tied(nn.Module):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp import Cast, CommunicationPolicy, ConfigurationError, ErrorFeedback, Float8, Int4, Int8
-from composable_fsdp.codec.encoder import Encoder, GradientCodec
+from tests._internals import Encoder, GradientCodec, _encoder
 
 EXACT = Cast(torch.float32)
 CODECS: tuple[GradientCodec, ...] = (Int8(), Int4(block=8), Float8(), Cast(), EXACT, ErrorFeedback(Int4(), keep=EXACT))
@@ -58,7 +58,7 @@ def test_a_codec_must_make_what_it_says() -> None:
 
 def test_rows_are_encoded_in_runs_with_the_same_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100))
-    monkeypatch.setattr("composable_fsdp.codec.encoder._ELEMENTS_AT_ONCE", 250)
+    monkeypatch.setattr(_encoder, "_ELEMENTS_AT_ONCE", 250)
     assert torch.equal(encoded(Encoder(ErrorFeedback(Int8(block=8)), 7, 100), values(7, 100)), whole)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composable_fsdp import Float8, Int4, Int8
-from composable_fsdp.codec import fused
+from tests._internals import _compiled as fused
 
 
 @pytest.mark.behaviour("E-08")

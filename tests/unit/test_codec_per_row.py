@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.codec.blockwise import Int4, Int8
-from composable_fsdp.codec.cast import Cast
-from composable_fsdp.codec.float8 import Float8
-from composable_fsdp.codec.protocol import resolve_codec
+from composable_fsdp.codecs.blockwise import Int4, Int8
+from composable_fsdp.codecs.cast import Cast
+from composable_fsdp.codecs.float8 import Float8
+from composable_fsdp.codecs.protocol import resolve_codec
 from composable_fsdp.errors import ConfigurationError
 
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp.codec.blockwise import Int4, Int8
-from composable_fsdp.codec.cast import Cast
-from composable_fsdp.codec.float8 import Float8
+from composable_fsdp.codecs.blockwise import Int4, Int8
+from composable_fsdp.codecs.cast import Cast
+from composable_fsdp.codecs.float8 import Float8
 from composable_fsdp.errors import ConfigurationError
 
 BLOCKWISE = [Int8(), Int8(block=5), Int8(block=1), Int4(), Int4(block=3), Float8(), Float8(block=7), Float8(block=256)]

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp.codec.blockwise import Int4, Int8
-from composable_fsdp.codec.hadamard import hadamard_
+from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.errors import ConfigurationError
+from tests._internals import hadamard_
 from tests.unit.test_codec_quantized import FLOAT, ROTATED, finite_rows, round_trip
 
 

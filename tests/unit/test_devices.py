@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_fsdp import MeshError, ParameterError, fully_shard
-from composable_fsdp.collect import elsewhere
+from tests._internals import elsewhere
 from tests.ranks._sharding import single_rank
 
 

@@ -15,19 +15,24 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp import ConfigurationError, PeerError, diagnostics, trace
-from composable_fsdp.comm.roll import Place, Report
-from composable_fsdp.diagnostics.compare import ABSENT, FORGOTTEN, read, sequences, waits
-from composable_fsdp.diagnostics.records import (
+from composable_fsdp.trace import Operation, Position, TraceEvent
+from tests._internals import (
+    ABSENT,
+    FORGOTTEN,
     Dump,
     Fault,
     Header,
     NumberedEvent,
+    Place,
+    Report,
     Stack,
     decode,
     encode,
     file_name,
+    read,
+    sequences,
+    waits,
 )
-from composable_fsdp.trace import Operation, Position, TraceEvent
 
 
 @pytest.fixture(autouse=True)
@@ -157,8 +162,9 @@ def test_a_rank_that_came_and_failed_was_waited_for() -> None:
 
 
 def test_the_command_shows_ranks_side_by_side(tmp_path: Path) -> None:
-    commands = pytest.importorskip("composable_fsdp.diagnostics.commands")
     testing = pytest.importorskip("typer.testing")
+    from tests._internals import _commands as commands
+
     ranks = (0, 1, 2)
     events = [[collective(label, n, ranks=ranks) for n, label in enumerate(each)] for each in ("abc", "abc", "axc")]
     store(tmp_path, by_rank(*(made_up(rank, *own, world_size=4) for rank, own in zip(ranks, events, strict=True))))

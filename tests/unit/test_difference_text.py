@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composable_fsdp.comm.alike import check_alike, difference_text
-from composable_fsdp.comm.loopback import LoopbackCommunicator
+from tests._internals import LoopbackCommunicator, check_alike, difference_text
 
 
 def test_the_first_difference_is_shown_for_all_ranks_and_the_rest_for_two() -> None:

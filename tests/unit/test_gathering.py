@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp.comm.protocol import Transfer
-from composable_fsdp.memory.lanes import Lanes
-from composable_fsdp.runtime.bucket import Gather
-from composable_fsdp.runtime.gathering import LastGather, launch_gather
+from tests._internals import Gather, Lanes, LastGather, Transfer, launch_gather
 
 CPU = torch.device("cpu")
 

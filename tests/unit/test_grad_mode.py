@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composable_fsdp.grad_mode import without_grad
+from tests._internals import without_grad
 
 
 @without_grad

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, ParameterError, fully_shard, to_empty
-from composable_fsdp.checkpoint.names import entries_of
+from tests._internals import entries_of
 from tests.ranks._sharding import single_rank
 
 

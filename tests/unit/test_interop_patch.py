@@ -146,7 +146,7 @@ def test_a_program_runs_on_ours_without_a_change(tmp_path: Path, flags: tuple[st
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, "-m", "composable_fsdp.interop", *flags, "--steps", "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.stdout == "__main__ --steps 3 composable_fsdp.module torch.distributed.fsdp\n", done.stderr
+    assert done.stdout == "__main__ --steps 3 composable_fsdp._api.fsdp_module torch.distributed.fsdp\n", done.stderr
 
 
 def test_without_a_program_the_command_says_how_it_is_used() -> None:

@@ -21,11 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mes
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, UnsupportedError, fully_shard
-from composable_fsdp.client_state import ClientState
-from composable_fsdp.lifecycle import ParameterState
-from composable_fsdp.policy import ReshardKind
-from composable_fsdp.runtime.assemble import iteration_of
-from composable_fsdp.runtime.unit import unit_of
+from composable_fsdp.policies import ReshardKind
+from tests._internals import ClientState, ParameterState, iteration_of, unit_of
 from tests.ranks._sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")

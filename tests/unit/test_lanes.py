@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from composable_fsdp.memory.lanes import Lane, Lanes
+from tests._internals import Lane, Lanes
 
 
 class Buffer:

@@ -1,13 +1,16 @@
-"""The layers: a file imports only from rows above its own, and some files only what keeps them pure.
+"""The layout of the package: layers, file names, sizes of folders.
 
-Imports count wherever they stand: in functions, under ``TYPE_CHECKING``, as ``importlib.import_module("...")`` and as
-attribute access such as ``torch.distributed.fsdp`` after ``import torch``.
+A file imports from layers above its own and from its own layer, and no files import each other in a circle. Imports
+count wherever they stand: in functions, under ``TYPE_CHECKING``, as ``importlib.import_module("...")`` and as attribute
+access such as ``torch.distributed.fsdp`` after ``import torch``.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,140 +18,42 @@ import pytest
 PACKAGE = "composable_fsdp"
 ROOT = Path(__file__).parents[2] / PACKAGE
 
-# Modules without the package prefix; a sub-package stands for its own __init__.py. Modules in one row are peers,
-# which do not import each other.
+# Files and folders without the package prefix. A folder stands for all files in it that are not named themselves.
+# Layers in one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "grad_mode", "labels"),
-    ("policy",),
-    ("trace",),
-    ("lifecycle",),
-    ("codec.fused", "codec.hadamard", "codec.protocol", "codec.scales"),
-    ("codec.blockwise", "codec.cast", "codec.float8"),
-    ("codec.feedback",),
-    ("codec.encoder",),
-    ("codec.choice",),
-    ("codec",),
-    ("layout.shard",),
-    ("layout.extent",),
-    ("layout.placement", "layout.reduction"),
-    ("layout.bucket", "layout.pack"),
-    ("layout.plan", "layout.runs"),
-    ("layout",),
-    ("memory.lanes",),
-    ("memory.storage",),
-    ("memory.store",),
-    ("memory",),
-    ("comm.interrupt", "comm.passes", "comm.protocol", "comm.roll", "comm.shown"),
-    ("comm.sums", "comm.watch"),
-    ("comm.agreement", "comm.alike"),
-    ("comm.line", "comm.loopback", "comm.shared.faults", "comm.shared.memory", "comm.shared.rounds"),
-    ("comm.c10d", "comm.gloo", "comm.shared.operation", "comm.shared.wire"),
-    ("comm.custom", "comm.shared.engine"),
-    ("comm.shared.communicator", "comm.shared.connect"),
-    ("comm.shared",),
-    ("comm.choose",),
-    ("comm",),
-    ("mesh",),
-    ("sharding", "strategy"),
-    ("runtime.starting_values", "runtime.tensor_classes"),
-    ("runtime.parameter", "runtime.channel", "runtime.compile", "runtime.steps"),
-    ("runtime.containers", "runtime.registration"),
-    ("runtime.exchange", "runtime.gradient_extension"),
-    ("runtime.common", "runtime.scatter", "runtime.extension"),
-    ("runtime.repeated",),
-    ("runtime.bucket",),
-    ("runtime.extended",),
-    ("runtime.messages", "runtime.traffic"),
-    ("runtime.gathering", "runtime.reduction"),
-    ("runtime.tensors",),
-    ("runtime.joined",),
-    ("runtime.gradients",),
-    ("runtime.group",),
-    ("runtime.changes", "runtime.schedule"),
-    ("runtime.unit",),
-    (
-        "runtime.call",
-        "runtime.company",
-        "runtime.instep",
-        "runtime.late_ties",
-        "runtime.manifest",
-        "runtime.order",
-        "runtime.recovery",
-        "runtime.refusals",
-        "runtime.settings",
-        "runtime.strangers",
-        "runtime.underway",
-    ),
-    ("runtime.unsharding",),
-    ("runtime.reductions",),
-    ("runtime.backward",),
-    ("runtime.iteration",),
-    ("runtime.assemble",),
-    ("runtime.hooks",),
-    ("runtime",),
-    ("grouping", "tied"),
-    ("wrap",),
-    ("testing.messages", "testing.template", "testing.text"),
-    ("testing.fake", "testing.faults", "testing.partition", "testing.pool", "testing.trace", "testing.worker"),
-    ("testing.ranks",),
-    ("testing",),
-    ("acceptance",),
-    ("bypass", "client_state", "collect", "copying", "setters"),
-    ("module",),
-    ("broadcast", "placed", "registered"),
-    ("loan", "sharded_rng", "whole"),
-    ("clip", "communication", "full_params", "initialize", "nonfinite", "twins"),
-    ("communication_state", "describe", "optim", "wrapping"),
-    (
-        "checkpoint.options",
-        "checkpoint.param_groups",
-        "checkpoint.pending",
-        "checkpoint.progress",
-        "checkpoint.reports",
-    ),
-    ("checkpoint.names", "checkpoint.part", "checkpoint.ranks"),
-    ("checkpoint.rekey", "checkpoint.tensor_classes"),
-    ("checkpoint.holders", "checkpoint.local_state", "checkpoint.tensor_forms"),
-    ("checkpoint.forms", "checkpoint.ema"),
-    ("checkpoint.optimizer_in", "checkpoint.optimizer_offers", "checkpoint.optimizer_out"),
-    ("checkpoint.contents", "checkpoint.folder"),
-    ("checkpoint.manifest", "checkpoint.planners"),
-    ("checkpoint.intact", "checkpoint.storage"),
-    ("checkpoint.restore",),
-    ("checkpoint.loading", "checkpoint.saving"),
-    ("checkpoint.store",),
-    ("checkpoint.safetensors_keys", "checkpoint.tensor_files"),
-    ("checkpoint.safetensors_replace", "checkpoint.stored"),
-    ("checkpoint.safetensors_load", "checkpoint.safetensors_save"),
-    ("checkpoint.items", "checkpoint.tree"),
-    ("checkpoint.sources",),
-    ("checkpoint.conversion", "checkpoint.describe", "checkpoint.mapped", "checkpoint.verify"),
-    ("checkpoint.convert_to_dcp", "checkpoint.convert_to_files"),
-    ("checkpoint.convert",),
-    ("checkpoint.commands",),
+    ("errors", "trace", "_runtime.schedule"),
+    ("policies", "codecs", "_consistency"),
+    ("_layout",),
+    ("_memory",),
+    ("_comm",),
+    ("_sharding",),
+    ("_runtime.params",),
+    ("_runtime.collectives",),
+    ("_runtime.groups",),
+    ("_runtime.root", "wrap"),
+    ("_runtime",),
+    ("full_params", "optim", "testing", "_torch_compat", "checkpoint._coordination"),
+    ("checkpoint._state_dict", "diagnostics"),
+    ("_api", "communication_state", "checkpoint._safetensors"),
+    ("checkpoint._dcp",),
+    ("checkpoint._tools",),
     ("checkpoint",),
-    ("checkpoint.__main__",),
-    ("diagnostics.records", "diagnostics.signals"),
-    ("diagnostics.compare", "diagnostics.recording"),
-    ("diagnostics",),
-    ("diagnostics.commands",),
-    ("diagnostics.__main__",),
-    ("api",),
-    ("from_rank0",),
     (PACKAGE,),
-    ("interop.patch",),
     ("interop",),
-    ("interop.__main__",),
 )
-ROW = {module: row for row, modules in enumerate(ROWS) for module in modules}
+ROW = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 
 # Pure: no process groups, streams or modules. Placements are plain values, so the layout may speak of them.
-PURE = ("comm.roll", "lifecycle", "layout", "runtime.schedule")
+PURE = ("_consistency.rank_report", "_runtime.groups.state_machine", "_layout", "_runtime.schedule")
 IMPURE = ("torch.distributed", "torch.nn", "torch.cuda", "torch.accelerator")
 PLACEMENTS = "torch.distributed.tensor.placement_types"
 
-# Torch's own implementation, which only the acceptance layer may know.
+# Torch's own implementation, which only one folder may know.
 PEER = ("torch.distributed.fsdp", "torch.distributed._composable")
+COMPAT = "_torch_compat"
+
+MOST_ENTRIES = 20
+"""Files and folders in one folder."""
 
 
 def within(name: str, packages: tuple[str, ...]) -> bool:
@@ -157,7 +62,7 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def module_name(path: Path) -> str:
-    """``runtime/group.py`` -> ``runtime.group``; ``runtime/__init__.py`` -> ``runtime``."""
+    """``_comm/c10d.py`` -> ``_comm.c10d``; ``_comm/__init__.py`` -> ``_comm``."""
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or PACKAGE
 
@@ -201,69 +106,136 @@ def imported_names(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, absolute(relative, package, len(name) - len(relative))
 
 
-def own_module(name: str) -> str | None:
-    """The module of ours that a full dotted name leads to; None for what is not ours.
+def own_modules(root: Path = ROOT) -> dict[str, Path]:
+    """The files of the package by module name."""
+    return {module_name(path.relative_to(root)): path for path in sorted(root.rglob("*.py"))}
+
+
+def own_module(name: str, modules: dict[str, Path]) -> str | None:
+    """The module of ours that a full dotted name leads to; None for names that are not ours.
 
     The longest known module counts: ``errors`` for ``composable_fsdp.errors.MeshError``. A name that leads to none
     belongs to the package itself, as ``composable_fsdp.fully_shard`` does.
     """
     if not within(name, (PACKAGE,)):
         return None
-    inside = name.split(".")[1:]
-    if not inside:
-        return PACKAGE
-    known = (".".join(inside[:end]) for end in range(len(inside), 0, -1))
-    return next((module for module in known if module in ROW), PACKAGE)
+    return longest(".".join(name.split(".")[1:]), modules) or PACKAGE
+
+
+def longest(name: str, known: Container[str]) -> str | None:
+    """The longest part of a dotted name, from its beginning, that is known."""
+    inside = name.split(".")
+    return next((each for end in range(len(inside), 0, -1) if (each := ".".join(inside[:end])) in known), None)
+
+
+MODULES = own_modules()
+
+
+def imports(source: str, path: str) -> Iterator[tuple[int, str]]:
+    """``(line, full dotted name)`` of what the source of ``composable_fsdp/<path>`` imports."""
+    module = module_name(Path(path))
+    here = PACKAGE if module == PACKAGE else f"{PACKAGE}.{module}"
+    package = here if path.endswith("__init__.py") else here.rpartition(".")[0]
+    return imported_names(ast.parse(source), package)
 
 
 def violations(source: str, path: str) -> list[str]:
     """What the source of ``composable_fsdp/<path>`` imports against the rules, one sentence each."""
     module = module_name(Path(path))
-    if module not in ROW:
-        return [f"{PACKAGE}/{path} is in no row. Add {module!r} to ROWS in tests/unit/test_layering.py"]
-    is_package = path.endswith("__init__.py")
-    here = PACKAGE if module == PACKAGE else f"{PACKAGE}.{module}"
-    package = here if is_package else here.rpartition(".")[0]
+    layer = longest(module, ROW)
+    if layer is None:
+        return [f"{PACKAGE}/{path} is in no layer. Add {module!r} to ROWS in tests/unit/test_layering.py"]
     found = []
-    for line, name in imported_names(ast.parse(source), package):
-        target = own_module(name)
-        if target is not None and target != module and ROW[target] >= ROW[module]:
-            found.append(f"{PACKAGE}/{path}:{line} imports {target}, which is not in a row above {module}")
-        if within(name, PEER) and module != "acceptance":
-            found.append(f"{PACKAGE}/{path}:{line} uses {name}, which only acceptance.py may")
+    for line, name in imports(source, path):
+        target = own_module(name, MODULES)
+        above = longest(target, ROW) if target is not None else None
+        if target is not None and above != layer and (above is None or ROW[above] >= ROW[layer]):
+            found.append(f"{PACKAGE}/{path}:{line} imports {target}, which is not in a layer above {layer}")
+        if within(name, PEER) and layer != COMPAT:
+            found.append(f"{PACKAGE}/{path}:{line} uses {name}, which only files of {COMPAT} may")
         if within(module, PURE) and within(name, IMPURE) and not within(name, (PLACEMENTS,)):
             found.append(f"{PACKAGE}/{path}:{line} uses {name}, but {module} is pure")
     return sorted(set(found))
 
 
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, or an empty list."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [str(module) for module in error.args[1]]
+    return []
+
+
 def test_every_import_of_the_package_keeps_to_the_layers() -> None:
-    files = sorted(ROOT.rglob("*.py"))
-    assert files, f"no source under {ROOT}"
-    found = [line for file in files for line in violations(file.read_text(), file.relative_to(ROOT).as_posix())]
+    assert MODULES, f"no source under {ROOT}"
+    found = [line for p in MODULES.values() for line in violations(p.read_text(), p.relative_to(ROOT).as_posix())]
     assert not found, "\n".join(found)
 
 
-def test_no_module_has_two_rows() -> None:
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        targets = {
+            own_module(name, MODULES) for _, name in imports(path.read_text(), path.relative_to(ROOT).as_posix())
+        }
+        graph[module] = {target for target in targets if target is not None and target != module}
+    assert circle(graph) == []
+    assert {"errors", "codecs.protocol"} <= set(circle(graph | {"errors": {"codecs.protocol"}}))
+
+
+def test_no_layer_has_two_rows_and_each_has_files() -> None:
     assert len(ROW) == sum(map(len, ROWS))
+    assert {longest(module, ROW) for module in MODULES} == set(ROW)
+
+
+def test_the_tests_have_one_door_to_private_names() -> None:
+    tests = ROOT.parent / "tests"
+    found = []
+    for path in sorted(tests.rglob("*.py")):
+        if path.name != "_internals.py":
+            names = imported_names(ast.parse(path.read_text()), "tests")
+            found += [f"{path.relative_to(tests)}:{line} {name}" for line, name in names if is_private(name)]
+    assert not found, "import these from tests/_internals.py:\n" + "\n".join(found)
+
+
+def is_private(name: str) -> bool:
+    """Whether a dotted name leads to a name of ours with an underscore."""
+    return within(name, (PACKAGE,)) and any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
+
+
+def test_no_file_name_stands_twice_in_the_package() -> None:
+    names = Counter(path.name for path in MODULES.values() if path.name not in ("__init__.py", "__main__.py"))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_no_folder_is_crowded() -> None:
+    entries = Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")
+    entries.update(folder.parent for folder in {path.parent for path in MODULES.values()} - {ROOT})
+    assert {folder.relative_to(ROOT): count for folder, count in entries.items() if count > MOST_ENTRIES} == {}
 
 
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("layout/plan.py", "from composable_fsdp.layout import bucket, shard"),
-        ("layout/plan.py", "from .bucket import Bucket\nfrom ..errors import PlanError"),
-        ("layout/__init__.py", "from .plan import GroupPlan"),
+        ("_layout/plan.py", "from composable_fsdp._layout import bucket_layout, shard"),
+        ("_layout/plan.py", "from .bucket_layout import Bucket\nfrom ..errors import PlanError"),
+        ("_layout/__init__.py", "from .plan import GroupPlan"),
+        ("_comm/gloo/connection.py", "from composable_fsdp._comm.communicator import Communicator"),
         (
-            "layout/placement.py",
+            "_layout/placement.py",
             "from torch.distributed.tensor.placement_types import Shard\nimport torch\ntorch.nonzero",
         ),
         (
-            "runtime/group.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from composable_fsdp.mesh import Axis",
+            "_runtime/groups/param_group.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from composable_fsdp._sharding.mesh import Axis",
         ),
-        ("acceptance.py", "from torch.distributed.fsdp import FSDPModule"),
-        ("api.py", "import importlib\nimportlib.import_module('torch.distributed')\nprint('torch.distributed.fsdp')"),
-        ("__init__.py", "from composable_fsdp.api import fully_shard"),
+        ("_torch_compat/torch_types.py", "from torch.distributed.fsdp import FSDPModule"),
+        (
+            "_api/fully_shard.py",
+            "import importlib\nimportlib.import_module('torch.distributed')\nprint('torch.distributed.fsdp')",
+        ),
+        ("__init__.py", "from composable_fsdp._api.fully_shard import fully_shard"),
     ],
 )
 def test_imports_from_above_are_fine(path: str, source: str) -> None:
@@ -273,24 +245,31 @@ def test_imports_from_above_are_fine(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source", "message"),
     [
-        pytest.param("layout/shard.py", "import composable_fsdp.layout.plan", "imports layout.plan", id="upward"),
-        pytest.param("layout/shard.py", "from .plan import GroupPlan", "imports layout.plan", id="upward, relative"),
-        pytest.param("layout/shard.py", "from . import plan", "imports layout.plan", id="upward, module by name"),
-        pytest.param("mesh.py", "from composable_fsdp import fully_shard", "imports composable_fsdp", id="the top"),
+        pytest.param("_layout/shard.py", "import composable_fsdp._memory.streams", "imports _memory.streams", id="up"),
+        pytest.param("_layout/shard.py", "from .._comm.c10d import x", "imports _comm.c10d", id="up, relative"),
         pytest.param(
-            "comm/line.py",
-            "def f():\n    from composable_fsdp.comm.loopback import LoopbackCommunicator",
-            ":2 imports comm.loopback",
+            "_comm/c10d.py", "from .._sharding import mesh", "imports _sharding.mesh", id="up, module by name"
+        ),
+        pytest.param(
+            "_sharding/mesh.py", "from composable_fsdp import fully_shard", "imports composable_fsdp", id="the top"
+        ),
+        pytest.param(
+            "codecs/cast.py",
+            "def f():\n    from composable_fsdp.policies import MixedPrecisionPolicy",
+            ":2 imports policies",
             id="peer, in a function",
         ),
         pytest.param(
             "trace.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from composable_fsdp.lifecycle import State",
-            ":3 imports lifecycle",
-            id="upward, only for types",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from composable_fsdp.policies import X",
+            ":3 imports policies",
+            id="up, only for types",
         ),
         pytest.param(
-            "trace.py", "import importlib\nimportlib.import_module('.api', __package__)", "imports api", id="by call"
+            "trace.py",
+            "import importlib\nimportlib.import_module('.full_params', __package__)",
+            "imports full_params",
+            id="by call",
         ),
         pytest.param(
             "trace.py", "from composable_fsdp.novel import x", "imports composable_fsdp", id="unlisted target"
@@ -317,13 +296,15 @@ def test_an_arrow_up_is_caught(path: str, source: str, message: str) -> None:
         "import torch.distributed as dist\ndist.fsdp",
     ],
 )
-def test_the_peer_is_known_to_acceptance_only(source: str) -> None:
-    (found,) = violations(source, "runtime/hooks.py")
-    assert "which only acceptance.py may" in found
-    assert violations(source, "acceptance.py") == []
+def test_the_peer_is_known_to_the_compat_folder_only(source: str) -> None:
+    (found,) = violations(source, "_runtime/hooks.py")
+    assert "which only files of _torch_compat may" in found
+    assert violations(source, "_torch_compat/torch_types.py") == []
 
 
-@pytest.mark.parametrize("path", ["layout/shard.py", "lifecycle.py", "runtime/schedule.py"])
+@pytest.mark.parametrize(
+    "path", ["_layout/shard.py", "_runtime/groups/state_machine.py", "_runtime/schedule/policy.py"]
+)
 @pytest.mark.parametrize(
     "source",
     [
@@ -337,11 +318,9 @@ def test_the_peer_is_known_to_acceptance_only(source: str) -> None:
 )
 def test_pure_modules_stay_pure(path: str, source: str) -> None:
     assert any("is pure" in line for line in violations(source, path))
-    assert violations(source, "runtime/group.py") == []
+    assert violations(source, "_runtime/groups/param_group.py") == []
 
 
-def test_a_new_file_must_be_given_a_row() -> None:
-    (found,) = violations("", "layout/novel.py")
-    assert found == (
-        "composable_fsdp/layout/novel.py is in no row. Add 'layout.novel' to ROWS in tests/unit/test_layering.py"
-    )
+def test_a_new_file_at_the_top_must_be_given_a_layer() -> None:
+    (found,) = violations("", "novel.py")
+    assert found == "composable_fsdp/novel.py is in no layer. Add 'novel' to ROWS in tests/unit/test_layering.py"

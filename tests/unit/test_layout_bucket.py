@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp.layout.bucket import (
+from tests._internals import (
     ALIGNMENT_BYTES,
     GatherLayout,
     ReduceLayout,
+    TensorShards,
     plan_gather,
     plan_reduce,
     worth_whole,
 )
-from composable_fsdp.layout.shard import TensorShards
 from tests.unit.test_layout_shard import shards_of_one_bucket
 
 FEWER = settings(max_examples=40)

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.layout.extent import Box, Cut, Extent
+from tests._internals import BlockExtent as Extent
+from tests._internals import Box, Cut
 
 SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 

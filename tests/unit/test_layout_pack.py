@@ -14,10 +14,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_fsdp.layout.bucket import GatherLayout, ReduceLayout, plan_gather, plan_reduce
-from composable_fsdp.layout.pack import pack_gradient, put_shard, take_shard, unpack_parameter
-from composable_fsdp.layout.plan import ParameterSpec, PlanOptions, plan_group, plan_smaller
-from composable_fsdp.layout.shard import TensorShards
+from tests._internals import (
+    GatherLayout,
+    ParameterSpec,
+    PlanOptions,
+    ReduceLayout,
+    TensorShards,
+    pack_gradient,
+    plan_gather,
+    plan_group,
+    plan_reduce,
+    plan_smaller,
+    put_shard,
+    take_shard,
+    unpack_parameter,
+)
 from tests.unit.test_layout_bucket import DIRECT_BYTES
 from tests.unit.test_layout_shard import shards_of_one_bucket, tensor_shards
 

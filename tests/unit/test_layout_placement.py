@@ -17,9 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composable_fsdp.layout.pack import take_shard
-from composable_fsdp.layout.placement import cuts, data_parallel_placements, shard_within
-from composable_fsdp.layout.shard import ShardLayout, TensorShards
+from tests._internals import ShardLayout, TensorShards, cuts, data_parallel_placements, shard_within, take_shard
 
 SHAPES = [
     ((8,), 0),

@@ -8,11 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable_fsdp.codec.blockwise import Int8
-from composable_fsdp.codec.choice import GradientCodecs
-from composable_fsdp.layout.bucket import NEVER_DIRECT
-from composable_fsdp.layout.plan import GroupPlan, ParameterSpec, PlanOptions, Residence, plan_group, plan_smaller
-from composable_fsdp.layout.shard import TensorShards
+from composable_fsdp.codecs.blockwise import Int8
+from composable_fsdp.codecs.communication_policy import GradientCodecs
+from tests._internals import (
+    NEVER_DIRECT,
+    GroupPlan,
+    ParameterSpec,
+    PlanOptions,
+    Residence,
+    TensorShards,
+    plan_group,
+    plan_smaller,
+)
 from tests.unit.test_layout_bucket import DIRECT_BYTES, assert_disjoint_and_aligned, assert_packed_first
 from tests.unit.test_layout_shard import SHAPES, WORLD_SIZES
 

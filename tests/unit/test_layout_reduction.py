@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from composable_fsdp.layout.reduction import ReduceOp, Reduction, divide, plan_reduction
+from tests._internals import ReduceOp, Reduction, divide, plan_reduction
 
 WIDE = [torch.float32, torch.float64, torch.bfloat16]
 NARROW = [torch.float16, torch.float8_e5m2]

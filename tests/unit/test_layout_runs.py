@@ -7,9 +7,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.layout.bucket import NEVER_DIRECT, GatherLayout, plan_gather
-from composable_fsdp.layout.runs import find_runs
-from composable_fsdp.layout.shard import TensorShards
+from tests._internals import NEVER_DIRECT, GatherLayout, TensorShards, find_runs, plan_gather
 
 SHAPES = st.lists(st.tuples(st.sampled_from([0, 3, 4, 16]), st.sampled_from([1, 4])), min_size=1, max_size=12)
 

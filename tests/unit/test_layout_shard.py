@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_fsdp.errors import ParameterError
-from composable_fsdp.layout.shard import ShardLayout, TensorShards, resolve_dim
+from tests._internals import ShardLayout, TensorShards, resolve_dim
 
 WORLD_SIZES = st.integers(1, 9)
 SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp.errors import FSDPError, LifecycleError
-from composable_fsdp.lifecycle import (
+from tests._internals import (
     GRADIENT_TRANSITIONS,
     PARAMETER_TRANSITIONS,
     GradientOperation,

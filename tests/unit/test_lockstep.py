@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.runtime.schedule import ForwardRecord, Lockstep
+from tests._internals import ForwardRecord, Lockstep
 
 Tree = list[tuple[str, int]]
 

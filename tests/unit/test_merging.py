@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.codec.blockwise import Int8
-from composable_fsdp.layout.plan import ParameterSpec, PlanOptions, plan_group
-from composable_fsdp.runtime.schedule import merge_adjacent
+from composable_fsdp.codecs.blockwise import Int8
+from tests._internals import ParameterSpec, PlanOptions, merge_adjacent, plan_group
 
 NAMES = st.sampled_from("abcdefgh")
 ORDERS = st.lists(NAMES, max_size=20)

@@ -6,9 +6,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from composable_fsdp.runtime.bucket import Gather
-from composable_fsdp.runtime.messages import pack_messages, together
 from composable_fsdp.testing import FakeWorld
+from tests._internals import Gather, pack_messages, together
 
 HOST = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)

@@ -30,9 +30,8 @@ from composable_fsdp import (
     rekey_optimizer,
     unsharded_params,
 )
-from composable_fsdp.bypass import explanation_of
-from composable_fsdp.mesh import data_parallel_axes, warn_without_cpu_backend
-from composable_fsdp.runtime import assemble
+from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
+from tests._internals import lazy_init as assemble
 from tests.ranks._sharding import single_rank
 
 X = torch.ones(2, 4)

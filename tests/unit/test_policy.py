@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp.errors import ConfigurationError, FSDPError
-from composable_fsdp.policy import (
+from composable_fsdp.policies import (
     AUTO_RESHARD,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,

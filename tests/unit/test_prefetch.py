@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.runtime.schedule import batch_before_prefetch
+from tests._internals import batch_before_prefetch
 
 NBYTES = st.integers(0, 1000)
 

@@ -15,13 +15,16 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import fully_shard
-from composable_fsdp.comm.c10d import ProcessGroupCommunicator
-from composable_fsdp.layout.bucket import plan_gather
-from composable_fsdp.layout.runs import find_runs
-from composable_fsdp.layout.shard import TensorShards
-from composable_fsdp.memory.storage import OwnedBuffer
-from composable_fsdp.runtime.repeated import AsItLies, repeated_gather
 from composable_fsdp.testing import FakeCommunicator, FakeWorld
+from tests._internals import (
+    AsItLies,
+    OwnedBuffer,
+    ProcessGroupCommunicator,
+    TensorShards,
+    find_runs,
+    plan_gather,
+    repeated_gather,
+)
 
 RANKS = 2
 

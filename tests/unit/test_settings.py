@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import ConfigurationError, LifecycleError, fully_shard
-from composable_fsdp.runtime.backward import _MOST_FORWARDS
-from composable_fsdp.runtime.unit import unit_of
+from tests._internals import _MOST_FORWARDS, unit_of
 from tests.ranks._models import Chain
 from tests.ranks._sharding import sharded, single_rank
 

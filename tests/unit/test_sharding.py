@@ -23,8 +23,7 @@ from composable_fsdp import (
     ParameterError,
     fully_shard,
 )
-from composable_fsdp.mesh import named_data_parallel_axes
-from composable_fsdp.sharding import ModelParallel, ShardPlacementResult
+from tests._internals import ModelParallel, ShardPlacementResult, named_data_parallel_axes
 from tests.ranks._sharding import single_rank
 from tests.unit.test_api_misuse import assert_refused
 

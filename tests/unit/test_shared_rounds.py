@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.comm.shared.rounds import Extent, plan_rounds
+from tests._internals import StagingExtent as Extent
+from tests._internals import plan_rounds
 
 CAPACITY = 1 << 12
 

@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from composable_fsdp.runtime.starting_values import Candidate, start_details, unlike_starts
+from tests._internals import Candidate, start_details, unlike_starts
 
 CUT, LOADED, CONSTANT = bytes(range(64)), bytes(range(64, 128)), bytes(64)
 

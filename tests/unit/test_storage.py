@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from composable_fsdp.memory.storage import OwnedBuffer
+from tests._internals import OwnedBuffer
 
 
 def made() -> tuple[OwnedBuffer, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_fsdp.memory.store import carry
+from tests._internals import carry
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

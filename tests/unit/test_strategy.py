@@ -11,9 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import ConfigurationError, DataParallelMeshDims, MeshError, ShardingStrategy
-from composable_fsdp.acceptance import as_strategy
-from composable_fsdp.mesh import default_mesh
-from composable_fsdp.strategy import resolve_strategy
+from tests._internals import as_strategy, default_mesh, resolve_strategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 

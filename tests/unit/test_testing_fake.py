@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
-from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import DeadlockError, FakeCommunicator, FakeWork, FakeWorld, MismatchError
+from tests._internals import ReduceOp, Transfer
 
 
 def ranks_of(world: FakeWorld) -> list[FakeCommunicator]:

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable_fsdp.comm.protocol import Transfer
 from composable_fsdp.errors import ConfigurationError
-from composable_fsdp.layout.reduction import ReduceOp
 from composable_fsdp.testing import (
     Corrupt,
     Delay,
@@ -29,6 +27,7 @@ from composable_fsdp.testing import (
     Raise,
     inject_faults,
 )
+from tests._internals import ReduceOp, Transfer
 
 
 def alone(*faults: Fault) -> FaultyCommunicator:

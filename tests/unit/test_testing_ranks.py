@@ -12,10 +12,20 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from composable_fsdp.testing import RanksError
-from composable_fsdp.testing.messages import Call, Job, Raised, Ready, Returned, apply_warning_filters, warning_filters
-from composable_fsdp.testing.pool import Died, Outcome, Stuck
-from composable_fsdp.testing.ranks import _raise_failures
-from composable_fsdp.testing.worker import _run
+from tests._internals import (
+    Call,
+    Died,
+    Job,
+    Outcome,
+    Raised,
+    Ready,
+    Returned,
+    Stuck,
+    _raise_failures,
+    _run,
+    apply_warning_filters,
+    warning_filters,
+)
 
 
 def answer(function: Callable[..., object], *args: object) -> Returned | Raised:

@@ -20,13 +20,23 @@ from hypothesis import strategies as st
 from torch.autograd import Variable
 
 import composable_fsdp
-from composable_fsdp.comm import interrupt, watch
-from composable_fsdp.comm.agreement import CONTEXT, Agreement, OrderCheck, order_check_from
-from composable_fsdp.comm.passes import EndOfRun, RunningPass, has_ended
-from composable_fsdp.comm.roll import Place, Report, judge
-from composable_fsdp.comm.watch import Watch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
 from composable_fsdp.testing import PartitionableStore
+from tests._internals import (
+    CONTEXT,
+    Agreement,
+    EndOfRun,
+    OrderCheck,
+    Place,
+    Report,
+    RunningPass,
+    Watch,
+    has_ended,
+    interrupt,
+    judge,
+    order_check_from,
+)
+from tests._internals import watchdog as watch
 from tests.threads import together
 
 OWN = Place((0, 1, 2), 7, "all-gather of layers.2 in forward")
@@ -229,7 +239,7 @@ def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
 
 BUSY_TO_THE_END = """
 import torch.distributed as dist
-from composable_fsdp.comm import watch
+from tests._internals import watchdog as watch
 
 watch._PERIOD = 0.0
 store = dist.TCPStore("localhost", 0, 1, True)

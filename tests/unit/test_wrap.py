@@ -19,9 +19,8 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from composable_fsdp import ConfigurationError
-from composable_fsdp.acceptance import as_wrap_policy
-from composable_fsdp.grouping import Group, Scope, plan_groups
 from composable_fsdp.wrap import balanced, by_class, by_size, every_module, transformer_blocks
+from tests._internals import Group, Scope, as_wrap_policy, plan_groups
 
 OPTIONS = {"reshard_after_forward", "mesh", "strategy"}
 BYTES = 4

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, FSDPModule, describe, fully_shard, tie_groups
-from composable_fsdp.runtime.unit import unit_of
 from composable_fsdp.wrap import by_class, every_module
+from tests._internals import unit_of
 from tests.ranks._models import Block, Chain, Transformer
 from tests.ranks._sharding import single_rank
 

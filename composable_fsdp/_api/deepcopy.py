@@ -1,0 +1,112 @@
+"""``copy.deepcopy`` of sharded modules, for averaged weights and target networks.
+
+A unit, its group and its communicators are no values to copy: the copy's modules get units of their own, on the same
+axes, around copies of the sharded parameters. Hooks follow by themselves, since they are methods of objects that know
+their unit.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp._runtime.groups.param_group import ParameterGroup
+from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, Unit, alive, find_unit
+from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.params.tensor_subclass import hooks_of
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = ["copy_sharded"]
+
+Memo = dict[int, Any]
+
+_UNDER_WAY = "composable_fsdp: a sharded module is being copied"
+
+
+def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
+    """The deep copy of a sharded module.
+
+    Raises:
+        ConfigurationError: it shares a group with modules outside.
+    """
+    marks = cast("dict[Any, Any]", memo)
+    if _UNDER_WAY in marks:
+        return _copy_module(module, memo)
+    units = list({unit: None for m in module.modules() if (unit := find_unit(m)) is not None})
+    within = set(module.modules())
+    for unit in units:
+        _check_contained(unit, units, within, module)
+        unit.group.reshard()
+        memo[id(unit)] = object.__new__(Unit)
+        for parameter in unit.group.parameters:
+            memo[id(parameter.sharded)] = _copy_parameter(parameter.name, parameter.sharded)
+    marks[_UNDER_WAY] = True
+    try:
+        result = _copy_module(module, memo)
+    finally:
+        del marks[_UNDER_WAY]
+    for unit in sorted(units, key=lambda unit: bool(unit.lenders)):  # lenders before borrowers
+        _fill(memo[id(unit)], unit, memo)
+    return result
+
+
+def _check_contained(unit: Unit, units: list[Unit], within: set[nn.Module], module: nn.Module) -> None:
+    owners = {owner for parameter in unit.group.parameters for owner, _ in parameter.owners}
+    if not owners | set(unit.modules) <= within or not set(unit.lenders) | set(alive(unit.borrowing)) <= set(units):
+        raise ConfigurationError(
+            f"{type(module).__name__.removeprefix('FSDP')} shares the group of {unit.name!r} with modules outside of "
+            "it, so it cannot be copied alone. Copy a sharded module that contains all of them."
+        )
+
+
+def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
+    """As ``copy`` itself would do it, if the class did not say how: ``__new__`` of sharded classes makes others."""
+    clone: nn.Module = object.__new__(type(module))
+    memo[id(module)] = clone
+    get_state = getattr(module, "__getstate__", None)  # every object has it from Python 3.11 on
+    state = dict(vars(module) if get_state is None else get_state())
+    state.pop(ITERATION_ATTRIBUTE, None)
+    clone.__setstate__(copy.deepcopy(state, memo))
+    return clone
+
+
+@torch.no_grad()
+def _copy_parameter(name: str, sharded: nn.Parameter) -> nn.Parameter:
+    clone = nn.Parameter(_copy_distributed(sharded), requires_grad=sharded.requires_grad)
+    if hooks_of(local_part(sharded)) and not hooks_of(local_part(clone)):
+        raise ConfigurationError(
+            f"the local tensor of parameter {name!r} has all-gather hooks hung on it, which know this tensor and not a "
+            "copy. Use a tensor class with these methods, or hang hooks on a second model that you build and load."
+        )
+    if sharded.grad_dtype != sharded.dtype:
+        clone.grad_dtype = sharded.grad_dtype
+    if sharded.grad is not None:
+        clone.grad = _copy_distributed(sharded.grad)
+    return clone
+
+
+def _copy_distributed(tensor: Any) -> DTensor:
+    return DTensor(tensor._local_tensor.clone(), tensor._spec, requires_grad=False)
+
+
+def _fill(clone: Unit, unit: Unit, memo: Memo) -> None:
+    """Makes ``clone``, which the copied modules know already, the same as ``unit`` on them."""
+    group = unit.group
+    parameters = [
+        p.copy_onto(memo[id(p.sharded)], [(memo[id(owner)], name) for owner, name in p.owners])
+        for p in group.parameters
+    ]
+    copied = ParameterGroup(group.name, (), group.axes, unit.precision, group.offload, parameters=parameters)
+    copied.follow_choices(group)
+    lenders = [memo[id(lender)] for lender in unit.lenders]
+    Unit.__init__(clone, [memo[id(m)] for m in unit.modules], copied, unit.reshard, unit.precision, lenders)
+    clone.follow_choices(unit)
+    for ahead in ("forward_prefetch", "backward_prefetch"):
+        known = getattr(unit, ahead)
+        if known is not None and all(id(other) in memo for other in alive(known)):
+            setattr(clone, ahead, [ref(memo[id(other)]) for other in alive(known)])

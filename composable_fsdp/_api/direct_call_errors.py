@@ -1,0 +1,123 @@
+"""Methods of sharded modules that compute without the module being called.
+
+Only calls bring parameters into memory. A method that computes with sharded ones ends in an error of ``DTensor``, which
+knows nothing of modules; here it is told which method that was and what to do.
+
+Plain modules inside a sharded one are called without any code of ours, and none is put there for the sake of a message:
+where such an error ends the program, a note in it says which parameter was sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from types import FunctionType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp._runtime.groups.state import Unit, holding_unit, unit_of
+from composable_fsdp._runtime.params.sharded_param import find_parameter
+from composable_fsdp.errors import LifecycleError
+
+__all__ = ["explain_uncaught", "explaining_methods", "explanation_of"]
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+_explains_uncaught = False
+
+
+def explaining_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The public methods that ``original`` has besides those of every module, as a subclass of it needs them."""
+    methods: dict[str, Callable[..., Any]] = {}
+    for base in original.__mro__[: original.__mro__.index(nn.Module)]:
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and not name.startswith("_") and not hasattr(nn.Module, name):
+                methods.setdefault(name, _explaining(name, value))
+    return methods
+
+
+def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        except RuntimeError as error:
+            unit = unit_of(self)
+            if isinstance(error, LifecycleError) or _MIXED not in str(error) or unit.is_running:
+                raise
+            raise _bypassed(name, unit) from error
+
+    return method
+
+
+def _bypassed(method: str, unit: Unit) -> LifecycleError:
+    names = [parameter.name for parameter in unit.group.parameters]
+    held = f", such as {names[0]!r}" if names else ""
+    return LifecycleError(
+        f"{method}() of {unit.class_name} computed with parameters that are sharded{held}: only calls of the module "
+        f"{unit.name!r} itself bring them into memory. After fully_shard, call "
+        f"composable_fsdp.register_fsdp_forward_method(module, {method!r}); or put module.unshard() before it and "
+        "module.reshard() after it."
+    )
+
+
+# -- errors that end the program
+
+
+def explain_uncaught() -> None:
+    """Has ``sys.excepthook`` put a note into errors about sharded parameters. Once is enough."""
+    global _explains_uncaught
+    if _explains_uncaught:
+        return
+    _explains_uncaught = True
+    before = sys.excepthook
+
+    def explain(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+        text = explanation_of(error)
+        if text is not None and hasattr(error, "add_note"):
+            error.add_note(text)
+        before(kind, error, stack)
+        if text is not None and not hasattr(error, "add_note"):  # Python 3.10
+            sys.stderr.write(f"{text}\n")
+
+    sys.excepthook = explain
+
+
+def explanation_of(error: BaseException) -> str | None:
+    """Which sharded parameter an error of ``DTensor`` is about, and what to do; ``None`` for any other error.
+
+    That is the innermost one that a function in the traceback has, itself or as a parameter of a module.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, LifecycleError) or _MIXED not in str(error):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name != "<module>"]
+    values = (value for frame in reversed(frames) for value in frame.f_locals.values())
+    return next(filter(None, map(_told_of, values)), None)
+
+
+def _told_of(value: object) -> str | None:
+    """Explain a sharded parameter, or a module that has one of its own, for the text of an error."""
+    found, unit = find_parameter(value), holding_unit(value)
+    if found is not None and found.sharded is value and unit is not None:
+        return _advice(repr(found.name), unit)
+    for name, parameter in value._parameters.items() if isinstance(value, nn.Module) else ():
+        found, unit = find_parameter(parameter), holding_unit(parameter)
+        if found is not None and found.sharded is parameter and unit is not None:
+            owner = type(value).__name__.removeprefix("FSDP")
+            return _advice(f"{name!r} of this {owner}", unit)
+    return None
+
+
+def _advice(parameter: str, unit: Unit) -> str:
+    return (
+        f"parameter {parameter} is sharded, being in the group of {unit.name!r} ({unit.class_name}): only calls of "
+        "that module bring it into memory. Call that module; or a method of it after "
+        "composable_fsdp.register_fsdp_forward_method(module, name); or put module.unshard() before and "
+        "module.reshard() after what computes with it."
+    )

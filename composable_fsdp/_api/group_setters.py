@@ -1,0 +1,84 @@
+"""What the setters of ``FSDPModule`` check, and how they hand on what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsFloat, cast
+
+import torch
+
+from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._runtime.root.iteration import Iteration
+from composable_fsdp._runtime.root.root_options import check_settings
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
+
+__all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "tell_root"]
+
+
+def check_count(name: str, value: object, *, least: int = 0, or_none: bool = False) -> None:
+    """
+    Raises:
+        ArgumentTypeError: ``value`` is not an int, nor ``None`` where it may be. A bool is no int here.
+        ConfigurationError: it is less than ``least``.
+    """
+    if or_none and value is None:
+        return
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or cast(int, value) < least:
+        error = ConfigurationError if is_int else ArgumentTypeError
+        raise error(f"{name} must be an int of at least {least}{' or None' if or_none else ''}, not {value!r}.")
+
+
+def check_factor(factor: object) -> None:
+    """
+    Raises:
+        ArgumentTypeError: ``factor`` is not a number.
+        ConfigurationError: it is not positive.
+    """
+    if not isinstance(factor, SupportsFloat):
+        raise ArgumentTypeError(f"the gradient divide factor must be a number, not {factor!r}.")
+    if not float(factor) > 0:
+        raise ConfigurationError(f"the gradient divide factor must be positive, not {factor!r}.")
+
+
+def check_between_steps(setter: str, units: Sequence[Unit]) -> None:
+    """
+    Raises:
+        LifecycleError: parameters of ``units`` would lie elsewhere when a backward comes to what forward left.
+    """
+    ran = [unit for unit in units if unit.iteration is not None and iteration_of(unit).may_come_back_to(unit)]
+    if ran:
+        raise LifecycleError(
+            f"{setter} would move parameters of {ran[0].name!r}, to whose last forward a backward may still come. Call "
+            "it before the forward or after the backward. If none is to come, run such forwards under torch.no_grad(), "
+            "or call reset_iter_state() on the root module first."
+        )
+
+
+def tell_root(unit: Unit, choice: str, value: object) -> None:
+    """Sets a choice that counts for all units of a root.
+
+    Raises:
+        ConfigurationError: the root has run, and this is another one, which was told something else.
+    """
+    before = getattr(unit, choice)
+    setattr(unit, choice, value)
+    if not isinstance(unit.iteration, Iteration):  # the first forward checks, or unsharded_params has it now
+        return
+    try:
+        check_settings(unit.iteration.root, [unit])
+    except ConfigurationError:
+        setattr(unit, choice, before)
+        raise
+
+
+def on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    def on_stream(output: torch.Tensor) -> None:
+        module = torch.get_device_module(output.device)
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
+            hook(output)
+        module.current_stream().wait_stream(stream)
+
+    return on_stream

@@ -1,0 +1,177 @@
+"""Which parameters a ``fully_shard`` call takes, and how each is to be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from composable_fsdp._layout.shard import resolve_dim
+from composable_fsdp._runtime.groups.state import Unit, find_unit, holding_unit
+from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, find_taken, local_part
+from composable_fsdp._sharding.mesh import DataParallelAxes, data_parallel_axes
+from composable_fsdp._sharding.param_sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
+from composable_fsdp._torch_compat.torch_types import as_placement
+from composable_fsdp.codecs.communication_policy import CommunicationPolicy
+from composable_fsdp.errors import ConfigurationError, ParameterError
+
+__all__ = ["Collector", "CommunicationFunction", "PlacementFunction", "elsewhere"]
+
+PlacementFunction = Callable[[nn.Parameter], object]
+CommunicationFunction = Callable[[nn.Parameter], CommunicationPolicy | None]
+
+
+def _plain(_: nn.Parameter) -> None:
+    """Parameters travel in the dtype of computation."""
+
+
+@dataclass
+class Collector:
+    """Finds the parameters of one call.
+
+    Args:
+        axes: the data-parallel axes of the call.
+        full_mesh: where ``dp_mesh_dims`` was given, the mesh that they are part of.
+        placement_of: the user's choice per parameter.
+        ignored: ids of parameters to leave alone.
+        moves_all: where modules compute was said, so parameters are taken from any device.
+        lenders: units whose parameters these modules may use too.
+        communication_of: how each parameter travels.
+    """
+
+    axes: DataParallelAxes
+    full_mesh: FullMesh | None
+    placement_of: PlacementFunction | None
+    ignored: Collection[int]
+    moves_all: bool = False
+    lenders: Sequence[Unit] = ()
+    communication_of: CommunicationFunction = _plain
+    _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
+
+    def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
+        """The parameters that the call takes, each once, with all the places where it is registered."""
+        nested = _nested_parameters(modules)
+        found: dict[int, tuple[str, str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+        for path, owner, top in _named_modules(modules):
+            for attribute, parameter in owner._parameters.items():
+                if parameter is None or id(parameter) in self.ignored:
+                    continue
+                name = f"{path}.{attribute}" if path else attribute
+                held = nested.get(id(parameter)) or self._lent(parameter)
+                if held is not None:
+                    self._share(held, owner, attribute, f"{name!r} of {type(top).__name__}")
+                    continue
+                found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
+        self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
+        return [
+            ParameterSource(
+                name,
+                parameter,
+                tuple(owners),
+                self._sharding(name, parameter, module_name),
+                self.communication_of(parameter) or CommunicationPolicy(),
+            )
+            for name, module_name, parameter, owners in found.values()
+        ]
+
+    def _check_devices(self, parameters: Mapping[str, nn.Parameter], modules: Sequence[nn.Module]) -> None:
+        """Raises where it is not clear that the parameters are to be moved to where modules compute."""
+        here = self.axes.device
+        found = elsewhere({name: parameter.device for name, parameter in parameters.items()}, here)
+        if found and not self.moves_all:
+            raise ParameterError(
+                f"these parameters of {', '.join(type(m).__name__ for m in modules)} are neither on CPU nor on {here}, "
+                f"where this rank computes: {found}. Pass device={str(here)!r} to have them moved there; or make "
+                "the device that they are on the current one, before the mesh is built."
+            )
+
+    def _lent(self, parameter: nn.Parameter) -> tuple[Unit, ShardedParameter] | None:
+        """Who holds what ``parameter`` was before a lender took it."""
+        taken = find_taken(parameter)
+        sharded = taken.parameter() if taken is not None else None
+        for lender in self.lenders:
+            if sharded in lender.group.parameters and sharded is not None:
+                return lender, sharded
+        return None
+
+    def _share(self, held: tuple[Unit, ShardedParameter], owner: nn.Module, attribute: str, place: str) -> None:
+        """A parameter of another group is registered here too: legal where it is lent."""
+        unit, parameter = held
+        if (owner, attribute) in parameter.owners:
+            return
+        if unit not in self.lenders:
+            raise ParameterError(
+                f"parameter {place} is the same tensor as {parameter.name!r} of {unit.name}, which has been sharded "
+                f"already. {_HOW_TO_SHARE}"
+            )
+        unit.group.register_at(parameter, [(owner, attribute)])
+
+    def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
+        """How ``parameter`` is cut, once it is clear that it can be."""
+        self._check_free(name, parameter, module_name)
+        placement, mesh = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
+        dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
+        if mesh is not None:
+            if mesh not in self._axes_of:
+                self._axes_of[mesh] = data_parallel_axes(mesh).on(self.axes.device)
+            return shard_over_axes(parameter, self._axes_of[mesh], dim)
+        if self.full_mesh is not None:
+            return shard_over_full_mesh(name, parameter, self.full_mesh, dim)
+        return shard_over_axes(parameter, self.axes, dim)
+
+    def _check_free(self, name: str, parameter: nn.Parameter, module_name: str) -> None:
+        """Raises where another group has ``parameter``, or it is not there yet."""
+        owner = holding_unit(parameter)
+        if owner is not None:
+            raise ConfigurationError(
+                f"parameter {name!r} of {module_name} already belongs to the group of {owner.name!r}. fully_shard "
+                f"works bottom-up: call it on {module_name} first, then on the {owner.class_name} that contains it."
+            )
+        taken = find_taken(parameter)
+        if taken is not None:
+            raise ParameterError(
+                f"parameter {name!r} of {module_name} is the same tensor as {taken.description}, which has been "
+                f"sharded already. {_HOW_TO_SHARE}"
+            )
+        if is_lazy(parameter):
+            raise ParameterError(
+                f"parameter {name!r} of {module_name} has no shape yet, being part of a lazy module. Run a forward "
+                "before fully_shard, so that the module learns its shapes."
+            )
+
+
+_HOW_TO_SHARE = (
+    "Parameters that are shared must be in one group: leave out fully_shard on the inner module, so that the module "
+    "that contains both takes them; or shard the modules that use them as one list; or name the module that owns them: "
+    "fully_shard(..., shared_from=[owner]); or call tie_groups on the modules that use them, before any fully_shard."
+)
+
+
+def elsewhere(devices: Mapping[str, torch.device], here: torch.device) -> dict[str, str]:
+    """Those of ``devices`` from which nothing is moved to ``here`` unasked: all but CPU and meta."""
+    return {name: str(d) for name, d in devices.items() if d != here and d.type not in ("cpu", "meta")}
+
+
+def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, nn.Module]]:
+    """Path, module, and which of ``modules`` contains it; every module once."""
+    seen: set[nn.Module] = set()
+    named = []
+    for index, top in enumerate(modules):
+        prefix = str(index) if len(modules) > 1 else ""
+        named += [(path, module, top) for path, module in top.named_modules(memo=seen, prefix=prefix)]
+    return named
+
+
+def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[Unit, ShardedParameter]]:
+    """What units beneath ``modules`` have registered, by id, and what these borrow."""
+    units = {unit: None for top in modules for m in top.modules() if (unit := find_unit(m)) is not None}
+    return {
+        id(form): (unit, parameter)
+        for unit in dict.fromkeys(each for nested in units for each in (nested, *nested.lenders))
+        for parameter in unit.group.parameters
+        for form in (parameter.sharded, parameter.unsharded)
+    }

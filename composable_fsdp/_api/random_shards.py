@@ -1,0 +1,229 @@
+"""``sharded_rng``: random operations on shards give each rank its part of what they give for the unsharded tensor.
+
+Torch's own ``DTensor`` draws a shard on CPU from the rank's generator, so that ranks with one seed draw equal shards.
+On accelerators it begins at another offset for each shard: shards differ, but depend on how many there are.
+
+Invariant: an operation on a whole tensor leaves the generator as it does without sharding, on every rank. So the
+generators of all ranks stay equal.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from composable_fsdp._layout.block import Extent
+from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
+from composable_fsdp._runtime.shard_extent import extent_of, units_below
+from composable_fsdp.errors import UnsupportedError
+
+__all__ = ["sharded_rng"]
+
+IN_PLACE = frozenset(
+    f"aten::{name}_"
+    for name in ("normal", "uniform", "exponential", "cauchy", "log_normal", "geometric", "random", "bernoulli")
+)
+ALIKE = frozenset({"aten::rand_like", "aten::randn_like", "aten::randint_like"})
+"""Operations that depend on shape and dtype of their first argument only, and neither on its values nor on others'."""
+
+
+@contextmanager
+def sharded_rng(model: nn.Module, seed: int) -> Iterator[None]:
+    """Within, a random operation on a sharded parameter gives each rank its part of the unsharded parameter's values.
+
+    Operations are those of tensors that are filled in place (``normal_``, ``uniform_``, ``exponential_``, ``cauchy_``,
+    ``log_normal_``, ``geometric_``, ``random_``, ``bernoulli_``) or made alike (``rand_like``, ``randn_like``,
+    ``randint_like``), and so what ``torch.nn.init`` makes of these. Their argument is any ``DTensor``, or the local
+    tensor of a sharded parameter of ``model``. Each rank draws the values of the whole tensor, in the memory of one,
+    and keeps its part: the values are those of the same calls on the unsharded model after ``torch.manual_seed(seed)``,
+    on any mesh. Every rank must make the same calls, replicas too. Nothing is communicated, but where a number is read
+    from a sharded tensor, as ``nn.init.trunc_normal_`` does: it is that of the whole tensor then, on every rank.
+
+    A random operation on a slice of a local tensor draws from a stream of this shard: other shards get other values,
+    replicas the same, but values depend on the number of ranks. Plain tensors that are not shards get the same values
+    on all ranks. The generators of the CPU and of the mesh's device are seeded, and get their states back at the end;
+    those of Python and NumPy are not touched.
+
+    Args:
+        model: a module that contains sharded ones. On one without, it seeds and restores the generators only.
+        seed: the same on every rank.
+
+    Raises:
+        UnsupportedError: by another random operation on a sharded tensor, such as dropout, or by one on an empty local
+            tensor of which it cannot be known which parameter it belongs to.
+    """
+    units = units_below(model)
+    with seeded(units, seed), ShardedRandom(units, seed):
+        yield
+
+
+@contextmanager
+def seeded(units: Sequence[Unit], seed: int) -> Iterator[None]:
+    """Within, the generators of CPU and of where ``units`` compute begin at ``seed``; afterwards they are as before."""
+    devices = dict.fromkeys([torch.device("cpu"), *(unit.group.axes.device for unit in units)])
+    generators = [_generator(device) for device in devices]
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The default generator of ``device``."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device.type)
+    module.init()
+    return cast(torch.Generator, module.default_generators[device.index])
+
+
+class ShardedRandom(TorchDispatchMode):
+    """Carries out random operations on shards as :func:`sharded_rng` says.
+
+    Args:
+        units: whose parameters are cut as their shardings say; other DTensors as their placements say.
+        seed: of the streams for slices.
+        on_write: called with every tensor that any operation writes to.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], seed: int, on_write: Callable[[torch.Tensor], object] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed, self._on_write = seed, on_write
+        parameters = [parameter for unit in units for parameter in unit.group.parameters]
+        self._shardings = {(p.sharding.shape, p.sharding.mesh, p.sharding.placements): p.sharding for p in parameters}
+        self._shards = _Shards(parameters)
+        self._streams: dict[tuple[Extent, torch.device], torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._on_write is not None and func._schema.is_mutable:
+            self._tell_writes(func, args, kwargs)
+        if not args:
+            return func(*args, **kwargs)
+        first, name = args[0], func._schema.name
+        if name == "aten::_local_scalar_dense" and isinstance(first, DTensor):
+            # Ranks that read a number of their own would go on differently: trunc_normal_ draws again until all fit.
+            return func(first.full_tensor())
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name in IN_PLACE | ALIKE and len(tensors) == 1 and tensors[0] is first:
+            return self._fill(func, first, args[1:], kwargs)
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            raise UnsupportedError(
+                f"sharded_rng: {name} was called on a sharded tensor. Only operations that fill a tensor or make one "
+                f"alike are known there: {', '.join(sorted(each.removeprefix('aten::') for each in IN_PLACE | ALIKE))}."
+                " For a mask, draw rand_like(tensor) and compare it with a number."
+            )
+        return func(*args, **kwargs)
+
+    def _tell_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._on_write is not None
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                    if isinstance(leaf, torch.Tensor):
+                        self._on_write(leaf)
+
+    def _fill(self, func: Any, tensor: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(tensor, DTensor):
+            part = self._part(func, tensor, rest, kwargs)
+            if func._schema.is_mutable:
+                local_part(tensor).copy_(part)
+                return tensor
+            local = part.contiguous()
+            spec: Any = cast(Any, tensor)._spec
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+            return DTensor(local, spec, requires_grad=False)
+        owner = self._shards.owner(tensor)
+        if owner is None:
+            return func(tensor, *rest, **kwargs)
+        if tensor.numel() != local_part(owner.sharded).numel() or not tensor.is_contiguous():
+            with self._stream(owner, tensor.device):
+                return func(tensor, *rest, **kwargs)
+        part = self._part(func, cast(DTensor, owner.sharded), rest, kwargs).reshape(tensor.shape)
+        return tensor.copy_(part) if func._schema.is_mutable else part.contiguous()
+
+    def _part(self, func: Any, tensor: DTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """This rank's part of what ``func`` gives for the whole of ``tensor``."""
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise UnsupportedError(f"sharded_rng: {func._schema.name} was called on a tensor placed as a pending sum.")
+        extent = self._extent(tensor)
+        # One that is made alike only needs shape and dtype of the tensor, which an element without memory has too.
+        shape = tensor.shape if func._schema.is_mutable else ()
+        whole = torch.empty(shape, dtype=tensor.dtype, device=local_part(tensor).device).expand(tensor.shape)
+        return extent.take(func(whole, *rest, **kwargs))
+
+    def _extent(self, tensor: DTensor) -> Extent:
+        return extent_of(tensor, self._shardings.get((tuple(tensor.shape), tensor.device_mesh, tensor.placements)))
+
+    @contextmanager
+    def _stream(self, owner: ShardedParameter, device: torch.device) -> Iterator[None]:
+        """Within, random numbers are those of the shards that lie where that of ``owner`` does in their parameters."""
+        extent, generator = self._extent(cast(DTensor, owner.sharded)), _generator(device)
+        outside, state = generator.get_state(), self._streams.get((extent, device))
+        if state is None:
+            generator.manual_seed(crc32(repr((self._seed, extent)).encode()))
+        else:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._streams[extent, device] = generator.get_state()
+            generator.set_state(outside)
+
+
+class _Shards:
+    """Finds the parameter to whose local tensor a plain tensor belongs, by its memory."""
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        pairs = [(p, local_part(p.sharded)) for p in parameters]
+        plain = [(p, local) for p, local in pairs if type(local) is torch.Tensor and not local.is_meta]
+        self._by_address = sorted((pair for pair in plain if pair[1].numel()), key=lambda pair: pair[1].data_ptr())
+        self._addresses = [local.data_ptr() for _, local in self._by_address]
+        self._empty = [(p, local) for p, local in plain if not local.numel()]
+
+    def owner(self, tensor: torch.Tensor) -> ShardedParameter | None:
+        """The parameter, or ``None`` for a tensor that is no shard."""
+        if tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter):
+            return None
+        if not tensor.numel():
+            return self._owner_of_empty(tensor)
+        found = bisect_right(self._addresses, tensor.data_ptr()) - 1
+        if found < 0:
+            return None
+        owner, local = self._by_address[found]
+        length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        is_within = tensor.data_ptr() + length * tensor.itemsize <= local.data_ptr() + local.nbytes
+        return owner if is_within and local.device == tensor.device else None
+
+    def _owner_of_empty(self, tensor: torch.Tensor) -> ShardedParameter | None:
+        """Empty tensors have no address. Those of one storage are told apart by their shapes."""
+        storage = tensor.untyped_storage()._cdata
+        near = [(p, local) for p, local in self._empty if local.untyped_storage()._cdata == storage]
+        found = [p for p, local in near if local.shape == tensor.shape] or [p for p, _ in near]
+        if len({(p.sharding.shape, p.dtype) for p in found}) > 1:
+            raise UnsupportedError(
+                "sharded_rng: a random operation was called on an empty local tensor that may belong to any of "
+                f"{[p.name for p in found]}. Call it on the parameter instead of on its local tensor."
+            )
+        return found[0] if found else None

@@ -1,0 +1,1 @@
+"""The collectives of one mesh axis, launched without waiting, on several transports."""

@@ -1,0 +1,112 @@
+"""A communicator that lets callables of the user move the bytes of all-gathers and reduce-scatters.
+
+The callables have the form of ``torch.distributed.fsdp``'s ``AllGather`` and ``ReduceScatter``: ``allocate(size, *,
+dtype, device)`` gives memory for messages, and the call itself launches, returning a work to wait for, or ``None``
+where it is done already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp._comm.c10d import OPERATIONS, Together
+from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, Transfer, Work
+from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
+from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp.errors import ArgumentTypeError
+
+__all__ = ["CustomCollective", "CustomCommunicator", "customize"]
+
+
+class CustomCollective(Protocol):
+    """What ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` take."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a message of ``size`` elements (one dim)."""
+        ...
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kw: Any
+    ) -> Work | None:
+        """Launches. An all-gather gets keyword ``async_op``, a reduce-scatter keyword ``op``, a ``dist.ReduceOp``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CustomCommunicator:
+    """``base``, with one direction replaced. Everything of a group and dtype travels in one message, so that
+    ``allocate`` is asked for all of it. Final.
+
+    Args:
+        base: performs the other direction.
+        collective: performs this one.
+        all_gather_options: returns further keywords for an all-gather.
+    """
+
+    base: GroupCommunicator
+    collective: CustomCollective
+    all_gather_options: Callable[[], Mapping[str, Any]] = dict
+    direct_bytes: int = NEVER_DIRECT
+    whole_bytes: int = NEVER_DIRECT
+    batch_bytes: int = NEVER_DIRECT
+    aliases: bool = False
+    widens: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.base.rank
+
+    @property
+    def size(self) -> int:
+        return self.base.size
+
+    @property
+    def averages(self) -> bool:
+        return self.base.averages
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.collective.allocate((numel,), dtype=dtype, device=device)
+
+    def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
+        return self._launch(transfers, self.all_gather_options())
+
+    def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
+        return self._launch(transfers, {"op": OPERATIONS[op]})
+
+    def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> Work:
+        return self.base.all_to_all(transfers, label)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
+        return self.base.all_reduce(tensors, op, label)
+
+    def _launch(self, transfers: Sequence[Transfer], options: Mapping[str, Any]) -> Work:
+        call, group = self.collective, self.base.group
+        works = [call(output_tensor=t.output, input_tensor=t.input, group=group, **options) for t in transfers]
+        return Together(tuple(work for work in works if work is not None))
+
+
+def customize(
+    base: Communicator,
+    collective: object,
+    setter: str,
+    all_gather_options: Callable[[], Mapping[str, Any]] = dict,
+) -> Communicator:
+    """``base`` with ``collective`` in its place; an axis of one rank moves nothing, so nothing is replaced there.
+
+    Raises:
+        ArgumentTypeError: ``collective`` lacks ``allocate`` or cannot be called.
+    """
+    allocate: Callable[..., Any] | None = getattr(collective, "allocate", None)
+    if not callable(collective) or not callable(allocate):
+        raise ArgumentTypeError(
+            f"{setter} takes an object with allocate(size, *, dtype, device) that can be called with (output_tensor, "
+            f"input_tensor, group, ...), not {type(collective).__name__}."
+        )
+    if not isinstance(base, GroupCommunicator):
+        return base
+    return CustomCommunicator(base, collective, all_gather_options)  # type: ignore[arg-type]

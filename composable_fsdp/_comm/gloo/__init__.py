@@ -1,0 +1,1 @@
+"""Collectives over gloo: connections between ranks, and the messages on them."""

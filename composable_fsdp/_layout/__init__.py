@@ -1,0 +1,1 @@
+"""Offsets and sizes of shards and buckets, as numbers, and the copies that follow them. Pure: no process groups."""

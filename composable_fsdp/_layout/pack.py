@@ -1,0 +1,134 @@
+"""The copies that a layout asks for: full tensors to ranks' pieces and back.
+
+At most one rank holds a piece that is neither full nor empty, so every tensor is a block of full pieces and perhaps one
+short piece: two strided copies however many ranks there are, one where the cut is even.
+
+Nothing here allocates or waits. Call it without autograd recording (``torch.no_grad``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from torch import Tensor
+
+from composable_fsdp._layout.shard import TensorShards
+
+__all__ = ["pack_gradient", "put_shard", "take_shard", "unpack_parameter"]
+
+
+def pack_gradient(shards: TensorShards, gradient: Tensor | None, rows: Tensor) -> None:
+    """Writes each rank's piece of ``gradient`` into that rank's row of a message, cast to the message's dtype.
+
+    Args:
+        shards: how the gradient's parameter is cut.
+        gradient: of shape ``shards.shape``, any strides, any dtype; ``None`` counts as zeros.
+        rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message.
+            Padding is left as it is.
+    """
+    if gradient is None:
+        rows.zero_()
+        return
+    for part, piece in _same_elements(shards, gradient, rows):
+        piece.copy_(part)
+
+
+def unpack_parameter(shards: TensorShards, rows: Tensor, place: Tensor) -> None:
+    """Puts a full tensor together from all ranks' pieces: ``place[: numel].view(shape)`` holds it afterwards.
+
+    Args:
+        shards: how the parameter is cut.
+        rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message.
+        place: 1-d and contiguous, at least ``shards.full_numel`` elements; what lies beyond those is not touched.
+    """
+    cut = _cut(shards)
+    if cut.concatenates:
+        place[: cut.full_numel].view(rows.shape).copy_(rows)
+        return
+    full = place[: cut.full_numel].view(shards.shape)
+    for part, piece in _same_elements(shards, full, rows):
+        part.copy_(piece)
+
+
+def take_shard(shards: TensorShards, full: Tensor, rank: int, out: Tensor) -> None:
+    """Writes the piece of ``rank`` into ``out``, cast to its dtype, zeros in the padding.
+
+    Args:
+        shards: how the tensor is cut.
+        full: of shape ``shards.shape``, any strides, any dtype.
+        rank: whose piece, in ``range(num_shards)``.
+        out: 1-d and contiguous, ``padded_numel`` elements.
+    """
+    owned, shape = shards.layout.owned_by(rank), shards.shard_shape(rank)
+    numel = prod(shape)
+    out[:numel].view(shape).copy_(full.narrow(shards.dim, owned.start, len(owned)))
+    if numel < shards.padded_numel:
+        out[numel:].zero_()
+
+
+def put_shard(shards: TensorShards, shard: Tensor, rank: int, full: Tensor) -> None:
+    """Writes the piece of ``rank`` to its place in ``full``, and nothing else: what :func:`take_shard` takes, back.
+
+    Args:
+        shards: how the tensor is cut.
+        shard: 1-d and contiguous, ``padded_numel`` elements.
+        rank: whose piece, in ``range(num_shards)``.
+        full: of shape ``shards.shape``.
+    """
+    owned, shape = shards.layout.owned_by(rank), shards.shard_shape(rank)
+    full.narrow(shards.dim, owned.start, len(owned)).copy_(shard[: prod(shape)].view(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The shapes that pair a full tensor's memory with the ranks' rows.
+
+    The first ``whole`` ranks own full pieces. Their rows, viewed as ``block`` and permuted to ``order``, are the first
+    ``whole_length`` indices of the cut dim, viewed as ``split``. The next rank owns ``short_shape``, maybe empty.
+    """
+
+    concatenates: bool
+    full_numel: int
+    whole: int
+    whole_length: int
+    block: tuple[int, ...]
+    order: tuple[int, ...]
+    split: tuple[int, ...]
+    short_shape: tuple[int, ...]
+    short_numel: int
+
+
+@lru_cache(maxsize=8192)
+def _cut(shards: TensorShards) -> _Cut:
+    """Looked up for every tensor of every step: working it out costs as much as the copy of a small one."""
+    dim, length, piece = shards.dim, shards.layout.length, shards.layout.padded_shard
+    whole = length // max(1, piece)
+    before, after = shards.shape[:dim], shards.shape[dim + 1 :]
+    short_shape = (*before, length - whole * piece, *after)
+    return _Cut(
+        concatenates=shards.concatenates,
+        full_numel=shards.full_numel,
+        whole=whole,
+        whole_length=whole * piece,
+        block=(whole, *shards.padded_shape),
+        order=(*range(1, dim + 1), 0, *range(dim + 1, len(shards.shape) + 1)),
+        split=(*before, whole, piece, *after),
+        short_shape=short_shape,
+        short_numel=prod(short_shape),
+    )
+
+
+def _same_elements(shards: TensorShards, full: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of views, of ``full`` and of ``rows``, in which equal indices are the same element; they cover ``full``."""
+    cut = _cut(shards)
+    if cut.whole == shards.num_shards:
+        yield full.view(cut.split), rows.view(cut.block).permute(cut.order)
+        return
+    whole = full.narrow(shards.dim, 0, cut.whole_length)
+    yield whole.view(cut.split), rows[: cut.whole].view(cut.block).permute(cut.order)
+    if cut.short_numel:
+        short = full.narrow(shards.dim, cut.whole_length, cut.short_shape[shards.dim])
+        yield short, rows[cut.whole, : cut.short_numel].view(cut.short_shape)

@@ -1,0 +1,1 @@
+"""Streams, the store of sharded parameters, and the buffers of unsharded parameters."""

@@ -1,0 +1,1 @@
+"""All-gathers and reduce-scatters of buckets of parameters."""

@@ -1,0 +1,110 @@
+"""The all-gather of one or several groups: what travels, and where it goes when it came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from composable_fsdp._comm.c10d import Together
+from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
+from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp._memory.streams import Lanes, Pending, Work
+from composable_fsdp._runtime.collectives.bucket import AnyBucket, Gather
+from composable_fsdp._runtime.collectives.cached_gather import RepeatedGather, Repetition, repeated_gather
+from composable_fsdp._runtime.collectives.grad_mode import without_grad
+from composable_fsdp._runtime.collectives.packing import pack_messages, together
+
+__all__ = ["LastGather", "launch_gather"]
+
+
+class LastGather:
+    """What was gathered last, ready for the next step if that gathers the same, as it lies. Final.
+
+    Keeps the buckets until then, also one that its group has replaced since.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: Sequence[AnyBucket] = ()
+        self._communicators: Sequence[Communicator] = ()
+        self._gather: RepeatedGather | None = None
+
+    def of(self, buckets: Sequence[AnyBucket]) -> RepeatedGather | None:
+        """The gather of all ``buckets``; ``None`` where it takes more than sending them as they lie."""
+        channels = [bucket.channel for bucket in buckets]
+        if channels and channels[0].smaller is not None:
+            return None  # it sends slices that forward has left, this time
+        communicators = [channel.gather for channel in channels]
+        if buckets != self._buckets or communicators != self._communicators:
+            self._gather = None
+            self._buckets, self._communicators = buckets, communicators
+            self._gather = repeated_gather([bucket.as_it_lies for bucket in buckets], communicators)
+        return self._gather
+
+
+def launch_gather(
+    lanes: Lanes, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: LastGather
+) -> Pending[None]:
+    """Gathers the parameters of ``buckets``, with one launch for each communicator.
+
+    Args:
+        lanes: where to launch.
+        buckets: in the same order on every rank.
+        device: where modules compute.
+        label: what errors call it, the same on every rank.
+        last: what the same buckets may have been gathered by before.
+
+    Where this raises, the unsharded memory of ``buckets`` is given back, unless part of the gather is under way.
+    """
+    repeated = last.of(buckets)
+    gathering = _Gathering(buckets, device, label) if repeated is None else Repetition(repeated, label)
+    try:
+        return lanes.gather.run(gathering.launch, gathering.finish)
+    except BaseException:
+        if not gathering.writes_to_places:
+            for bucket in buckets:
+                bucket.free()
+        raise
+
+
+class _Gathering:
+    """Owns what is sent and received until nobody reads it."""
+
+    def __init__(self, buckets: Sequence[AnyBucket], device: torch.device, label: str) -> None:
+        self._buckets = buckets
+        self._label = label
+        self._device = device
+        self._gathers: list[Gather] = []
+        self.writes_to_places = False
+        """Whether collectives under way bring parameters straight to their places in the unsharded memory."""
+
+    @without_grad
+    def launch(self) -> Work:
+        self._await_readers()
+        self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
+        works: list[Work] = []
+        for communicator, gathers in together([b.channel.gathers_over for b in self._buckets], self._gathers):
+            transfers = [transfer for gather in gathers for transfer in gather.direct]
+            transfers += pack_messages(gathers, communicator, self._device)
+            whole = [bits for gather in gathers for bits in gather.whole]
+            if whole:
+                works.append(communicator.all_reduce(whole, ReduceOp.SUM, self._label))
+            if communicator.aliases and not transfers:  # every rank's shards are where they are needed once it is there
+                works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
+            elif transfers or not whole:
+                works.append(communicator.all_gather(transfers, self._label))
+            self.writes_to_places = self.writes_to_places or any(gather.direct or gather.whole for gather in gathers)
+        return works[0] if len(works) == 1 else Together(tuple(works))
+
+    def _await_readers(self) -> None:
+        """Returns when no rank computes any more with what the gather would change in memory that ranks share."""
+        axes = dict.fromkeys(bucket.channel.axes.shard for bucket in self._buckets if bucket.awaits_readers)
+        for meeting in [cast(AliasingCommunicator, axis).barrier("release before an all-gather") for axis in axes]:
+            meeting.wait()
+
+    @without_grad
+    def finish(self) -> None:
+        self.writes_to_places = False
+        for bucket, gather in zip(self._buckets, self._gathers, strict=True):
+            bucket.finish_gather(gather)

@@ -1,0 +1,281 @@
+"""Tensors that decide by themselves how they travel: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+The hooks are found on the local tensor of a sharded parameter: on its class, or hung on the very tensor. They are
+looked up, and their form is checked, when a group is built, on every rank alike, and not at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol, cast
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable_fsdp._memory.unsharded_buffer import contiguous_strides
+from composable_fsdp._runtime.collectives.grad_extension import check_hooks
+from composable_fsdp._runtime.params.tensor_subclass import GATHER_HOOKS, cut_padding, is_wrapper, plain_tensors
+from composable_fsdp.errors import ParameterError
+from composable_fsdp.policies import MixedPrecisionPolicy
+
+__all__ = ["Extension", "GatherExtension", "Payload", "PlainExtension", "find_extension", "refill_checked"]
+
+WANTS_PADDING = "fsdp_pads_shards"
+_FORMS = (
+    "fsdp_pre_all_gather(self, mesh) or fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)"
+)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a hook wants sent for one parameter: contiguous tensors, and what it wants to be told afterwards."""
+
+    inputs: tuple[torch.Tensor, ...]
+    metadata: Any
+
+
+class GatherExtension(Protocol):
+    """How one parameter becomes payloads, and what is gathered the full parameter."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def local(self) -> torch.Tensor: ...
+
+    def pre_all_gather(self) -> Payload:
+        """What this rank sends."""
+        ...
+
+    def post_all_gather(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The first time: the full tensor, and the tensors that it is made of."""
+        ...
+
+    def refill(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
+    ) -> object:
+        """Later: fills ``out``, which was made at first. What it returns is of no use, but for checks."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainExtension:
+    """A parameter whose tensor decides how its gradient travels, and is itself gathered like any other.
+
+    Args:
+        name: of the parameter, for messages.
+        local: this rank's shard.
+        dim: on which it is cut.
+        dtype: in which it travels and modules compute.
+    """
+
+    name: str
+    local: torch.Tensor
+    dim: int
+    dtype: torch.dtype
+
+    def pre_all_gather(self) -> Payload:
+        return Payload((self.local.detach().to(self.dtype).movedim(self.dim, 0).contiguous(),), None)
+
+    def post_all_gather(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        full = outputs[0].movedim(0, self.dim).contiguous()
+        return full, (full,)
+
+    def refill(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
+    ) -> object:
+        if out.data_ptr() != outputs[0].data_ptr():
+            out.copy_(outputs[0].movedim(0, self.dim))
+        return None
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The hooks of one parameter.
+
+    Args:
+        name: of the parameter, for messages.
+        local: this rank's shard, on which they are called.
+        mesh: the shard axis, 1-d.
+        outer_size: shape of what the shard axis cuts.
+        dim: on which it is cut.
+        module: a weak reference to the first module on which the parameter is registered.
+        policy: of the group.
+        takes_all: whether the first hook takes five arguments, or the mesh alone.
+        padded_size: shape of the largest shard, where the hook wants shards padded to it.
+    """
+
+    name: str
+    local: torch.Tensor
+    mesh: DeviceMesh
+    outer_size: tuple[int, ...]
+    dim: int
+    module: ref[nn.Module]
+    policy: MixedPrecisionPolicy
+    takes_all: bool
+    padded_size: tuple[int, ...] | None = None
+
+    def pre_all_gather(self) -> Payload:
+        """Call the first hook.
+
+        Quantizing hooks take the largest of their values, which an empty shard does not have. Where the hook raises on
+        such a shard it is called on one row of zeros instead, of which nothing is sent. That happens in the same call,
+        so the rank still takes part in collectives of the hook. It is not remembered: a hook that knows its scales
+        already needs neither, and runs no collectives.
+        """
+        shard = self._padded() if self.padded_size is not None else self.local
+        try:
+            return self._call_pre(shard)
+        except Exception:  # hooks are the user's; on anything else than an empty shard their errors are, too
+            if shard.numel() or not prod(self.outer_size):
+                raise
+            one_row = self.local.new_zeros(self._with_length(1))
+            if not hasattr(one_row, GATHER_HOOKS[0]):
+                raise
+            payload = self._call_pre(one_row)
+            return Payload(tuple(t[:0] if t.dim() else t for t in payload.inputs), payload.metadata)
+
+    def _padded(self) -> torch.Tensor:
+        if tuple(self.local.shape) == self.padded_size:
+            return self.local
+        shard = self.local.new_zeros(cast("tuple[int, ...]", self.padded_size))
+        shard[tuple(slice(0, length) for length in self.local.shape)].copy_(self.local)
+        return shard
+
+    def _with_length(self, length: int) -> tuple[int, ...]:
+        return (*self.local.shape[: self.dim], length, *self.local.shape[self.dim + 1 :])
+
+    def _call_pre(self, tensor: torch.Tensor) -> Payload:
+        shard: Any = tensor
+        if self.takes_all:
+            size, stride = torch.Size(self.outer_size), contiguous_strides(self.outer_size)
+            result = shard.fsdp_pre_all_gather(self.mesh, size, stride, self.module(), self.policy)
+        else:
+            result = shard.fsdp_pre_all_gather(self.mesh)
+        if not isinstance(result, tuple) or len(result) != 2 or not _are_tensors(result[0]):
+            raise ParameterError(
+                f"fsdp_pre_all_gather of parameter {self.name!r} must return (tuple of tensors, metadata), not "
+                f"{type(result).__name__}."
+            )
+        return Payload(tuple(t.contiguous() for t in result[0]), result[1])
+
+    def refill(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
+    ) -> object:
+        """Calls the second hook to fill ``out``, which it made at first."""
+        result: object = cast(Any, self.local).fsdp_post_all_gather(tuple(outputs), metadata, dtype, out=out)
+        return result
+
+    def post_all_gather(
+        self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Calls the second hook for the first time: the full tensor, and the tensors that it is made of."""
+        result = cast(Any, self.local).fsdp_post_all_gather(tuple(outputs), metadata, dtype)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
+            raise ParameterError(
+                f"fsdp_post_all_gather of parameter {self.name!r} must return (tensor, tuple of the tensors that it is "
+                f"made of) when out is None, not {type(result).__name__}."
+            )
+        full = cut_padding(self.name, result[0], self.outer_size, self.dim)
+        if full is None:
+            raise ParameterError(
+                f"fsdp_post_all_gather of parameter {self.name!r} returned a tensor of shape {tuple(result[0].shape)}; "
+                f"the whole parameter has {self.outer_size}. Return that shape, or one that is longer on dim "
+                f"{self.dim}, of which the end is cut off."
+            )
+        return full, tuple(result[1])
+
+
+_MARKS = (0xA5, 0x5A, 0xC3, 0x3C)
+_MARKED_BYTES = 64
+
+
+def refill_checked(
+    extension: GatherExtension,
+    outputs: Sequence[torch.Tensor],
+    metadata: object,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    freed: Collection[int],
+) -> None:
+    """Refill ``out`` and raise unless the hook wrote to it. Waits for the device.
+
+    A version counter does not show what was written: hooks may preserve it, or write through ``.data`` or a kernel of
+    their own. So the first bytes of what only the hook can fill are marked before the call and compared after it. If a
+    mark is still there the hook is called again after another mark, as it may have written a value equal to the first.
+
+    Args:
+        freed: storages that were freed and hold no gathered output, by the addresses of their objects.
+
+    Raises:
+        ParameterError: the hook ignored ``out``.
+    """
+    to_fill = set(freed)
+    for mark in _MARKS:
+        for begin in _first_bytes(out, to_fill):
+            begin.fill_(mark)
+        result = extension.refill(outputs, metadata, dtype, out)
+        replaced = _replaced_by(result, out, outputs)
+        if replaced is not None and replaced not in to_fill:
+            to_fill.add(replaced)  # not marked yet
+        elif not any(bool((begin == mark).all()) for begin in _first_bytes(out, to_fill)):
+            return
+    raise ParameterError(
+        f"fsdp_post_all_gather of parameter {extension.name!r} ({type(extension.local).__name__}) ignored out. At the "
+        "first gather it returned a tensor with memory of its own; a later gather wrote nothing there, so the "
+        "parameter would have undefined or old values. Where out is not None, write the parameter into it "
+        "(out.copy_(...)) and return None; or return views of the gathered outputs at the first gather."
+    )
+
+
+def _first_bytes(out: torch.Tensor, storages: Collection[int]) -> Iterator[torch.Tensor]:
+    """Yield the first bytes, as uint8, of each tensor of ``out`` that lies in one of ``storages``."""
+    for tensor in plain_tensors(out):
+        storage = tensor.untyped_storage()
+        if storage._cdata in storages and tensor.numel():
+            offset = tensor.storage_offset() * tensor.itemsize
+            contiguous = min(_MARKED_BYTES, tensor.nbytes) if tensor.is_contiguous() else tensor.itemsize
+            yield torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, offset, (contiguous,), (1,))
+
+
+def _replaced_by(result: object, out: torch.Tensor, outputs: Sequence[torch.Tensor]) -> int | None:
+    """Return the storage of ``out`` if it holds no output and ``result`` has the parameter in another one."""
+    full: Any = result[0] if isinstance(result, tuple) and result else None
+    if not isinstance(full, torch.Tensor) or is_wrapper(full) or is_wrapper(out):
+        return None
+    own, others = out.untyped_storage()._cdata, {output.untyped_storage()._cdata for output in outputs}
+    return own if own not in others and full.untyped_storage()._cdata != own else None
+
+
+def _are_tensors(inputs: object) -> bool:
+    return isinstance(inputs, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in inputs)
+
+
+def find_extension(
+    name: str,
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    outer_size: tuple[int, ...],
+    padded_size: tuple[int, ...],
+    dim: int,
+    module: nn.Module,
+    policy: MixedPrecisionPolicy,
+) -> Extension | None:
+    """The hooks that ``local`` brings, if any.
+
+    Raises:
+        ExtensionError: it brings one of the two only, or one that takes neither one nor five arguments.
+    """
+    arity = check_hooks(name, local, GATHER_HOOKS, (1, 5), "how it travels", _FORMS)
+    if arity is None:
+        return None
+    padded = padded_size if getattr(local, WANTS_PADDING, False) else None
+    return Extension(name, local, mesh, outer_size, dim, ref(module), policy, arity == 5, padded)

@@ -1,0 +1,251 @@
+"""A bucket of parameters whose local tensors decide by themselves how they travel.
+
+Invariants: the full tensor of a parameter is one object from its first gather on, as autograd saves it; later gathers
+fill it again. Ranks agree once, at the first gather, on the sizes of what they send, so that none is left waiting
+because of what another one sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from composable_fsdp._comm.c10d import gather_objects
+from composable_fsdp._layout.plan import BucketPlan
+from composable_fsdp._memory.unsharded_buffer import allocate_storage
+from composable_fsdp._runtime.collectives.bucket import Gather
+from composable_fsdp._runtime.collectives.extension import GatherExtension, Payload, refill_checked
+from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
+from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
+from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp.errors import ParameterError
+
+__all__ = ["ExtendedBucket"]
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of one input."""
+
+
+@dataclass
+class _Gathered:
+    """What belongs to one parameter while it is gathered."""
+
+    extension: GatherExtension
+    specs: list[tuple[Spec, ...]] = field(default_factory=list)
+    """Of the inputs, for each rank of the shard axis. Empty before the first gather."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    """What came, one per input: all ranks' inputs, one after the other on dim 0."""
+    inner: tuple[torch.Tensor, ...] = ()
+    """What the full tensor is made of."""
+    metadata: object = None
+    storages: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Everything that is freed between uses, once, with its size in bytes."""
+    is_refilled: bool = False
+    """Whether the second hook has filled the full tensor again, and so is known to do it."""
+    kept: tuple[torch.Tensor, ...] | None = None
+    """This rank's slices of ``outputs`` on a smaller mesh, from which the next gather comes."""
+
+
+class ExtendedBucket:
+    """The parameters of one group that bring hooks and share their axes and dtypes. Final."""
+
+    awaits_readers = False
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[ShardedParameter],
+        extensions: Sequence[GatherExtension],
+        gradient_extensions: Sequence[GradientExtension],
+        channel: Channel,
+        device: torch.device,
+        on_gradient: Callable[[torch.Tensor], None],
+    ) -> None:
+        self.plan = plan
+        self.parameters = [parameters[i] for i in plan.indices]
+        self.channel = channel
+        self._device = device
+        self._on_gradient = on_gradient
+        self._gathered = [_Gathered(extension) for extension in extensions]
+        rest = self.parameters[0].local.device
+        self.scatter = GradientScatter(
+            plan, self.parameters, channel, device, rest, pin_memory=False, extensions=gradient_extensions
+        )
+
+    @property
+    def counted(self) -> list[torch.Tensor]:
+        return [parameter.local for parameter in self.parameters]
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Memory that the full parameters take now, beside the shards."""
+        return sum(tensor.untyped_storage().nbytes() for g in self._gathered for tensor, _ in g.storages)
+
+    @property
+    def payload_bytes(self) -> list[int]:
+        return [
+            max(prod(specs[j][0]) for specs in gathered.specs) * dtype.itemsize
+            for gathered in self._gathered
+            for j, (_, dtype) in enumerate(gathered.specs[0] if gathered.specs else ())
+        ]
+
+    @property
+    def direct_bytes(self) -> int:
+        return 0
+
+    @property
+    def as_it_lies(self) -> None:
+        return None
+
+    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+        """Of each input, known once they were gathered; nothing travels direct."""
+        outputs = [output for gathered in self._gathered for output in gathered.outputs]
+        return [-(-output.numel() // num_shards) * output.itemsize for output in outputs], 0
+
+    def follow(self, plan: BucketPlan) -> None:
+        """Takes over a plan that differs only in which parameters are trainable."""
+        self.plan = plan
+        self.scatter.follow(plan)
+
+    def free(self) -> None:
+        """Gives the memory of the unsharded parameters back. Legal when it already is."""
+        for gathered in self._gathered:
+            for tensor, _ in gathered.storages:
+                tensor.untyped_storage().resize_(0)
+
+    def copy_out_of_common(self) -> None:
+        """Nothing to do: what hooks make is this rank's own."""
+
+    # -- shards to full parameters
+
+    def prepare_gather(self) -> Gather:
+        """Calls the first hooks, or takes the slices kept on the smaller mesh, and says what must travel."""
+        payloads = [self._payload(gathered) for gathered in self._gathered]
+        if any(not gathered.specs for gathered in self._gathered):
+            self._agree(payloads)
+        sent = []
+        for gathered, payload in zip(self._gathered, payloads, strict=True):
+            gathered.metadata = payload.metadata
+            if gathered.kept is None:
+                self._check_unchanged(gathered, payload)
+            for j, tensor in enumerate(payload.inputs):
+                largest = (
+                    max(prod(specs[j][0]) for specs in gathered.specs) if gathered.kept is None else tensor.numel()
+                )
+                sent.append(_padded(tensor.detach().view(-1).to(self._device), largest))
+        return Gather([], sent)
+
+    def _payload(self, gathered: _Gathered) -> Payload:
+        if gathered.kept is not None:
+            return Payload(gathered.kept, gathered.metadata)
+        return gathered.extension.pre_all_gather()
+
+    def _agree(self, payloads: Sequence[Payload]) -> None:
+        """Learns once what every rank sends, and has all ranks raise where it cannot be put together."""
+        own = [tuple((tuple(t.shape), t.dtype) for t in payload.inputs) for payload in payloads]
+        for gathered, specs in zip(
+            self._gathered, zip(*gather_objects(own, self.channel.axes.shard), strict=True), strict=True
+        ):
+            gathered.specs = list(specs)
+            alike = {tuple((shape[1:], dtype) for shape, dtype in of_rank) for of_rank in specs}
+            if len(alike) > 1:
+                raise ParameterError(
+                    f"fsdp_pre_all_gather of parameter {gathered.extension.name!r} returned inputs on some ranks that "
+                    f"do not fit those of others: {list(specs)} (shape and dtype of each, by shard rank). They may "
+                    "differ in dim 0 only."
+                )
+
+    def _check_unchanged(self, gathered: _Gathered, payload: Payload) -> None:
+        known = gathered.specs[self.channel.axes.shard.rank]
+        now = tuple((tuple(t.shape), t.dtype) for t in payload.inputs)
+        if now != known:
+            raise ParameterError(
+                f"fsdp_pre_all_gather of parameter {gathered.extension.name!r} returned inputs of {now}, after {known} "
+                "at its first gather: shapes and dtypes must not change."
+            )
+
+    def finish_gather(self, gather: Gather) -> None:
+        """Puts the ranks' inputs together and calls the second hooks."""
+        rows = iter(gather.rows)
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, gathered in zip(self.parameters, self._gathered, strict=True):
+                of_parameter = [next(rows) for _ in gathered.specs[0]]
+                if gathered.storages:
+                    self._refill(parameter, gathered, of_parameter)
+                else:
+                    self._fill(parameter, gathered, of_parameter)
+
+    def _fill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
+        """The first time: makes the full tensor."""
+        self._collect(gathered, rows)
+        full, inner = gathered.extension.post_all_gather(gathered.outputs, gathered.metadata, self.plan.compute_dtype)
+        gathered.inner = inner
+        gathered.storages = _storages([*gathered.outputs, *inner])
+        parameter.build_unsharded(full, self._on_gradient)
+
+    def _refill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
+        """Later: the same full tensor, without telling autograd, which has saved it."""
+        for tensor, nbytes in gathered.storages:
+            allocate_storage(tensor.untyped_storage(), nbytes)
+        out = local_part(parameter.unsharded)
+        written = (*gathered.outputs, *gathered.inner, parameter.unsharded, out)
+        with torch.autograd._unsafe_preserve_version_counter(written):
+            self._collect(gathered, rows)
+            dtype = self.plan.compute_dtype
+            if gathered.is_refilled:
+                gathered.extension.refill(gathered.outputs, gathered.metadata, dtype, out)
+                return
+            freed = _addresses(gathered.inner) - _addresses(gathered.outputs)
+            refill_checked(gathered.extension, gathered.outputs, gathered.metadata, dtype, out, freed)
+            gathered.is_refilled = True
+
+    def _collect(self, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
+        """Each input of all ranks, one after the other on dim 0, without what was added to make them equally long."""
+        whole = gathered.kept is None
+        for j, row in enumerate(rows):
+            shapes = [specs[j][0] for specs in gathered.specs]
+            length = sum(shape[0] if shape else 1 for shape in shapes)
+            if len(gathered.outputs) <= j:
+                gathered.outputs.append(torch.empty((length, *shapes[0][1:]), dtype=row.dtype, device=self._device))
+            output = gathered.outputs[j].view(-1)
+            numels = [prod(shape) for shape in shapes]
+            if not whole:
+                output.copy_(row.reshape(-1)[: output.numel()])
+            elif len(set(numels)) == 1:
+                output.view(row.shape).copy_(row)
+            else:
+                torch.cat([row[rank, :numel] for rank, numel in enumerate(numels)], out=output)
+
+    def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
+        """Keeps equally long slices of what came, that of ``rank`` on a smaller mesh, for backward to gather again."""
+        for gathered in self._gathered:
+            gathered.kept = tuple(_slice(output.view(-1), num_shards, rank) for output in gathered.outputs)
+
+    def drop_slice(self) -> None:
+        """Releases what :meth:`keep_slice` kept."""
+        for gathered in self._gathered:
+            gathered.kept = None
+
+
+def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    return flat if flat.numel() == numel else torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+
+
+def _slice(flat: torch.Tensor, num_slices: int, index: int) -> torch.Tensor:
+    length = -(-flat.numel() // num_slices)
+    return _padded(flat[index * length : (index + 1) * length].clone(), length)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Of the storage objects."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """Each storage once."""
+    found = {t.untyped_storage()._cdata: (t, t.untyped_storage().nbytes()) for t in tensors}
+    return list(found.values())

@@ -1,0 +1,183 @@
+"""One group's gradients on their way: over the shard axis, over the replicate axis, onto the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from composable_fsdp._comm.c10d import Together
+from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._layout.grad_scaling import Reduction, divide
+from composable_fsdp._layout.plan import BucketPlan
+from composable_fsdp._memory.streams import Lanes, Pending, Work
+from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, Exchange, Parcel
+from composable_fsdp._runtime.collectives.grad_mode import without_grad
+from composable_fsdp._runtime.collectives.packing import together
+from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter, ReducedBucket, Scatter
+from composable_fsdp._sharding.process_groups import Channel
+
+__all__ = ["Job", "Reducible", "launch_reduction"]
+
+
+class Reducible(Protocol):
+    """What a reduction asks of a bucket."""
+
+    @property
+    def plan(self) -> BucketPlan: ...
+
+    @property
+    def channel(self) -> Channel: ...
+
+    @property
+    def scatter(self) -> GradientScatter: ...
+
+
+class Job(NamedTuple):
+    """One bucket's part of a reduction.
+
+    ``hook`` is called with the reduced gradients: before they are divided by ``reduction.post_divide``, or after that
+    if ``divides_first``.
+    """
+
+    bucket: Reducible
+    reduction: Reduction
+    scatter: Scatter
+    hook: Callable[[torch.Tensor], None] | None = None
+    divides_first: bool = False
+
+
+def launch_reduction(
+    lanes: Lanes, jobs: Sequence[Job], device: torch.device, name: str, *, partial: bool
+) -> Pending[list[ReducedBucket]]:
+    """Reduces over the shard axis, then over the replicate axis where there is one, and gives the shards.
+
+    Args:
+        lanes: where each leg runs.
+        jobs: of one or several groups' buckets, in the same order on every rank.
+        device: where modules compute.
+        name: of what is reduced, for errors; the same on every rank.
+        partial: only over the shard axis; the buckets keep what came for a later reduction, and nothing is given.
+    """
+    legs = _Legs(jobs, device, name)
+    if partial:
+        return lanes.reduce.run(legs.scatter, legs.keep)
+    if all(job.bucket.channel.replicate.size == 1 for job in jobs):
+        return lanes.reduce.run(legs.scatter, legs.deliver)
+    scattered = lanes.reduce.run(legs.scatter, legs.arrive)
+    if not any(job.bucket.plan.gradient_codecs.replicate for job in jobs):
+        return lanes.replicate.run(legs.all_reduce, legs.deliver_reduced, after=scattered)
+    summed = lanes.replicate.run(legs.all_reduce, legs.add_up, after=scattered)
+    return lanes.replicate.run(legs.gather_sums, legs.deliver_gathered, after=summed)
+
+
+class _Legs:
+    """What runs on the lanes, in this order: ``scatter``, then perhaps ``all_reduce``, then perhaps ``gather_sums``;
+    after each leg one of the methods that take what came.
+    """
+
+    def __init__(self, jobs: Sequence[Job], device: torch.device, name: str) -> None:
+        self._jobs = jobs
+        self._name = name
+        self._device = device
+        parcels = [(job.bucket.channel.exchange, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
+        self._scatters = self._exchange(parcels)
+        self._sums: list[Exchange] = []
+        self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []
+
+    @without_grad
+    def scatter(self) -> Work:
+        label = f"reduce-scatter of {self._name}"
+        plain = [job for job in self._jobs if job.scatter.transfers]
+        works: list[Work] = [
+            communicator.reduce_scatter([t for job in jobs for t in job.scatter.transfers], op, label)
+            for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in plain], plain)
+        ]
+        whole = [job for job in self._jobs if job.scatter.whole]
+        works += [
+            communicator.all_reduce([message for job in jobs for message in job.scatter.whole], op, label)
+            for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in whole], whole)
+        ]
+        works += [exchange.launch(label) for exchange in self._scatters]
+        return works[0] if len(works) == 1 else Together(tuple(works))
+
+    def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Exchange]:
+        return [
+            Exchange(of_communicator, communicator, self._device)
+            for communicator, of_communicator in together([c for c, _ in parcels], [p for _, p in parcels])
+        ]
+
+    @without_grad
+    def arrive(self) -> None:
+        """After ``scatter``: adds up what came, and takes this rank's part of what came whole."""
+        for exchange in self._scatters:
+            exchange.finish()
+        for job in self._jobs:
+            job.bucket.scatter.take_own(job.scatter)
+
+    @without_grad
+    def keep(self) -> list[ReducedBucket]:
+        self.arrive()
+        for job in self._jobs:
+            job.bucket.scatter.keep_partial(job.scatter)
+        return []
+
+    @without_grad
+    def all_reduce(self) -> Work:
+        works: list[Work] = []
+        label = f"all-reduce of {self._name}"
+        for bucket, reduction, scatter, *_ in self._jobs:
+            bucket.scatter.add_partial(scatter)
+            encoded = bucket.scatter.encode_all_reduce(scatter)
+            if encoded is None:
+                works.append(bucket.channel.replicate.all_reduce([scatter.output], reduction.op, label))
+            else:
+                self._all_reduces.append((bucket.channel.replicate, encoded))
+        parcels = [(communicator, encoded.parcel) for communicator, encoded in self._all_reduces]
+        self._sums = self._exchange(parcels)
+        return Together((*works, *(exchange.launch(label) for exchange in self._sums)))
+
+    @without_grad
+    def add_up(self) -> None:
+        """After ``all_reduce`` where that is encoded: adds up what came."""
+        for exchange in self._sums:
+            exchange.finish()
+
+    @without_grad
+    def gather_sums(self) -> Work:
+        by_communicator = together([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
+        return Together(
+            tuple(
+                communicator.all_gather(
+                    [encoded.gather(communicator) for encoded in of_communicator], f"all-gather of sums of {self._name}"
+                )
+                for communicator, of_communicator in by_communicator
+            )
+        )
+
+    @without_grad
+    def deliver_gathered(self) -> list[ReducedBucket]:
+        for _, encoded in self._all_reduces:
+            encoded.finish()
+        return self.deliver_reduced()
+
+    @without_grad
+    def deliver(self) -> list[ReducedBucket]:
+        self.arrive()
+        for job in self._jobs:
+            job.bucket.scatter.add_partial(job.scatter)
+        return self.deliver_reduced()
+
+    @without_grad
+    def deliver_reduced(self) -> list[ReducedBucket]:
+        reduced = []
+        for bucket, reduction, scatter, hook, divides_first in self._jobs:
+            if hook is not None:
+                if divides_first:
+                    divide(scatter.output, reduction.post_divide)
+                    reduction = replace(reduction, post_divide=1.0)
+                bucket.scatter.call_hook(scatter, hook)
+            reduced.append(bucket.scatter.finish(scatter, reduction))
+        return reduced

@@ -1,0 +1,69 @@
+"""Parameters that came below a sharded root after ``fully_shard``, such as adapters: nobody shards or reduces them.
+
+What ``fully_shard`` finds it takes, or was told to ignore. So whatever is plain when the first forward begins, and was
+not when the root was sharded, was added in between.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp._runtime.groups.state import PlainPlaces, Unit, find_unit
+
+__all__ = ["PlainParameterWarning", "plain_places", "warn_of_strangers"]
+
+_SHOWN = 5
+
+
+class PlainParameterWarning(UserWarning):
+    """Trainable parameters were added to a sharded model."""
+
+
+def plain_places(modules: Iterable[nn.Module]) -> PlainPlaces:
+    """Where plain parameters are registered in ``modules`` that no unit has."""
+    places = PlainPlaces()
+    for _, owner, attribute, _ in _plain(modules):
+        places.setdefault(owner, set()).add(attribute)
+    return places
+
+
+def warn_of_strangers(root: Unit) -> None:
+    """Names plain trainable parameters below ``root`` that were not there when it was sharded.
+
+    Warns:
+        PlainParameterWarning: there are some, and other ranks have copies of them.
+    """
+    if root.plain_places is None or root.group.axes.num_ranks == 1:
+        return
+    strangers = [
+        f"{path}.{attribute}" if path else attribute
+        for path, owner, attribute, parameter in _plain(root.modules)
+        if parameter.requires_grad and attribute not in root.plain_places.get(owner, ())
+    ]
+    if strangers:
+        more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
+        warnings.warn(
+            f"parameters were added to {root.class_name} after fully_shard: {strangers[:_SHOWN]}{more}. They are plain "
+            "and trainable, and nobody averages their gradients over ranks, so their copies drift apart. Add adapters "
+            "and the like before fully_shard. Whoever reduces them otherwise may filter this PlainParameterWarning.",
+            PlainParameterWarning,
+            stacklevel=2,
+        )
+
+
+def _plain(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Path and module, attribute, and the parameter."""
+    tops = list(modules)
+    units = {unit for top in tops for m in top.modules() if (unit := find_unit(m)) is not None}
+    groups = {each.group for unit in units for each in (unit, *unit.lenders)}
+    held = {(id(owner), attribute) for group in groups for p in group.parameters for owner, attribute in p.owners}
+    for top in tops:
+        for path, owner in top.named_modules():
+            for attribute, parameter in owner._parameters.items():
+                if isinstance(parameter, DTensor | None) or (id(owner), attribute) in held:
+                    continue
+                yield path, owner, attribute, parameter

@@ -1,0 +1,157 @@
+"""The runtime of one root: built once, complete, from the units beneath it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from composable_fsdp._memory.streams import Lanes
+from composable_fsdp._runtime.groups.late_tied_weights import join_ties
+from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, Unit, find_unit, holding_unit
+from composable_fsdp._runtime.groups.unmanaged_params import warn_of_strangers
+from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
+from composable_fsdp._runtime.params.sharded_param import find_parameter, find_taken, find_unsharded
+from composable_fsdp._runtime.root.iteration import Iteration
+from composable_fsdp._runtime.root.recovery import set_order_check
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = ["ROOT_NAME", "LowPrecisionWarning", "assemble", "iteration_of", "name_units", "watch_optimizers"]
+
+ROOT_NAME = "root"
+
+_watches_optimizers = False
+_has_warned_of_low_precision = False
+_registers_hooks = threading.Lock()
+_CHECKED = "_composable_fsdp_checked"
+"""Attribute of optimizers. It is no part of their state, so that copies and pickles do not have it."""
+
+
+def iteration_of(unit: Unit) -> Iteration:
+    """The iteration that ``unit`` takes part in. The first use makes one with ``unit`` as the root."""
+    iteration: Iteration | None = unit.iteration
+    return assemble(unit) if iteration is None else iteration
+
+
+def assemble(root: Unit) -> Iteration:
+    """Names the units beneath ``root`` by their place in it and builds the iteration that they share.
+
+    A module that ran on its own before its parent did hands its units over to the parent's root.
+    """
+    watch_optimizers()
+    warn_of_strangers(root)
+    units = _units_by_name(root)
+    join_ties(list(units.values()))
+    iteration = Iteration(root, units, Lanes(root.group.axes.device))
+    set_order_check(units.values(), root.order_check)  # what an earlier model chose for the same process groups is over
+    for former in {iteration_of(unit) for unit in units.values() if unit.iteration is not None}:
+        former.drain()
+        iteration.is_last_backward &= former.is_last_backward
+        iteration.post_optimizer_event = former.post_optimizer_event or iteration.post_optimizer_event
+        for module in former.root.modules:
+            vars(module).pop(ITERATION_ATTRIBUTE, None)
+    for module in root.modules:
+        vars(module)[ITERATION_ATTRIBUTE] = iteration
+    for name, unit in units.items():
+        unit.group.rename(name)
+        unit.group.find_patches()
+        unit.iteration = iteration
+    return iteration
+
+
+def _units_by_name(root: Unit) -> dict[str, Unit]:
+    """In the order of the modules; a unit of several modules has all their names."""
+    places: dict[Unit, list[str]] = {}
+    for index, top in enumerate(root.modules):
+        prefix = f"{index}." if len(root.modules) > 1 else ""
+        for name, module in top.named_modules():
+            unit = find_unit(module)
+            if unit is not None and module in unit.modules:
+                places.setdefault(unit, []).append(f"{prefix}{name}" if name else "")
+    return name_units(places)
+
+
+def name_units(places: Mapping[Unit, Sequence[str]]) -> dict[str, Unit]:
+    """Units by all the names of their modules; what has none is the root, however a module of it may be called."""
+    named = {", ".join(filter(None, names)): unit for unit, names in places.items()}
+    root = ROOT_NAME if ROOT_NAME not in named else f"({ROOT_NAME})"
+    return {name or root: unit for name, unit in named.items()}
+
+
+def watch_optimizers() -> None:
+    """Lets every optimizer's step be noticed. Once is enough."""
+    global _watches_optimizers
+    with _registers_hooks:
+        if not _watches_optimizers:
+            register_optimizer_step_pre_hook(_check_optimizer)
+            register_optimizer_step_post_hook(_note_step)
+            _watches_optimizers = True
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """The roots whose parameters an optimizer holds are told of its step, and no others: a model of another thread
+    must not gather anew because of it, at a moment that differs from rank to rank.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = [(p, unit) for p in parameters if (unit := holding_unit(p)) is not None]
+    note_optimizer_step([p for p, _ in sharded])
+    for iteration in {unit.iteration for _, unit in sharded if unit.iteration is not None}:
+        iteration.steps.note()
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """An optimizer that holds other forms of parameters than the sharded ones would step what nobody reads."""
+    if _CHECKED in vars(optimizer):
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    stale = [taken.description for p in parameters if (taken := find_taken(p)) is not None]
+    if stale:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(parameters)} "
+            f"parameters have been replaced by sharded ones, such as {stale[0]}, so that its step would change "
+            "nothing. Build the optimizer after the last fully_shard call, or give this one the sharded parameters: "
+            "composable_fsdp.rekey_optimizer(optimizer, model)."
+        )
+    unsharded = find_unsharded(parameters)
+    if unsharded is not None:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} was built while parameters were unsharded, such as {unsharded.name!r}: "
+            "between a forward and its backward, or after unshard(). Its step would change what is freed again. Build "
+            "the optimizer before the first forward."
+        )
+    vars(optimizer)[_CHECKED] = True
+    _warn_of_low_precision(optimizer, parameters)
+
+
+class LowPrecisionWarning(UserWarning):
+    """An optimizer updates sharded parameters in bf16 or fp16, and keeps no copy of them in fp32."""
+
+
+def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Once in a process, and only of classes of ``torch.optim``: others may keep a copy in fp32 or round at random.
+
+    Warns:
+        LowPrecisionWarning: it updates such parameters.
+    """
+    global _has_warned_of_low_precision
+    if _has_warned_of_low_precision or not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    dtypes = (torch.bfloat16, torch.float16)
+    low = [p for p in parameters if isinstance(p, DTensor) and p.dtype in dtypes and p.requires_grad]
+    first = next(filter(None, map(find_parameter, low)), None)
+    if first is None:
+        return
+    _has_warned_of_low_precision = True
+    dtype = str(first.dtype).removeprefix("torch.")
+    warnings.warn(
+        f"{type(optimizer).__name__} updates {len(low)} sharded parameters in {dtype}, such as {first.name!r}, and "
+        "keeps no copy in fp32: updates smaller than the rounding of a parameter are lost. Leave parameters in fp32 "
+        f"and compute in {dtype} with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype})). If "
+        "it is meant so, filter this composable_fsdp.LowPrecisionWarning.",
+        LowPrecisionWarning,
+        stacklevel=4,
+    )

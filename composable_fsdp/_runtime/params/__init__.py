@@ -1,0 +1,1 @@
+"""Sharded parameters and the places in modules where they are registered."""

@@ -1,0 +1,180 @@
+"""What a root is made of, in lines that must be the same on every rank, and the values with which ranks begin."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from composable_fsdp._comm.verify_ranks import check_alike, ranks_text, texts_of_all
+from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
+from composable_fsdp._consistency.starting_values import (
+    Candidate,
+    Facts,
+    equal_shards,
+    host_bytes,
+    sample,
+    shard_details,
+    start_details,
+    unlike_starts,
+)
+from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp.errors import DivergenceError, ParameterError
+
+__all__ = ["check_models"]
+
+
+def check_models(root: Unit, units: Mapping[str, Unit]) -> None:
+    """Compares what is below ``root`` on all ranks that talk to each other: one small all-gather for each mesh axis.
+
+    Ranks of a mesh compare what is sharded over that mesh, so that others, as those with other experts, may differ.
+    Samples of the values go along in the same message. Only where these show a mistake is more exchanged.
+
+    Raises:
+        DivergenceError: they differ, or parameters that nothing has overwritten had other values on other ranks when
+            they were sharded. On all ranks, with the same text.
+        ParameterError: ranks hold the same random values as shards that should differ. On all ranks, with the same
+            text.
+    """
+    if root.order_check is OrderCheck.OFF:
+        return
+    every = dict.fromkeys([root.group.axes, *(c.axes for unit in units.values() for c in unit.group.channels)])
+    for axes in every:
+        parameters = {
+            f"parameter {p.name!r} of group {name!r}": p
+            for name, unit in units.items()
+            for p in unit.group.parameters
+            if p.sharding.axes == axes
+        }
+        _Comparison(root, units, axes, parameters).run()
+    for unit in units.values():
+        for parameter in unit.group.parameters:
+            parameter.start = None
+
+
+class _Comparison:
+    """The model under ``root``, as far as it is sharded over ``axes``: ``parameters``, by their names in errors."""
+
+    def __init__(
+        self,
+        root: Unit,
+        units: Mapping[str, Unit],
+        axes: DataParallelAxes,
+        parameters: Mapping[str, ShardedParameter],
+    ) -> None:
+        self._root, self._units, self._axes, self._parameters = root, units, axes, parameters
+        self._communicators = (axes.shard, axes.replicate)
+        self._subject = f"the model under {root.class_name}"
+        self._candidates: list[Candidate] = []
+
+    def run(self) -> None:
+        lines = _lines(self._root, self._units, self._axes)
+        found = check_alike(lines, self._communicators, self._axes.device, self._subject, self._facts)
+        facts = {rank: Facts.parse(numbers) for rank, numbers in found.items()}
+        if len({each.start for each in facts.values()}) > 1:
+            self._check_starts()
+        if Facts.any_equal_shards(facts):
+            self._check_shards({rank: each.shard_rank for rank, each in facts.items()})
+
+    def _facts(self) -> list[int]:
+        self._candidates = _candidates(self._parameters)
+        return Facts.of(self._candidates, self._axes.shard.rank).numbers
+
+    def _tell(self, text: str) -> dict[int, str]:
+        return texts_of_all(text, self._communicators, self._axes.device, self._subject)
+
+    def _check_starts(self) -> None:
+        unlike = unlike_starts(self._tell(start_details(self._candidates)), [c.name for c in self._candidates])
+        if not unlike:
+            return
+        name, ranks = next(iter(unlike.items()))
+        raise DivergenceError(
+            f"Ranks have started from different values: {name} was not the same on "
+            f"{' and on '.join(map(ranks_text, ranks.values()))} when fully_shard cut it{_and_more(unlike)}. Each rank "
+            "kept its own part, so the shards do not belong to one model. Pass sync_module_states=True to fully_shard, "
+            "which takes the values of the first rank; or call torch.manual_seed with the same seed on every rank "
+            "before the model is built; or call composable_fsdp.initialize(model, seed=...), or load a checkpoint, "
+            "before the first forward."
+        )
+
+    def _check_shards(self, shard_ranks: Mapping[int, int]) -> None:
+        shards = [
+            (candidate, parameter.local_now, parameter.dim)
+            for candidate, parameter in zip(self._candidates, self._parameters.values(), strict=True)
+        ]
+        equal = equal_shards(self._tell(shard_details(shards)), shard_ranks)
+        if not equal:
+            return
+        name, ranks = next(iter(equal.items()))
+        raise ParameterError(
+            f"{name} has the same random values on {ranks_text(ranks)}, which hold different shards of it"
+            f"{_and_more(equal)}. A random operation, such as reset_parameters(), has run on the shards with the same "
+            "seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its place, which gives the values "
+            "of the unsharded model, or enclose it in composable_fsdp.sharded_rng(model, seed). If the values are "
+            f"meant to repeat, call set_order_check('off') on the root, or set {LEVEL_VARIABLE}=off."
+        )
+
+
+def _and_more(found: Mapping[str, object]) -> str:
+    return f", and so {len(found) - 1} other parameters" if len(found) > 1 else ""
+
+
+def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
+    """What can be compared of each parameter. All samples reach the host together."""
+    shards = [p.local_now for p in parameters.values()]
+    now = [sample(shard) for shard in shards]
+    starts = [p.start for p in parameters.values()]
+    present = [each for start, values in zip(starts, now, strict=True) for each in (*(start or ()), values)]
+    data = iter(host_bytes([each for each in present if each is not None]))
+    return [
+        Candidate(
+            name,
+            tuple(shard.shape),
+            shard.dtype.itemsize,
+            shard.dtype.is_floating_point,
+            whole=None if start is None else next(data),
+            shard_then=None if start is None else next(data),
+            shard=None if values is None else next(data),
+        )
+        for name, shard, start, values in zip(parameters, shards, starts, now, strict=True)
+    ]
+
+
+def _surroundings(root: Unit, axes: DataParallelAxes) -> str:
+    return (
+        f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
+        f"order check {root.order_check.value!r}, max_merged_bytes {root.max_merged_bytes}, "
+        f"max_unsharded_bytes {root.max_unsharded_bytes}, prefetch_limit {root.prefetch_limit}"
+    )
+
+
+def _lines(root: Unit, units: Mapping[str, Unit], axes: DataParallelAxes) -> Iterator[str]:
+    yield _surroundings(root, axes)
+    for name, unit in units.items():
+        parameters = [p for p in unit.group.parameters if p.sharding.axes == axes]
+        if not parameters and unit.group.axes != axes:
+            continue
+        yield (
+            f"group {name!r} of {unit.class_name}: {_chosen(unit.precision)}, {_chosen(unit.group.offload)}, "
+            f"{_chosen(unit.reshard)}, unused parameters reduced: {unit.unequal_use}"
+        )
+        for parameter in parameters:
+            yield f"parameter {parameter.name!r} of group {name!r}: {parameter.description}"
+
+
+def _chosen(policy: Any) -> str:
+    """Those fields that are not as they are unless told."""
+    values = [f"{f.name}={value}" for f in fields(policy) if (value := getattr(policy, f.name)) != f.default]
+    return f"{type(policy).__name__}({', '.join(values)})"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("composable-fsdp")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,77 @@
+"""The passes of a root that are under way, and what other ranks are told of how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.utils.checkpoint import _StopRecomputationError
+
+from composable_fsdp import trace
+from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass
+from composable_fsdp._consistency.watchdog import watch_of_job
+from composable_fsdp._runtime.groups.state import Unit
+
+__all__ = ["UnderWay"]
+
+
+class UnderWay:
+    """A forward, a backward, or one inside the other, of the units below ``root``. Final."""
+
+    def __init__(self, root: Unit) -> None:
+        self._root = root
+        self._watch = watch_of_job()
+        self._forward: RunningPass | None = None
+        self._backward: RunningPass | None = None
+        self._completed = 0
+        """Backwards."""
+
+    def begin_forward(self, outermost: Unit) -> None:
+        """A forward begins, of ``outermost`` and what is in it; nothing else is under way."""
+        self.end()
+        self._forward = RunningPass("forward", outermost.name, outermost.calls_under_way[-1].caller)
+        if self._watch is not None:
+            self._watch.begin_pass(self._forward)
+
+    def begin_backward(self, end: Callable[[], None]) -> EndOfRun:
+        """A backward begins. Returns the callback for autograd, which calls ``end`` when autograd's run succeeds."""
+        self._backward = RunningPass("backward", self._root.name, None)
+        if self._watch is not None:
+            self._watch.begin_pass(self._backward)
+        return EndOfRun(end, self._backward)
+
+    @property
+    def runs_backward(self) -> bool:
+        """Whether autograd still runs the backward that was begun last."""
+        return self._backward is not None and not self._backward.run_has_ended
+
+    def reach(self, unit: Unit) -> None:
+        """The backward has come to ``unit``."""
+        if self._backward is not None and unit is not self._root:
+            self._backward.unit = unit.group.name
+
+    def end_backward(self) -> None:
+        """The backward ran to its end."""
+        self._completed += 1
+        if self._watch is not None:
+            self._watch.end_pass(self._backward, self._completed)
+        self._backward = None
+
+    def end(self) -> None:
+        """No pass is under way."""
+        if self._watch is not None:
+            self._watch.end_pass(self._forward)
+            self._watch.end_pass(self._backward)
+        self._forward = self._backward = None
+
+    def note(self, error: BaseException, unit: Unit, *, in_backward: bool, ends_forward: bool) -> None:
+        """``error`` came out of ``unit``. Unless it ends the forward, it may be caught on its way."""
+        running = self._backward if in_backward else self._forward
+        if running is None or isinstance(error, _StopRecomputationError):
+            return  # refused before it began, or a checkpoint has recomputed what it needs
+        running.note(error, unit.name)
+        if not in_backward and not ends_forward:
+            return
+        if self._watch is not None and not in_backward:
+            self._watch.fail(running.failure)
+        running.is_told = True
+        trace.tell_fault(error, f"the {running.kind} of {running.raised_in}")

@@ -1,0 +1,58 @@
+"""Settings of a root that counts for all groups under it: no group may have been told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from composable_fsdp._runtime.groups.state import MERGED_BYTES, Unit
+from composable_fsdp._runtime.schedule.policy import PREFETCH_LIMIT
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = ["check_settings"]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """``of`` a unit; what is ``unless_told`` is nobody's wish. ``remedy`` completes the message."""
+
+    name: str
+    of: Callable[[Unit], object]
+    remedy: str
+    unless_told: object = None
+
+
+_SETTINGS = (
+    _Setting("device", lambda unit: unit.group.axes.device, "Give all of them meshes of one device type."),
+    _Setting("order check", lambda unit: unit.order_check.value, "Call set_order_check on the root."),
+    _Setting(
+        "prefetch_limit",
+        lambda unit: unit.prefetch_limit,
+        "Call set_prefetch_limit on the root only.",
+        unless_told=PREFETCH_LIMIT,
+    ),
+    _Setting(
+        "max_unsharded_bytes", lambda unit: unit.max_unsharded_bytes, "Call set_max_unsharded_bytes on the root only."
+    ),
+    _Setting(
+        "max_merged_bytes",
+        lambda unit: unit.max_merged_bytes,
+        "Call set_max_merged_bytes on the root only.",
+        unless_told=MERGED_BYTES,
+    ),
+)
+
+
+def check_settings(root: Unit, units: Iterable[Unit]) -> None:
+    """
+    Raises:
+        ConfigurationError: a group below ``root`` has another value of what counts for all. Both are in the text.
+    """
+    for unit in units:
+        for setting in _SETTINGS:
+            value, wanted = setting.of(unit), setting.of(root)
+            if value not in (wanted, setting.unless_told):
+                raise ConfigurationError(
+                    f"the {setting.name} of {unit.name!r} ({unit.class_name}) is {value}, but that of {root.name!r} "
+                    f"({root.class_name}), which contains it, is {wanted}, and one counts for all. {setting.remedy}"
+                )

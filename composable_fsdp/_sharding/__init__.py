@@ -1,0 +1,1 @@
+"""Meshes, process groups, and how each parameter is sharded on them."""

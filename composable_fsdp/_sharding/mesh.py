@@ -1,0 +1,249 @@
+"""From a ``DeviceMesh`` to the two axes of data parallelism, each with its communicator."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable_fsdp._comm.communicator import Communicator
+from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._comm.loopback import LoopbackCommunicator
+from composable_fsdp.errors import ArgumentTypeError, MeshError
+from composable_fsdp.policies import DataParallelMeshDims
+
+__all__ = [
+    "DataParallelAxes",
+    "OffloadBackendWarning",
+    "data_parallel_axes",
+    "default_mesh",
+    "join_meshes",
+    "named_data_parallel_axes",
+    "warn_without_cpu_backend",
+]
+
+HOW_TO_START = (
+    "Start one process per device with `torchrun --nproc-per-node N script.py` and call "
+    "`torch.distributed.init_process_group()` before fully_shard, or build a mesh with "
+    "`torch.distributed.device_mesh.init_device_mesh` and pass it as mesh=."
+)
+
+
+@dataclass(frozen=True)
+class DataParallelAxes:
+    """The shard axis and the replicate axis of ``mesh``; an axis that the mesh lacks has one rank.
+
+    Args:
+        mesh: the data-parallel mesh. Its last axis is the shard axis, where that has more than one rank.
+        device: where this rank computes.
+        shard: the ranks among which parameters are cut.
+        replicate: the ranks that hold the same shard.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    shard: Communicator
+    replicate: Communicator = field(default_factory=LoopbackCommunicator)
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks: what a mean of gradients divides by."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis as a 1-d mesh."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        if names is not None:
+            return self.mesh[names[-1]]
+        group = self.mesh.get_group(self.mesh.ndim - 1)
+        if group not in _shard_meshes:
+            _shard_meshes[group] = DeviceMesh.from_group(group, self.mesh.device_type)
+        return _shard_meshes[group]
+
+    def on(self, device: torch.device | str | int) -> DataParallelAxes:
+        """These axes for a rank that computes on ``device``; an int is the index of one of the mesh's type.
+
+        Raises:
+            MeshError: it is of another type than the mesh's.
+        """
+        kind = self.mesh.device_type
+        chosen = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
+        if chosen.type != kind:
+            raise MeshError(
+                f"device={str(chosen)!r} contradicts the mesh, whose ranks compute on {kind}. Leave device out, or "
+                f"build the mesh with init_device_mesh({chosen.type!r}, ...)."
+            )
+        return self if chosen == torch.device(kind) else replace(self, device=chosen)
+
+    def smaller_shard_axis(self, size: int) -> Communicator:
+        """The ``size`` neighbouring ranks of the shard axis that this rank is among, or all of it where it has no more.
+
+        All of them must ask together.
+
+        Raises:
+            MeshError: ``size`` does not divide the shard axis.
+        """
+        if size >= self.shard.size:
+            return self.shard
+        if self.shard.size % size:
+            raise MeshError(
+                f"reshard_after_forward={size} does not divide the {self.shard.size} shard ranks of {self.mesh}, over "
+                "which some parameters of the group are sharded."
+            )
+        whole = self.mesh.get_group(self.mesh.ndim - 1)
+        known = _smaller_axes.setdefault(whole, {})
+        if size not in known:
+            ranks = dist.get_process_group_ranks(whole)
+            first = self.shard.rank - self.shard.rank % size
+            group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+            known[size] = communicator_over(group, self.mesh.device_type)
+        return known[size]
+
+
+# By process group: every slice of a mesh is another object.
+_shard_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+_smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator]] = WeakKeyDictionary()
+_default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
+
+
+class OffloadBackendWarning(UserWarning):
+    """Shards rest on CPU, and a process group of their mesh moves no CPU tensors."""
+
+
+def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
+    """Says which operations fail on shards that are offloaded to CPU, where a process group has no backend for CPU.
+
+    Training needs none: parameters and gradients are communicated on the device where modules compute.
+
+    Warns:
+        OffloadBackendWarning: a process group of the mesh has none.
+    """
+    device = axes.device.type
+    for dim in range(axes.mesh.ndim):
+        group = axes.mesh.get_group(dim)
+        if device != "cpu" and torch.device("cpu") not in cast(Any, group)._device_types:
+            warnings.warn(
+                f"CPUOffloadPolicy keeps shards on CPU, but the process group of dim {dim} of {axes.mesh} has no "
+                f"backend for CPU tensors ({dist.get_backend_config(group)}). Training works. Operations that "
+                "communicate the shards themselves fail: full_tensor(), GradScaler, and torch's clip_grad_norm_, "
+                "instead of which composable_fsdp.clip_grad_norm_ works. For these call init_process_group with both "
+                f'backends, such as "cpu:gloo,{device}:nccl". Else filter this composable_fsdp.OffloadBackendWarning.',
+                OffloadBackendWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1-d mesh over all ranks of the default process group, on its accelerator if it serves one, else on CPU.
+
+    The mesh has no dim names, as peft and others take any name but ``fsdp`` for tensor parallelism.
+    """
+    if not dist.is_initialized():
+        raise MeshError(f"fully_shard was given no mesh and there is no default process group. {HOW_TO_START}")
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _default_meshes:
+        _default_meshes[world] = init_device_mesh(_default_device_type(), (dist.get_world_size(),))
+    return _default_meshes[world]
+
+
+def _default_device_type() -> str:
+    """The accelerator, where the default process group has a backend made for it; gloo only stages through the host."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return "cpu"
+    backends = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
+    return "cpu" if backends.get(accelerator.type, "gloo") == "gloo" else accelerator.type
+
+
+def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
+    """The axes of a 1-d mesh (shard) or of a 2-d one (replicate, shard).
+
+    Raises:
+        ArgumentTypeError: ``mesh`` is no ``DeviceMesh``.
+        MeshError: the mesh has another number of dims, or this rank is not in it.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"mesh must be a torch.distributed.DeviceMesh, not {type(mesh).__name__}. {HOW_TO_START}"
+        )
+    if mesh.ndim not in (1, 2):
+        raise MeshError(
+            f"mesh must be 1-d (shard) or 2-d (replicate, shard), not {mesh.ndim}-d {tuple(mesh.shape)}. "
+            "Slice the data-parallel dims out of it, for example mesh['dp'] or mesh['replicate', 'shard']."
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: only ranks of the mesh may call "
+            "fully_shard with it."
+        )
+    shard = _communicator(mesh, mesh.ndim - 1)
+    replicate = _communicator(mesh, 0) if mesh.ndim == 2 else LoopbackCommunicator()
+    return DataParallelAxes(mesh, _current_device(mesh.device_type), shard, replicate)
+
+
+def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelAxes:
+    """The axes made of the dims that ``dims`` names of a mesh that has others too. Several names become one axis.
+
+    Raises:
+        ArgumentTypeError: ``mesh`` is no ``DeviceMesh``.
+        MeshError: ``mesh`` has no dim names, or not these.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(f"dp_mesh_dims needs mesh= to be a DeviceMesh, not {type(mesh).__name__}.")
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("dp_mesh_dims names dims of the mesh, but the mesh has none: give it mesh_dim_names.")
+    unknown = [name for name in (*dims.replicate_names, *dims.shard_names) if name not in names]
+    if unknown:
+        raise MeshError(f"dp_mesh_dims names {unknown}, but the dims of the mesh are {list(names)}.")
+    parts = [_one_axis(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
+    axes_mesh = parts[0] if len(parts) == 1 else join_meshes(*parts)
+    if dims.shard_names:
+        return data_parallel_axes(axes_mesh)
+    device = _current_device(mesh.device_type)
+    return DataParallelAxes(axes_mesh, device, LoopbackCommunicator(), _communicator(axes_mesh, 0))
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the axes of all. They must be slices of one mesh.
+
+    Raises:
+        MeshError: they are not.
+    """
+    advice = (
+        "the data-parallel mesh and the mesh on which parameters are placed already must be slices of one mesh, for "
+        "example mesh['dp'] and mesh['tp'] of init_device_mesh(..., mesh_dim_names=('dp', 'tp')). "
+        f"Got {' and '.join(map(str, meshes))}."
+    )
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise MeshError(advice)
+    try:
+        return DeviceMesh._concatenate(list(meshes))
+    except (RuntimeError, ValueError) as error:
+        raise MeshError(advice) from error
+
+
+def _communicator(mesh: DeviceMesh, dim: int) -> Communicator:
+    if mesh.size(dim) == 1:
+        return LoopbackCommunicator()
+    return communicator_over(mesh.get_group(dim), mesh.device_type)
+
+
+def _current_device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())

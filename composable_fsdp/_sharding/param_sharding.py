@@ -1,0 +1,196 @@
+"""How one parameter is sharded: which axes cut it, on which mesh the result lives, and what it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from composable_fsdp._layout.placement import data_parallel_placements, shard_within
+from composable_fsdp._memory.unsharded_buffer import contiguous_strides
+from composable_fsdp._sharding.mesh import DataParallelAxes, join_meshes
+from composable_fsdp.errors import ParameterError
+from composable_fsdp.policies import DataParallelMeshDims
+
+__all__ = [
+    "FullMesh",
+    "ModelParallel",
+    "ParameterSharding",
+    "ShardPlacementResult",
+    "shard_over_axes",
+    "shard_over_full_mesh",
+]
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` may return to shard a parameter over a mesh of its own, such as that of experts.
+
+    Args:
+        placement: ``Shard(d)``, or ``None`` for ``Shard(0)``.
+        mesh_info: the data-parallel mesh of the parameter, 1-d or 2-d.
+    """
+
+    placement: Shard | None
+    mesh_info: DeviceMesh
+
+
+@dataclass(frozen=True, eq=False)
+class ModelParallel:
+    """The DTensor that a parameter was before it was sharded, and is again while its module computes.
+
+    Args:
+        mesh: where it is placed: a tensor-parallel mesh, or with ``dp_mesh_dims`` the full one.
+        placements: one per axis of ``mesh``.
+        shape: of the whole parameter.
+        data_axes: axes of ``mesh`` that are data-parallel.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    data_axes: frozenset[int] = frozenset()
+
+    @property
+    def may_leave_sums(self) -> bool:
+        """Whether gradients can arrive as pending sums over a model-parallel axis."""
+        return any(self.mesh.size(axis) > 1 for axis in range(self.mesh.ndim) if axis not in self.data_axes)
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """``local`` as a DTensor that shares its memory."""
+        return _distributed(local, self.mesh, self.placements, self.shape)
+
+    def local_gradient(self, gradient: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of this rank's loss, as a plain tensor, to be averaged over the data-parallel ranks.
+
+        On a data-parallel axis the local tensor of ``gradient`` is the gradient of this rank's loss, whether it arrives
+        as ``Replicate`` or as ``Partial``; nothing is communicated there. A gradient that arrives cut over such an axis
+        holds the sum of all ranks' gradients. It is gathered, and each rank passes on an equal part of it.
+
+        Args:
+            gradient: what autograd left, a DTensor on :attr:`mesh`.
+            sum_dtype: in which pending sums over model-parallel axes are carried out. A result that is such a sum has
+                this dtype; any other has the dtype of ``gradient``.
+        """
+        assert isinstance(gradient, DTensor)
+        arrived = gradient.placements
+        wanted = tuple(
+            got if axis in self.data_axes and _is_linear(got) else own
+            for axis, (own, got) in enumerate(zip(self.placements, arrived, strict=True))
+        )
+        if wanted != arrived:
+            if any(got.is_partial() and got != new for got, new in zip(arrived, wanted, strict=True)):
+                gradient = cast(DTensor, gradient.to(sum_dtype))
+            gradient = gradient.redistribute(placements=wanted)
+        local: torch.Tensor = cast(Any, gradient)._local_tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        parts = prod(self.mesh.size(axis) for axis in self.data_axes if not _is_linear(arrived[axis]))
+        return local if parts == 1 else local / parts
+
+
+def _is_linear(placement: Placement) -> bool:
+    """Whether a tensor with ``placement`` is a sum or a mean of the ranks' local tensors."""
+    return placement.is_replicate() or (isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg"))
+
+
+def _distributed(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> DTensor:
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_strides(shape)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterSharding:
+    """The axes that cut a parameter on ``dim``, and the mesh and placements of the DTensor that comes out.
+
+    ``shape`` is that of the whole parameter. What the axes cut is the rank's local tensor of it, the whole one unless
+    ``inner`` says that it was a DTensor before.
+    """
+
+    axes: DataParallelAxes
+    dim: int
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    inner: ModelParallel | None = field(default=None)
+
+    def wrap_shard(self, local: torch.Tensor) -> DTensor:
+        """``local``, this rank's shard, as a DTensor that shares its memory."""
+        return _distributed(local, self.mesh, self.placements, self.shape)
+
+    def wrap_full(self, local: torch.Tensor) -> torch.Tensor:
+        """What modules compute with, out of what a gather brings."""
+        return local if self.inner is None else self.inner.wrap(local)
+
+
+def shard_over_axes(parameter: torch.Tensor, axes: DataParallelAxes, dim: int) -> ParameterSharding:
+    """``parameter``, plain or a DTensor on a mesh of its own, cut by the data-parallel ``axes``.
+
+    Raises:
+        MeshError: the two meshes are no slices of one mesh, so that they cannot be joined.
+    """
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return ParameterSharding(axes, dim, shape, axes.mesh, data_parallel_placements(axes.mesh.ndim, dim))
+    inner = ModelParallel(parameter.device_mesh, tuple(parameter.placements), shape)
+    placements = data_parallel_placements(axes.mesh.ndim, dim, inner.placements, tuple(inner.mesh.shape))
+    return ParameterSharding(axes, dim, shape, join_meshes(axes.mesh, inner.mesh), placements, inner)
+
+
+@dataclass(frozen=True, eq=False)
+class FullMesh:
+    """A mesh with all axes of a job, of which ``dims`` names the data-parallel ones, and ``axes`` made of these."""
+
+    mesh: DeviceMesh
+    dims: DataParallelMeshDims
+    axes: DataParallelAxes
+
+
+def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim: int) -> ParameterSharding:
+    """``parameter``, a DTensor on the full mesh and replicated over its data-parallel axes, cut by these.
+
+    Raises:
+        ParameterError: it is plain, or placed on another mesh, or not replicated there. Named in the text.
+    """
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != full.mesh:
+        found = f"on {parameter.device_mesh}" if isinstance(parameter, DTensor) else "a plain tensor"
+        raise ParameterError(
+            f"with dp_mesh_dims every parameter must be a DTensor on the mesh given to fully_shard, but {name!r} is "
+            f"{found}. Place it with torch.distributed.tensor.distribute_module(module, mesh) first."
+        )
+    names = full.mesh.mesh_dim_names or ()
+    placements = list(parameter.placements)
+    data_axes = frozenset(names.index(n) for n in (*full.dims.replicate_names, *full.dims.shard_names))
+    for axis in sorted(data_axes):
+        if not isinstance(placements[axis], Replicate):
+            raise ParameterError(
+                f"parameter {name!r} is placed {placements[axis]} on the data-parallel mesh dim {names[axis]!r}; it "
+                "must be Replicate() there, so that fully_shard can shard it."
+            )
+    inner = ModelParallel(full.mesh, tuple(placements), tuple(parameter.shape), data_axes)
+    shard_axes = [names.index(n) for n in full.dims.shard_names]
+    if shard_axes:
+        first = shard_axes[0]
+        later = [axis for axis in range(first + 1, full.mesh.ndim) if axis not in data_axes]
+        placements[first] = shard_within(dim, [placements[a] for a in later], [full.mesh.size(a) for a in later])
+    mesh = full.mesh
+    if len(data_axes) > full.axes.mesh.ndim:  # some were flattened into one: they are one axis of the result too
+        others = [axis for axis in range(full.mesh.ndim) if axis not in data_axes]
+        before = [axis for axis in others if shard_axes and axis < shard_axes[0]]
+        after = [axis for axis in others if axis not in before]
+        left, right = [[full.mesh[names[axis]] for axis in side] for side in (before, after)]
+        mesh = join_meshes(*left, full.axes.mesh, *right)
+        replicated = [Replicate() for _ in range(full.axes.mesh.ndim - bool(shard_axes))]
+        cut = [placements[shard_axes[0]]] if shard_axes else []
+        placements = [*(placements[a] for a in before), *replicated, *cut, *(placements[a] for a in after)]
+    return ParameterSharding(full.axes, dim, inner.shape, mesh, tuple(placements), inner)

@@ -1,0 +1,173 @@
+"""The strategies of the older wrapper API by name: what each asks of the mesh and of ``reshard_after_forward``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable_fsdp._sharding.mesh import default_mesh
+from composable_fsdp.errors import ConfigurationError, MeshError
+from composable_fsdp.policies import DataParallelMeshDims
+
+__all__ = ["Resolved", "ShardingStrategy", "resolve_strategy"]
+
+
+class ShardingStrategy(Enum):
+    """What is sharded, among which ranks, and for how long parameters stay in memory."""
+
+    FULL_SHARD = "FULL_SHARD"
+    """Parameters, gradients and optimizer state over all ranks; parameters are freed after forward."""
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    """The same, but parameters stay in memory from forward until after backward."""
+    NO_SHARD = "NO_SHARD"
+    """Nothing: every rank has everything, gradients are averaged."""
+    HYBRID_SHARD = "HYBRID_SHARD"
+    """``FULL_SHARD`` within a host, replicated over hosts."""
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+    """``SHARD_GRAD_OP`` within a host, replicated over hosts."""
+
+
+@dataclass(frozen=True)
+class _MeshKind:
+    """What strategies ask of a mesh.
+
+    Args:
+        needs: in words, after the strategy's name.
+        shape: of a mesh of ``n`` ranks, as source.
+        names: of its dims, as source.
+        serves: whether a mesh with so many replicas and shards is one; ``None`` where it has no such axis.
+    """
+
+    needs: str
+    shape: str
+    names: str
+    serves: Callable[[int | None, int | None], bool]
+
+
+_SHARDED = _MeshKind("shards over all ranks,", "({n},)", "('shard',)", lambda replicas, _: replicas in (None, 1))
+_REPLICATED = _MeshKind(
+    "replicates over all ranks,", "({n}, 1)", "('replicate', 'shard')", lambda _, shards: shards in (None, 1)
+)
+_HYBRID = _MeshKind(
+    "needs a 2-d mesh, (replicate, shard),",
+    "(hosts, {n} // hosts)",
+    "('replicate', 'shard')",
+    lambda replicas, shards: None not in (replicas, shards) or (replicas or 1) * (shards or 1) == 1,
+)
+
+_MEANING = {
+    ShardingStrategy.FULL_SHARD: (_SHARDED, True),
+    ShardingStrategy.SHARD_GRAD_OP: (_SHARDED, False),
+    ShardingStrategy.NO_SHARD: (_REPLICATED, False),
+    ShardingStrategy.HYBRID_SHARD: (_HYBRID, True),
+    ShardingStrategy.HYBRID_SHARD_ZERO2: (_HYBRID, False),
+}
+"""The mesh, and whether parameters are freed after forward."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a strategy comes to: ``mesh`` and ``reshard_after_forward`` for ``fully_shard``."""
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool | int | None
+
+
+def resolve_strategy(
+    strategy: ShardingStrategy,
+    mesh: DeviceMesh | None,
+    dims: DataParallelMeshDims | None,
+    reshard_after_forward: bool | int | None,
+) -> Resolved:
+    """Makes the mesh where there is none, and checks the one that is given. Every rank must call it.
+
+    Raises:
+        ConfigurationError: ``reshard_after_forward`` says the opposite.
+        MeshError: the mesh cannot serve the strategy, or none can be made.
+    """
+    kind, frees = _MEANING[strategy]
+    if reshard_after_forward is None:
+        reshard_after_forward = None if frees else False
+    elif (reshard_after_forward is True or reshard_after_forward not in (0, 1)) != frees:
+        does, would = ("frees", "keeps") if frees else ("keeps", "frees")
+        raise ConfigurationError(
+            f"strategy={strategy.name} {does} parameters after forward, but reshard_after_forward="
+            f"{reshard_after_forward} {would} them. Leave one of the two out."
+        )
+    given: object = mesh
+    if mesh is None:
+        mesh = _mesh_for(strategy, kind)
+    elif isinstance(given, DeviceMesh) and (dims is not None or mesh.ndim in (1, 2)):  # others fully_shard refuses
+        replicas, shards = _axis_sizes(mesh, dims)
+        if not kind.serves(replicas, shards):
+            raise MeshError(
+                f"strategy={strategy.name} {kind.needs} but the mesh given replicates over {replicas or 1} and shards "
+                f"over {shards or 1} ranks. {_how_to_make(kind, mesh.device_type, (replicas or 1) * (shards or 1))}"
+            )
+    return Resolved(mesh, reshard_after_forward)
+
+
+def _axis_sizes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> tuple[int | None, int | None]:
+    """Replicas and shards; ``None`` where the mesh has no such axis."""
+    if dims is None:
+        return (None, mesh.size(0)) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    replicas, shards = (
+        prod(sizes.get(name, 1) for name in names) if names else None
+        for names in (dims.replicate_names, dims.shard_names)
+    )
+    return replicas, shards
+
+
+def _how_to_make(kind: _MeshKind, device_type: str, ranks: int) -> str:
+    return (
+        f"Make one with init_device_mesh({device_type!r}, {kind.shape.format(n=ranks)}, mesh_dim_names={kind.names})."
+    )
+
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
+"""By default process group and number of shards."""
+
+
+def _mesh_for(strategy: ShardingStrategy, kind: _MeshKind) -> DeviceMesh:
+    """A mesh over all ranks of the default process group. One and the same for all groups that ask for it."""
+    flat = default_mesh()
+    if kind is _SHARDED:
+        return flat
+    shards = _ranks_per_host(strategy, flat) if kind is _HYBRID else 1
+    world = dist.group.WORLD
+    assert world is not None
+    known = _meshes.setdefault(world, {})
+    if shards not in known or not _has_groups(known[shards]):
+        known[shards] = init_device_mesh(flat.device_type, (flat.size() // shards, shards))
+    return known[shards]
+
+
+def _has_groups(mesh: DeviceMesh) -> bool:
+    """Whether nobody has destroyed the mesh's process groups."""
+    try:
+        mesh.get_all_groups()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _ranks_per_host(strategy: ShardingStrategy, flat: DeviceMesh) -> int:
+    """As ``torchrun`` tells, which counts on every host alike."""
+    ranks, told = flat.size(), os.environ.get("LOCAL_WORLD_SIZE")
+    local = int(told) if told is not None and told.isdigit() else ranks
+    if ranks > 1 and (local == ranks or not local or ranks % local):
+        found = f"LOCAL_WORLD_SIZE={told}" if told is not None else "LOCAL_WORLD_SIZE is not set"
+        raise MeshError(
+            f"strategy={strategy.name} shards within a host and replicates over hosts, but {found} for {ranks} ranks: "
+            f"there is one host only, or not as many ranks on each. Pass mesh=. "
+            f"{_how_to_make(_HYBRID, flat.device_type, ranks)}"
+        )
+    return local

@@ -1,0 +1,498 @@
+"""Units and groups under the private names by which torch's own tools, and other libraries, reach those of its FSDP2.
+
+Pipelining ends the accumulation of microbatches itself, and the memory tracker puts functions of its own around ours.
+Both find a module's state with torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``; other libraries
+use torch's ``_get_module_fsdp_state(module)`` too. What they find here is a view: it looks everything up in the unit,
+and keeps only the handles of the hooks that clients exchange. It has the names that ``torch.distributed.pipelining``,
+``FSDPMemTracker``, torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use, and those that
+``tests/unit/test_interop_state.py`` shows in the manner of the libraries that use them, and no more.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from composable_fsdp._comm.communicator import GroupCommunicator
+from composable_fsdp._memory.streams import Lanes
+from composable_fsdp._runtime.groups.state import Accumulation, ModuleReference, Unit
+from composable_fsdp._runtime.groups.state_machine import ParameterState
+from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
+from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._runtime.root.forward_call import Call
+from composable_fsdp._runtime.root.iteration import Iteration, Pass
+from composable_fsdp._torch_compat.torch_types import (
+    ParamModuleInfo,
+    ShardedState,
+    TorchFSDPMeshInfo,
+    TorchFSDPState,
+    TrainingState,
+    enter_state,
+    find_state,
+    mesh_info_of,
+    register_state,
+)
+from composable_fsdp.errors import ConfigurationError, UnsupportedError
+from composable_fsdp.policies import AUTO_RESHARD, MixedPrecisionPolicy, Reshard, ReshardKind
+
+__all__ = ["ClientState", "client_state", "enter_client_states"]
+
+
+class ClientState:
+    """What torch calls the ``FSDPState`` of ``module``.
+
+    It passes ``isinstance`` for that class without being a subclass: nothing of torch's code is inherited. The states
+    of all modules of a list are equal, and have one group, as torch has one state for them.
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module, handles: HookHandles | None) -> None:
+        self._unit = unit
+        self._reference = ModuleReference(module)
+        if handles is not None:  # a module within another of the list has no hooks of its own
+            self._pre_forward_hook_handle = handles.pre_forward
+            self._post_forward_handle = handles.post_forward
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        return TorchFSDPState
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is ClientState and other._unit is self._unit
+
+    def __hash__(self) -> int:
+        return hash(self._unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClientState:
+        clone = object.__new__(ClientState)
+        memo[id(self)] = clone
+        vars(clone).update(copy.deepcopy(vars(self), memo))
+        register_state(clone._module, clone)
+        return clone
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return self._unit.modules
+
+    @property
+    def _device(self) -> torch.device:
+        return self._unit.group.axes.device
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.precision
+
+    @property
+    def _is_root(self) -> bool | None:
+        """``None`` before the first forward, as with torch."""
+        iteration = _known_iteration(self._unit)
+        return None if iteration is None else iteration.root is self._unit
+
+    @_is_root.setter
+    def _is_root(self, value: bool) -> None:
+        raise ConfigurationError(
+            f"torch's own fully_shard has sharded a module around {self._unit.class_name}, which ours has sharded. "
+            "Shard all of a model by one of them; composable_fsdp.interop.patch_torch(), called before, makes callers "
+            "of torch's use ours."
+        )
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return _training_state(self._unit)
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        """Whether ``reshard_after_forward`` was left open."""
+        return self._unit.reshard.kind is ReshardKind.AUTO
+
+    @_auto_reshard_after_forward.setter
+    def _auto_reshard_after_forward(self, auto: bool) -> None:
+        if auto:
+            self._unit.reshard = AUTO_RESHARD
+        elif self._auto_reshard_after_forward:
+            self._unit.reshard = Reshard(ReshardKind.ALWAYS)
+
+    def _lazy_init(self) -> None:
+        """Builds the runtime with this unit as the root, where it has none yet."""
+        iteration_of(self._unit)
+
+    @property
+    def _module(self) -> nn.Module:
+        return self._reference()
+
+    @property
+    def _state_ctx(self) -> ClientState:
+        """What all states of a root have in common, which each of them can tell."""
+        return self
+
+    @property
+    def all_states(self) -> list[ClientState]:
+        """Those of all units of the root, in the order of its modules."""
+        units = iteration_of(self._unit).units.values()
+        states = [client_state(module) for unit in units for module in unit.modules[:1]]
+        return [state for state in states if state is not None]
+
+    @property
+    def is_last_backward(self) -> bool:
+        """As chosen with ``set_is_last_backward``."""
+        return iteration_of(self._unit).is_last_backward
+
+    @property
+    def _fsdp_param_groups(self) -> list[ClientGroup]:
+        return [ClientGroup(self._unit, self._module)] if self._unit.group.parameters else []
+
+    @property
+    def _fsdp_param_group(self) -> ClientGroup | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    @property
+    def _comm_ctx(self) -> Lanes:
+        return iteration_of(self._unit).lanes
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, lanes: Lanes) -> None:
+        iteration_of(self._unit).lanes = lanes
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Ends a backward: reduces what is left, and waits for it if it is the last one."""
+        iteration_of(self._unit).end_backward()
+
+    @property
+    def _pre_forward(self) -> Callable[..., Any]:
+        return hooks_for_clients(self._unit).pre_forward
+
+    @property
+    def _post_forward(self) -> Callable[..., Any]:
+        return hooks_for_clients(self._unit).post_forward
+
+    @property
+    def _post_forward_hook_handle(self) -> RemovableHandle:
+        return self._post_forward_handle
+
+    @_post_forward_hook_handle.setter
+    def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        """What a client puts in the place of our hook has to learn of forwards that raise, as ours does."""
+        self._post_forward_handle = handle
+        if handle.id in self._module._forward_hooks:
+            self._module._forward_hooks_always_called[handle.id] = True
+
+
+class ClientGroup:
+    """What torch calls the ``FSDPParamGroup`` of ``unit``, found through ``module``. Two of the same unit are equal.
+
+    What is set as ``pre_backward`` or ``post_backward`` runs in place of these, and calls them with what it was given.
+    Through other modules of a list than the first, setting them has no effect: who goes through all modules would have
+    his function called for each.
+    """
+
+    __slots__ = ("_is_of_first", "_unit")
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self._unit = unit
+        self._is_of_first = module is unit.modules[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClientGroup) and other._unit is self._unit
+
+    def __hash__(self) -> int:
+        return hash(self._unit)
+
+    # -- what it is
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self._unit.modules
+
+    @property
+    def device(self) -> torch.device:
+        return self._unit.group.axes.device
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.precision
+
+    @property
+    def mesh_info(self) -> Any:
+        """Torch's ``FSDPMeshInfo``, ``HSDPMeshInfo`` or ``DDPMeshInfo``."""
+        return mesh_info_of(self._unit.group.axes)
+
+    @property
+    def _is_hsdp(self) -> bool:
+        return self._unit.group.axes.mesh.ndim > 1
+
+    @property
+    def _all_gather_process_group(self) -> dist.ProcessGroup:
+        return self._unit.group.axes.shard_mesh.get_group()
+
+    @property
+    def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
+        scatter = self._unit.group.channels[0].exchange
+        return scatter.group if isinstance(scatter, GroupCommunicator) else self._all_gather_process_group
+
+    @property
+    def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        return self._unit.group.gradients.all_reduce_hook
+
+    # -- where it is
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return _training_state(self._unit)
+
+    @_training_state.setter
+    def _training_state(self, state: TrainingState) -> None:
+        """To ``IDLE`` has no effect: ``reshard()``, before which clients set it, reshards in every state."""
+        if state is not TrainingState.IDLE:
+            raise UnsupportedError(f"_training_state cannot be set to {state.name} here; it follows the passes.")
+
+    @property
+    def _sharded_state(self) -> ShardedState:
+        return _SHARDED_STATES[self._unit.group.parameter_state]
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._sharded_state is ShardedState.SHARDED
+
+    @property
+    def is_sharded_post_forward(self) -> bool:
+        return self._sharded_state is ShardedState.SHARDED_POST_FORWARD
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._sharded_state is ShardedState.UNSHARDED
+
+    def lazy_init(self) -> None:
+        """Follows what happened to the sharded parameters since the group was made."""
+        self._unit.group.refresh()
+
+    def unshard(self, async_op: bool = False) -> None:
+        cast(Any, self._unit.modules[0]).unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        if self._unit.group.parameter_state is ParameterState.UNSHARDING:
+            self._unit.group.wait()
+
+    def reshard(self) -> None:
+        self._unit.group.reshard()
+
+    # -- choices
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        """Whether backward always gathers anew. False also where that depends: for the root, and on accelerators where
+        it was left open. Tensors that gather for forward or for backward alone may rely on it.
+        """
+        kind = self._unit.reshard.kind
+        if kind is not ReshardKind.AUTO:
+            return kind is not ReshardKind.NEVER
+        iteration = _known_iteration(self._unit)
+        return iteration is None or (iteration.root is not self._unit and iteration.lanes.block_the_host)
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        """``None`` where parameters stay after forward, else the mesh from which backward gathers them."""
+        if self._unit.reshard.kind is ReshardKind.SMALLER:
+            raise UnsupportedError(
+                f"post_forward_mesh_info of {self._unit.name!r}: the mesh of reshard_after_forward="
+                f"{self._unit.reshard.mesh_size} has no DeviceMesh in this version."
+            )
+        return self.mesh_info if self._reshard_after_forward else None
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, info: TorchFSDPMeshInfo | None) -> None:
+        shard_size = self._unit.group.axes.shard.size
+        if info is None:
+            self._unit.reshard = Reshard(ReshardKind.NEVER)
+        elif info.shard_mesh_size == shard_size:
+            self._unit.reshard = Reshard(ReshardKind.ALWAYS)
+        else:
+            self._unit.reshard = Reshard.parse(info.shard_mesh_size, shard_size)
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        return self._unit.reshard_after_backward
+
+    @reshard_after_backward.setter
+    def reshard_after_backward(self, value: bool) -> None:
+        self._unit.reshard_after_backward = value
+
+    @property
+    def reduce_grads(self) -> bool:
+        return self._unit.accumulation is not Accumulation.UNSHARDED
+
+    @reduce_grads.setter
+    def reduce_grads(self, value: bool) -> None:
+        self._unit.accumulation = Accumulation.REDUCE if value else Accumulation.UNSHARDED
+
+    @property
+    def all_reduce_grads(self) -> bool:
+        return self._unit.all_reduce
+
+    @all_reduce_grads.setter
+    def all_reduce_grads(self, value: bool) -> None:
+        self._unit.all_reduce = value
+
+    # -- passes
+
+    @property
+    def comm_ctx(self) -> Lanes:
+        return iteration_of(self._unit).lanes
+
+    @comm_ctx.setter
+    def comm_ctx(self, lanes: Lanes) -> None:
+        iteration_of(self._unit).lanes = lanes
+
+    @property
+    def fsdp_params(self) -> list[ClientParameter]:
+        return [ClientParameter(self._unit, parameter) for parameter in self._unit.group.parameters]
+
+    @property
+    def _module_fqn(self) -> str:
+        return self._unit.name
+
+    @property
+    def pre_backward(self) -> Callable[..., None]:
+        return (self._is_of_first and self._unit.client_pre_backward) or self._pre_backward
+
+    @pre_backward.setter
+    def pre_backward(self, function: Callable[..., None]) -> None:
+        if self._is_of_first:
+            self._unit.client_pre_backward = function
+
+    @property
+    def post_backward(self) -> Callable[..., None]:
+        return (self._is_of_first and self._unit.client_post_backward) or self._post_backward
+
+    @post_backward.setter
+    def post_backward(self, function: Callable[..., None]) -> None:
+        if self._is_of_first:
+            self._unit.client_post_backward = function
+
+    def _pre_backward(self, call: Call) -> None:
+        iteration_of(self._unit).pre_backward(call)
+
+    def _post_backward(self, deliver: Callable[[], None] | None = None) -> None:
+        """Reduces what microbatches accumulated, and reshards, where that is chosen.
+
+        Args:
+            deliver: what the iteration is about to do with the gradients; then nothing but that is done.
+        """
+        if deliver is not None:
+            deliver()
+            return
+        unit, iteration = self._unit, iteration_of(self._unit)
+        gradients = unit.group.gradients
+        gradients.notice()  # zero-bubble schedules add up those of weights themselves
+        if gradients.were_summed and not gradients.are_held and iteration.was_reached(unit):
+            warnings.warn(_lost_gradients(unit), stacklevel=2)
+        iteration.settle_gradients(unit, at_end=True)
+        if unit.reshard_after_backward:
+            unit.group.reshard()
+
+
+def _lost_gradients(unit: Unit) -> str:
+    return (
+        f"backward went through {unit.name!r}, but left no gradient on any of its parameters. Pipeline schedules that "
+        "compute the gradients of weights apart from those of inputs, such as zero bubble, look for the parameters "
+        "before backward brings them into memory: shard their stages with reshard_after_forward=False."
+    )
+
+
+class ClientParameter:
+    """What torch calls an ``FSDPParam``."""
+
+    __slots__ = ("_parameter", "_unit")
+
+    def __init__(self, unit: Unit, parameter: ShardedParameter) -> None:
+        self._unit = unit
+        self._parameter = parameter
+
+    @property
+    def _module_info(self) -> ParamModuleInfo:
+        (module, name), *shared = self._parameter.owners
+        return ParamModuleInfo(module, name, [each for each, _ in shared], [name for _, name in shared])
+
+    @property
+    def _param_fqn(self) -> str | None:
+        """From the root; ``None`` before the first forward, as with torch."""
+        iteration = _known_iteration(self._unit)
+        if iteration is None:
+            return None
+        owner, name = self._parameter.owners[0]
+        paths = (path for top in iteration.root.modules for path, each in top.named_modules() if each is owner)
+        path = next(paths, "")
+        return f"{path}.{name}" if path else name
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        return torch.Size(self._parameter.shape)
+
+    @property
+    def sharded_size(self) -> torch.Size:
+        return self._parameter.local.shape
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        return self._parameter.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """``None`` where it is the parameter's own."""
+        dtype = self._unit.precision.compute_dtype(self._parameter.dtype)
+        return None if dtype == self._parameter.dtype else dtype
+
+    @property
+    def _sharded_param_data(self) -> torch.Tensor:
+        """This rank's shard, flat, without the padding that torch's has."""
+        return self._parameter.local.detach().view(-1)
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._parameter.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        return self._parameter.unsharded
+
+    _unsharded_param = unsharded_param
+
+
+def enter_client_states(unit: Unit, modules: Iterable[nn.Module], handles: Mapping[nn.Module, HookHandles]) -> None:
+    """Lets clients find the state of ``modules``, and the contracts of torch know that they are sharded."""
+    for module in modules:
+        enter_state(module, ClientState(unit, module, handles.get(module)))
+
+
+def client_state(module: nn.Module) -> ClientState | None:
+    """What torch's ``fully_shard.state(module)`` finds; None if the module has not been sharded by us."""
+    state = find_state(module)
+    return state if isinstance(state, ClientState) else None
+
+
+_SHARDED_STATES = {
+    ParameterState.SHARDED: ShardedState.SHARDED,
+    ParameterState.UNSHARDING: ShardedState.SHARDED,
+    ParameterState.UNSHARDED: ShardedState.UNSHARDED,
+    ParameterState.SHRUNK: ShardedState.SHARDED_POST_FORWARD,
+}
+
+
+def _known_iteration(unit: Unit) -> Iteration | None:
+    """That of ``unit``, if its root has been assembled."""
+    return cast("Iteration | None", unit.iteration)
+
+
+def _training_state(unit: Unit) -> TrainingState:
+    """The pass for which ``unit`` would be gathered now. Ends of a module's own forward and backward do not show."""
+    iteration = _known_iteration(unit)
+    if iteration is None or iteration.current_pass is Pass.IDLE:
+        return TrainingState.IDLE
+    computes = bool(unit.calls_under_way)  # also where a checkpoint computes again in backward
+    return TrainingState.FORWARD if computes or iteration.current_pass is Pass.FORWARD else TrainingState.PRE_BACKWARD

@@ -1,0 +1,275 @@
+"""The one place that knows torch's own FSDP: what of it ours accepts, and what clients test against.
+
+Clients check ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` and silently drop features otherwise, so our
+class inherits from that one. It inherits nothing else from it: a test walks the class and fails on any attribute that
+resolves to torch's code.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
+from torch.distributed.fsdp import DataParallelMeshDims as TorchDataParallelMeshDims
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
+from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method as torch_register_fsdp_forward_method
+from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo as TorchDDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchFSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo as TorchHSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
+from torch.distributed.fsdp.wrap import CustomPolicy as TorchCustomPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.distributed.tensor.placement_types import Shard
+
+from composable_fsdp._sharding.mesh import DataParallelAxes
+from composable_fsdp._sharding.param_sharding import ShardPlacementResult
+from composable_fsdp._sharding.strategy import ShardingStrategy
+from composable_fsdp.errors import ArgumentTypeError, ConfigurationError
+from composable_fsdp.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.wrap._plan import Group, Scope
+from composable_fsdp.wrap.wrap_policy import Policy, as_policy, by_class
+
+__all__ = [
+    "ParamModuleInfo",
+    "ShardedState",
+    "TorchFSDPMeshInfo",
+    "TorchFSDPModule",
+    "TorchFSDPState",
+    "TorchUnshardHandle",
+    "TrainingState",
+    "as_mesh_dims",
+    "as_mixed_precision_policy",
+    "as_offload_policy",
+    "as_placement",
+    "as_strategy",
+    "as_wrap_policy",
+    "enter_state",
+    "find_state",
+    "mesh_info_of",
+    "modules_sharded_by_torch",
+    "register_state",
+    "sharded_by_torch",
+    "torch_fully_shard",
+    "torch_register_fsdp_forward_method",
+    "torch_share_comm_ctx",
+]
+
+
+def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
+    """Ours, or torch's as ours, or either class, which stands for its defaults."""
+    policy = _instance_of(policy, MixedPrecisionPolicy, TorchMixedPrecisionPolicy)
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if isinstance(policy, TorchMixedPrecisionPolicy):
+        return MixedPrecisionPolicy(
+            policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+        )
+    raise ArgumentTypeError(f"mp_policy must be a MixedPrecisionPolicy, not {type(policy).__name__}.")
+
+
+def as_offload_policy(policy: object) -> OffloadPolicy:
+    """Ours, or torch's as ours, or either class, which stands for its defaults. ``None`` offloads nothing."""
+    policy = _instance_of(policy, OffloadPolicy, TorchOffloadPolicy)
+    if policy is None:
+        return OffloadPolicy()
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    if isinstance(policy, TorchCPUOffloadPolicy):
+        return CPUOffloadPolicy(policy.pin_memory)
+    if isinstance(policy, TorchOffloadPolicy):
+        return OffloadPolicy()
+    raise ArgumentTypeError(f"offload_policy must be an OffloadPolicy or None, not {type(policy).__name__}.")
+
+
+def _instance_of(policy: object, *classes: type) -> object:
+    """``policy``, or an instance of it where it is one of ``classes`` or a subclass."""
+    return policy() if isinstance(policy, type) and issubclass(policy, classes) else policy
+
+
+def as_strategy(strategy: object) -> ShardingStrategy:
+    """Ours, or torch's as ours, or either by its name in any case: torch has an underscore before one of them."""
+    if isinstance(strategy, ShardingStrategy):
+        return strategy
+    name = strategy.name if isinstance(strategy, TorchShardingStrategy) else strategy
+    names = [each.name for each in ShardingStrategy]
+    if not isinstance(name, str) or name.upper().lstrip("_") not in names:
+        raise ConfigurationError(f"strategy must be one of {', '.join(names)}, not {strategy!r}.")
+    return ShardingStrategy[name.upper().lstrip("_")]
+
+
+def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
+    """Ours, or torch's as ours."""
+    if dims is None or isinstance(dims, DataParallelMeshDims):
+        return dims
+    if isinstance(dims, TorchDataParallelMeshDims):
+        return DataParallelMeshDims(dims.shard, dims.replicate)
+    raise ArgumentTypeError(f"dp_mesh_dims must be a DataParallelMeshDims, not {type(dims).__name__}.")
+
+
+def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
+    """What ``shard_placement_fn`` returned for parameter ``name``: how it is cut, and over which mesh if another."""
+    mesh: DeviceMesh | None = None
+    if isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
+        info: object = result.mesh_info
+        if isinstance(info, TorchFSDPMeshInfo):
+            info = _mesh_of(info, name)
+        mesh, result = cast(DeviceMesh, info), result.placement
+        if not isinstance(mesh, DeviceMesh):
+            raise ConfigurationError(
+                f"shard_placement_fn returned a ShardPlacementResult for parameter {name!r} whose mesh_info is a "
+                f"{type(mesh).__name__}; it must be a 1-d or 2-d DeviceMesh, or torch's FSDPMeshInfo."
+            )
+    if result is None:
+        return Shard(0), mesh
+    if not isinstance(result, Shard):
+        raise ConfigurationError(
+            f"shard_placement_fn returned {result!r} for parameter {name!r}; it must return Shard(dim), a "
+            "ShardPlacementResult, or None."
+        )
+    return result, mesh
+
+
+def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
+    """The mesh of torch's ``info``, if it says of each dim what ours is taken to mean."""
+    dims = (info.shard_mesh_dim,) if info.mesh.ndim == 1 else (info.replicate_mesh_dim, info.shard_mesh_dim)
+    if dims != tuple(range(info.mesh.ndim)):
+        raise ConfigurationError(
+            f"shard_placement_fn returned a mesh_info for parameter {name!r} with shard_mesh_dim="
+            f"{info.shard_mesh_dim} and replicate_mesh_dim={info.replicate_mesh_dim} of a {info.mesh.ndim}-d mesh; its "
+            "dims must be (shard,) or (replicate, shard), in this order."
+        )
+    return info.mesh
+
+
+def mesh_info_of(axes: DataParallelAxes) -> TorchFSDPMeshInfo | TorchDDPMeshInfo:
+    """``axes`` as torch's FSDP describes them."""
+    if axes.mesh.ndim > 1:
+        return TorchHSDPMeshInfo(axes.mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    if axes.shard.size == axes.mesh.size():
+        return TorchFSDPMeshInfo(axes.mesh, shard_mesh_dim=0)
+    return TorchDDPMeshInfo(axes.mesh, replicate_mesh_dim=0)
+
+
+# -- what torch's own fully_shard made, and where it keeps it
+
+
+def modules_sharded_by_torch() -> list[nn.Module]:
+    """Those in this process that torch's own ``fully_shard`` was applied to. Slow where there may be some."""
+    classes = {made for made in TorchFSDPModule.__subclasses__() if issubclass(made, nn.Module)}
+    if not classes:
+        return []
+    gc.collect()  # a model that is no longer used dies in a cycle
+    return [each for each in gc.get_objects() if type(each) in classes and _is_sharded_by_torch(each)]
+
+
+def sharded_by_torch(module: nn.Module) -> str | None:
+    """The name of a module within ``module``, or the class of ``module``, if torch's own ``fully_shard`` took it."""
+    named = module.named_modules()
+    return next((name or type(each).__name__ for name, each in named if _is_sharded_by_torch(each)), None)
+
+
+def _is_sharded_by_torch(module: nn.Module) -> bool:
+    return issubclass(type(find_state(module)), TorchFSDPState)  # ours are instances of it, but no subclass
+
+
+def enter_state(module: nn.Module, state: object) -> None:
+    """Makes ``state`` what torch's ``fully_shard.state(module)`` returns, and ``module`` one that is sharded."""
+    namespace = vars(module)
+    namespace.setdefault(STATE_KEY, {})[_CONTRACT] = state
+    namespace.setdefault(REGISTRY_KEY, {})[torch_fully_shard.__name__] = RegistryItem()
+    register_state(module, state)
+
+
+def register_state(module: nn.Module, state: object) -> None:
+    """Makes ``state`` what torch's ``_get_module_fsdp_state(module)`` returns, as long as the module keeps it."""
+    _module_state_mapping[module] = cast(Any, weakref.ref(state))
+
+
+def find_state(module: nn.Module) -> object:
+    """What torch's ``fully_shard.state(module)`` returns."""
+    return vars(module).get(STATE_KEY, {}).get(_CONTRACT)
+
+
+_CONTRACT = cast(Any, torch_fully_shard).__wrapped__
+"""The function by which torch's contract knows ``fully_shard``."""
+
+
+# -- policies of torch.distributed.fsdp.wrap
+
+
+def as_wrap_policy(policy: object) -> Policy:
+    """Ours, or as ours: torch's ``ModuleWrapPolicy``, ``CustomPolicy``, and functions such as
+    ``size_based_auto_wrap_policy``, also as partials.
+    """
+    if isinstance(policy, TorchModuleWrapPolicy):
+        return by_class(*policy._module_classes)
+    if isinstance(policy, TorchCustomPolicy):
+        return as_policy(_as_predicate(policy._lambda_fn))
+    if callable(policy) and _takes_remainder(policy):
+        return _AutoWrap(policy)
+    return as_policy(policy)
+
+
+def _as_predicate(choose: Callable[[nn.Module], Any]) -> Callable[[nn.Module, str], Any]:
+    """Where torch says ``sharding_strategy``, ours says ``strategy``; an empty dict there chooses nothing."""
+
+    def predicate(module: nn.Module, _: str) -> Any:
+        answer = choose(module)
+        if not isinstance(answer, Mapping):
+            return answer
+        return {"strategy" if key == "sharding_strategy" else key: value for key, value in answer.items()} or False
+
+    return predicate
+
+
+def _takes_remainder(policy: Callable[..., Any]) -> bool:
+    try:
+        return "nonwrapped_numel" in inspect.signature(policy).parameters
+    except ValueError:  # some builtins have none
+        return False
+
+
+@dataclass(frozen=True)
+class _AutoWrap:
+    """A function ``(module, recurse, nonwrapped_numel) -> bool``.
+
+    It is asked with ``recurse=True`` whether to look below a module of so many parameters, and afterwards with
+    ``False`` whether to choose the module, given how many of them no chosen module below has.
+    """
+
+    function: Callable[..., Any]
+
+    def plan(self, scope: Scope) -> list[Group]:
+        return [scope.group([module]) for module in self._chosen(scope.model, scope, set())]
+
+    def _chosen(self, module: nn.Module, scope: Scope, taken: set[nn.Parameter]) -> Iterator[nn.Module]:
+        own = scope.parameters(module)
+        if self.function(module=module, recurse=True, nonwrapped_numel=_numel(own, taken)):
+            for child in module.children():
+                yield from self._chosen(child, scope, taken)
+        chosen = self.function(module=module, recurse=False, nonwrapped_numel=_numel(own, taken))
+        if chosen and module in scope.modules and any(p not in taken for p in own):
+            taken.update(own)
+            yield module
+
+
+def _numel(parameters: list[nn.Parameter], taken: set[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters if p not in taken)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk in the format of torch.distributed.checkpoint."""

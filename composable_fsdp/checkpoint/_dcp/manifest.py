@@ -1,0 +1,147 @@
+"""What a checkpoint consists of, and whether it still does: ``manifest.json``, the last file that a save writes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from composable_fsdp.checkpoint._dcp.directory import MANIFEST
+from composable_fsdp.errors import CheckpointError
+
+__all__ = ["FORMAT", "FileRecord", "Manifest", "TensorRecord", "body_of", "check_file", "library_version"]
+
+FORMAT = 1
+"""Of the manifest and of the keys in the checkpoint. What reads this also reads all earlier ones."""
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes, and CRC-32 in hexadecimal digits, of a file."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Shape of a whole tensor, and its dtype without ``torch.``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Attributes:
+    step: of training.
+    ranks: that saved.
+    files: by name; the manifest, which has a checksum in itself, is not among them.
+    tensors: by key, under each of its names.
+    library: version of composable_fsdp that saved.
+    torch: version of torch that saved.
+    """
+
+    step: int
+    ranks: int
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
+    library: str
+    torch: str
+
+    def write(self, folder: Path) -> None:
+        """Into ``folder``, and through to the disk."""
+        body = {"format": FORMAT, **asdict(self)}
+        with (folder / MANIFEST).open("w") as file:
+            json.dump({"crc32": _checksum(body), "manifest": body}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """That of the checkpoint ``folder``.
+
+        Raises:
+            CheckpointError: it is damaged, or of a newer format.
+        """
+        body = body_of(folder)
+        version = body.pop("format")
+        if _is_newer(version):
+            raise CheckpointError(
+                f"{folder} has format version {version}, written by composable_fsdp {body.get('library')}; this one "
+                f"reads versions up to {FORMAT}. Update composable_fsdp."
+            )
+        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+        body["tensors"] = {key: TensorRecord(tuple(t["shape"]), t["dtype"]) for key, t in body["tensors"].items()}
+        return Manifest(**body)
+
+
+def body_of(folder: Path) -> dict[str, Any]:
+    """Read the manifest of the checkpoint ``folder``, in any format.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        document = json.loads(path.read_text())
+        body = dict(document["manifest"])
+        version = body["format"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
+    if not _is_newer(version) and document.get("crc32") != _checksum(document["manifest"]):
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit.")
+    return body
+
+
+def _is_newer(version: object) -> bool:
+    return isinstance(version, int) and version > FORMAT
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+
+
+def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None:
+    """Compares the file ``path`` with its ``record``; only its size unless ``contents``.
+
+    Raises:
+        CheckpointError: it is missing, truncated or changed, or cannot be read. Names it.
+    """
+    try:
+        _check(path, record, contents)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _check(path: Path, record: FileRecord, contents: bool) -> None:
+    size = path.stat().st_size
+    if size != record.bytes:
+        raise CheckpointError(f"{path} has {size} bytes instead of {record.bytes}: it is truncated or overwritten.")
+    if not contents:
+        return
+    checksum, block = 0, bytearray(_BLOCK)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            checksum = zlib.crc32(memoryview(block)[:count], checksum)
+    if f"{checksum:08x}" != record.crc32:
+        raise CheckpointError(f"{path} is damaged: its CRC-32 is {checksum:08x} instead of {record.crc32}.")
+
+
+def library_version() -> str:
+    """Of composable_fsdp, as it is installed."""
+    try:
+        return importlib.metadata.version("composable-fsdp")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,359 @@
+"""From a checkpoint into a model, an optimizer and averages: what goes where, whether it fits, and doing it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
+from composable_fsdp._runtime.shard_extent import like
+from composable_fsdp.checkpoint._coordination.mismatch import Misfit, differ, dtype_name, said, tensor_text
+from composable_fsdp.checkpoint._coordination.progress import progress_bar
+from composable_fsdp.checkpoint._dcp.contents import communication_of
+from composable_fsdp.checkpoint._dcp.filesystem import reader_of
+from composable_fsdp.checkpoint._dcp.planner import LoadPlanner
+from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
+from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
+from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape
+from composable_fsdp.checkpoint._state_dict.names import plain_name, tensors_of
+from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
+from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
+from composable_fsdp.checkpoint._state_dict.shard_view import Part
+from composable_fsdp.communication_state import CommunicationState
+from composable_fsdp.errors import CheckpointError
+
+__all__ = ["Restore", "read_objects"]
+
+
+def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weights_only: bool) -> dict[str, Any]:
+    """What is under those ``keys`` that are no tensors.
+
+    Raises:
+        CheckpointError: ``weights_only``, and something is of a class that ``torch.load`` does not admit then.
+    """
+    saved = metadata.state_dict_metadata
+    planner = LoadPlanner(metadata, {}, [key for key in keys if isinstance(saved.get(key), BytesStorageMetadata)])
+    reader_of(folder, metadata).read_data(planner.create_local_plan(), planner).wait()
+    return {key: _decoded(key, data, weights_only) for key, data in planner.read.items()}
+
+
+def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{key!r} has objects of classes that torch.load(weights_only=True) does not admit. If you trust whoever "
+            "wrote the checkpoint, pass weights_only=False, which can run any code in it; or admit the classes with "
+            "torch.serialization.add_safe_globals."
+        ) from error
+
+
+class Restore:
+    """What ``model``, ``optimizer`` and ``averages`` take from a checkpoint. Nothing changes before :meth:`run`.
+
+    Attributes:
+        misfit: how the checkpoint differs from what is wanted.
+        wants_communication: whether codecs of the model keep anything from step to step.
+        fits_communication: whether the checkpoint has that, in its shapes.
+        has_changed: whether :meth:`run` has changed anything so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        averages: ShardedEMA | None,
+        metadata: Metadata,
+        objects: Mapping[str, Any],
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._averages = averages
+        self._metadata = metadata
+        self._saved = metadata.state_dict_metadata
+        self._objects = objects
+        self._records = {
+            key.removeprefix("classes."): Record.decoded(value)
+            for key, value in objects.items()
+            if key.startswith("classes.")
+        }
+        self._parts: dict[str, Part] = {}
+        self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
+        """Tensors, with inner tensors that they do not have so far, by attribute."""
+        self._state_memory: dict[str, torch.Tensor] = {}
+        """For state that has inner tensors, by key."""
+        self._by_module: dict[str, Any] = {}
+        """By plain names: what modules take from a state dict rather than from memory."""
+        self._members: list[Member] = []
+        self._groups: list[dict[str, Any]] = []
+        self._communication = communication_of(model)
+        self.misfit = Misfit()
+        self.has_changed = False
+        self._match_model()
+        if optimizer is not None:
+            self._match_optimizer(optimizer)
+        if averages is not None:
+            self._match_averages(averages)
+        self.wants_communication = bool(self._communication)
+        self.fits_communication = self._matches_communication()
+
+    def run(self, folder: Path, *, communication: bool, show: bool) -> None:
+        """Reads this rank's parts of everything from the checkpoint ``folder``.
+
+        Args:
+            folder: the checkpoint.
+            communication: whether to load the state of codecs.
+            show: whether to show a bar.
+
+        Raises:
+            CheckpointError: something cannot be read after all. The model is loaded in part if ``has_changed``.
+        """
+        try:
+            self._run(folder, communication, show)
+        except Exception as error:
+            raise CheckpointError(f"{folder} could not be loaded: {said(error)}.") from error
+
+    def _run(self, folder: Path, communication: bool, show: bool) -> None:
+        state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
+        if communication:
+            for name, each in self._communication.items():
+                self._parts[f"communication.{name}.residual"] = Part(each["residual"])
+                each["rounds"] = self._objects[f"communication.{name}.rounds"]
+        total = sum(part.nbytes for part in self._parts.values())
+        with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as show_done:
+
+            def done(nbytes: int) -> None:
+                self.has_changed = True
+                show_done(nbytes)
+
+            with ExitStack() as memory:  # of their own for parts that cannot be written to, such as expanded buffers
+                blocks = {k: p.blocks(memory.enter_context(p.plain(write=True))) for k, p in self._parts.items()}
+                planner = LoadPlanner(self._metadata, blocks, done=done)
+                reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
+            self.has_changed = True
+            for tensor, absent in self._absent:
+                for attribute, value in absent.items():
+                    setattr(tensor, attribute, value)
+            self._give_to_modules()
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+        if self._averages is not None:
+            self._averages.steps = self._objects.get("averages.steps", self._averages.steps)
+        if communication and self._communication:
+            CommunicationState(self._model).load_state_dict(self._communication)
+
+    def _match_model(self) -> None:
+        registered = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        tensors, others = tensors_of(self._model)
+        for entry in others:
+            if f"model.{entry.name}" in self._objects:
+                self._by_module[entry.name] = self._objects[f"model.{entry.name}"]
+            else:
+                self.misfit.missing[entry.name] = "an object"
+        for entries in tensors:
+            entry = next((e for e in entries if self._has(f"model.{e.name}")), entries[0])
+            is_made = id(entry.value) not in registered  # by a hook, for the state dict
+            value = entry.value.detach().clone() if is_made else entry.value
+            if self._match_tensor(f"model.{entry.name}", entry.name, Part(value, entry.sharding)) and is_made:
+                self._by_module[entry.name] = value
+        known = {f"model.{entry.name}" for entries in (others, *tensors) for entry in entries}
+        for key, saved in self._saved.items():
+            if key.startswith("model.") and key not in known and self._outer_of(key) not in known:
+                self.misfit.unexpected[key.removeprefix("model.")] = _described(saved)
+
+    def _match_averages(self, averages: ShardedEMA) -> None:
+        if "averages.steps" not in self._objects:
+            self.misfit.others.append("the checkpoint has no averages.")
+            return
+        prefix = "averages.values."
+        for entry in averages.entries():
+            part = Part(entry.value, entry.sharding)
+            self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", part)
+        for key, saved in self._saved.items():
+            if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
+                self.misfit.unexpected[f"average of {key.removeprefix(prefix)}"] = _described(saved)
+
+    def _has(self, key: str) -> bool:
+        return key in self._saved or key in self._records
+
+    def _outer_of(self, key: str) -> str | None:
+        """The key of the tensor of which ``key`` is that of an inner one, if it is."""
+        for at, character in enumerate(key):
+            record = self._records.get(key[:at]) if character == "." else None
+            if record is not None and key[at + 1 :].partition("@")[0] in record.inner:
+                return key[:at]
+        return None
+
+    def _match_tensor(self, key: str, name: str, part: Part) -> bool:
+        """Whether the checkpoint has what goes to ``part``, which is noted then."""
+        saved, misfit, wanted = self._saved.get(key), self.misfit, part.value
+        if key in self._records:
+            inner = wanted_of(part, self._records[key], name, lambda suffix: self._spec(f"{key}{suffix}"), misfit)
+            self._parts |= {f"{key}{suffix}": each for suffix, each in inner.parts.items()}
+            self._absent.append((local_part(part.value), inner.absent))
+            return True
+        if saved is None:
+            misfit.missing[name] = tensor_text(wanted.dtype, wanted.shape)
+        elif not isinstance(saved, TensorStorageMetadata):
+            misfit.shapes[name] = differ("an object", tuple(wanted.shape))
+        elif saved.size != wanted.shape:
+            misfit.shapes[name] = differ(tuple(saved.size), tuple(wanted.shape))
+        else:
+            if saved.properties.dtype != wanted.dtype:
+                misfit.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
+            self._parts[key] = part
+            return True
+        return False
+
+    def _spec(self, key: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        saved = self._saved.get(key)
+        return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
+
+    def _match_optimizer(self, optimizer: Optimizer) -> None:
+        saved_groups, states = _param_groups(self._objects), self._states()
+        if not saved_groups:
+            self.misfit.others.append("the checkpoint has no param_groups of an optimizer.")
+        by_names = {frozenset(group["params"]): group for group in saved_groups}
+        groups = members_of(self._model, optimizer)
+        for i, (members, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            own, first = [member.name for member in members], len(self._members)
+            self._members += members
+            saved = by_names.get(frozenset(own))
+            self._groups.append(restored(group, saved or {}, range(first, first + len(own))))
+            if saved is not None:
+                self.misfit.others += lacking(optimizer, i, saved)
+            elif saved_groups:
+                self.misfit.others.append(
+                    f"no param_group of the checkpoint has the parameters of group {i}: {_some(own)}"
+                )
+        wanted = {frozenset(member.name for member in members) for members in groups}
+        for names in by_names.keys() - wanted:
+            self.misfit.unexpected[f"param_group of {_some(sorted(names))}"] = f"members: {len(names)}"
+        known = {member.name for member in self._members}
+        for name in states.keys() - known:
+            self.misfit.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
+        for member in self._members:
+            for key, full_key in states.get(member.name, {}).items():
+                if full_key in self._records:
+                    self._match_inner_state(optimizer, member, key, full_key)
+
+    def _match_inner_state(self, optimizer: Optimizer, member: Member, key: str, full_key: str) -> None:
+        """Finds or makes a tensor for state that has inner tensors: only a class itself can make one of it."""
+        name, kind = f"optimizer state {key} of {member.name}", self._records[full_key].kind
+        value = optimizer.state.get(member.parameter, {}).get(key)
+        if value is None:
+            local = local_part(member.parameter)
+            if class_name(local) != kind:
+                self.misfit.classes[name] = f"a {kind}, which the optimizer has not made so far. Step it once first"
+                return
+            dtype = getattr(torch, self._records[full_key].dtype)
+            value = torch.empty_like(local, dtype=dtype, requires_grad=False)
+            value = like(member.parameter, value) if isinstance(member.parameter, DTensor) else value
+        self._state_memory[full_key] = value
+        plain = has_shards_shape(value, member)
+        part = alias_of(cast(DTensor, member.parameter), value) if plain else value
+        self._match_tensor(full_key, name, Part(part, member.sharding))
+
+    def _states(self) -> dict[str, dict[str, str]]:
+        """The checkpoint's keys of optimizer state, by parameter and name of the state."""
+        found: dict[str, dict[str, str]] = {}
+        for key, path in (self._metadata.planner_data or {}).items():
+            is_state = tuple(path[:2]) == ("optimizer", "state") and len(path) == 4 and key in self._saved
+            if is_state and self._outer_of(key) is None:
+                found.setdefault(path[2], {})[path[3]] = key
+        for key, record in self._records.items():
+            if record.path[:2] == ("optimizer", "state"):
+                found.setdefault(record.path[2], {})[record.path[3]] = key
+        return found
+
+    def _allocate_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """State for ``optimizer.load_state_dict``, with memory that is to be read into: its own where that fits."""
+        state: dict[int, dict[str, Any]] = {}
+        states = self._states()
+        for i, member in enumerate(self._members):
+            existing = optimizer.state.get(member.parameter, {})
+            for key, full_key in states.get(member.name, {}).items():
+                saved = self._saved.get(full_key)
+                if saved is None:
+                    value = self._state_memory[full_key]
+                elif isinstance(saved, TensorStorageMetadata):
+                    value, self._parts[full_key] = _memory_for(key, saved, member, existing.get(key))
+                else:
+                    value = self._objects[full_key]
+                state.setdefault(i, {})[key] = value
+        return state
+
+    def _matches_communication(self) -> bool:
+        saved = self._saved
+        wanted = {f"communication.{name}.residual": each["residual"] for name, each in self._communication.items()}
+        return all(
+            isinstance(found := saved.get(key), TensorStorageMetadata) and found.size == residual.shape
+            for key, residual in wanted.items()
+        )
+
+    def _give_to_modules(self) -> None:
+        if self._by_module:
+            names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
+            self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
+
+
+def _param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of the checkpoint: one object, or as DCP writes them from a nested state dict an object per setting."""
+    prefix = "optimizer.param_groups"
+    if prefix in objects:
+        return cast(list[dict[str, Any]], objects[prefix])
+    groups: dict[int, dict[str, Any]] = {}
+    for key, value in objects.items():
+        index, _, setting = key.removeprefix(f"{prefix}.").partition(".")
+        if key.startswith(prefix) and index.isdecimal():
+            groups.setdefault(int(index), {})[setting] = value
+    return [groups[index] for index in sorted(groups)]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+def _memory_for(key: str, saved: TensorStorageMetadata, member: Member, existing: object) -> tuple[torch.Tensor, Part]:
+    """A tensor for state, and what of the saved one goes there.
+
+    Of the parameter's shape it is placed like it, as a plain shard where the optimizer has that; others are whole, and
+    single numbers on the CPU.
+    """
+    dtype, shape, parameter = saved.properties.dtype, saved.size, member.parameter
+    if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
+        return existing, Part(existing, member.sharding)
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if shape == parameter.shape and (shape or key != "step"):
+        fits = has_shards_shape(existing, member) and existing.dtype == dtype
+        own = cast(torch.Tensor, existing) if fits else _plain_like(local, dtype)
+        if has_shards_shape(existing, member):
+            return own, Part(alias_of(cast(DTensor, parameter), own), member.sharding)
+        placed = like(parameter, own) if isinstance(parameter, DTensor) else own
+        return placed, Part(placed, member.sharding)
+    whole = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
+    return whole, Part(whole)
+
+
+def _plain_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a plain tensor, that lies as ``local`` does where that has memory of its own."""
+    plain = Part(local).local
+    if type(plain) is torch.Tensor:
+        return torch.empty_like(plain, dtype=dtype, requires_grad=False)
+    return torch.empty(local.shape, dtype=dtype, device=local.device)
+
+
+def _described(saved: object) -> str:
+    if isinstance(saved, TensorStorageMetadata):
+        return tensor_text(saved.properties.dtype, saved.size)
+    return "an object"

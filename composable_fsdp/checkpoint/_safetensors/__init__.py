@@ -1,0 +1,1 @@
+"""Checkpoints as safetensors files."""

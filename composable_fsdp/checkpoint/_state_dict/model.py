@@ -1,0 +1,301 @@
+"""State dicts of a model in the three forms, and loading them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.shard_extent import has_own_memory
+from composable_fsdp.checkpoint._coordination.mismatch import Misfit, refuse, tensor_text
+from composable_fsdp.checkpoint._state_dict.names import Entry, entries_of, on_meta, plain_name
+from composable_fsdp.checkpoint._state_dict.options import Form, Full, Sharded
+from composable_fsdp.checkpoint._state_dict.owners import Holders
+from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, shown
+from composable_fsdp.errors import CheckpointError, ConfigurationError
+
+__all__ = ["SHARDED", "comes_from_rank0", "load_state_dict", "state_dict", "state_dict_form", "streams_from_rank0"]
+
+SHARDED = Sharded()
+
+
+# -- out
+
+
+def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
+    """All that the unsharded model's ``state_dict()`` has, under its names and in its dtypes, in ``form``.
+
+    Tied weights are one tensor under each of their names. What is not a tensor is as ``get_extra_state`` gave it.
+
+    Args:
+        model: any module; what is not sharded shows whole in every form.
+        form: :class:`Sharded` and :class:`Local` alias the parameters, as ``model.state_dict()`` does. :class:`Full`
+            has memory of its own, buffers too; all ranks must ask for it together, and each gathers tensor by tensor.
+            With ``rank0_only`` rank 0 has it, or the first of the ranks that hold parts of the model; of parameters
+            that fewer data-parallel ranks hold than others, such as experts, the first of these.
+
+    Raises:
+        CheckpointError: the full form of parameters that are on the meta device.
+    """
+    entries = entries_of(model)
+    if isinstance(form, Full):
+        for problem in _on_meta(entries):
+            raise CheckpointError(f"{type(model).__name__} has no full state dict: {problem}")
+    tensors = ((entry.value, entry.sharding) for entry in entries.values())
+    holders = Holders.of(tensors, all_ranks=comes_from_rank0(form))
+    state: dict[str, Any] = OrderedDict()
+    known: dict[int, torch.Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for name, entry in entries.items():
+            shows = not comes_from_rank0(form) or holders.is_source_of(entry.value)
+            if entry.is_tensor and id(entry.value) not in known:
+                value = shown(name, entry.value, entry.sharding, form)
+                known[id(entry.value)] = value if shows else torch.empty(0)
+                del value
+            if shows:
+                state[name] = known[id(entry.value)] if entry.is_tensor else entry.value
+    cast(Any, state)._metadata = _versions(model)
+    return state
+
+
+def comes_from_rank0(form: Form | None) -> bool:
+    """Whether only sources have values in this form."""
+    return isinstance(form, Full) and form.rank0_only
+
+
+def _versions(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Which version of its state each module wrote, where ``nn.Module.load_state_dict`` looks for it."""
+    modules = model.named_modules(remove_duplicate=False)
+    return OrderedDict((plain_name(f"{name}.")[:-1], {"version": module._version}) for name, module in modules)
+
+
+def _on_meta(entries: Mapping[str, Entry]) -> list[str]:
+    return on_meta((name, entry.value) for name, entry in entries.items() if entry.is_tensor)
+
+
+def _described(value: object) -> str:
+    return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+# -- in
+
+
+def load_state_dict(
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    form: Form | None = None,
+    *,
+    strict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> _IncompatibleKeys:
+    """Copies the values of ``state_dict`` to the parameters and buffers of ``model``, in place.
+
+    All ranks must call it together. They agree on every error first, and then nothing has been loaded. Values are cast
+    to the dtypes of the model. Sharded values may lie on another mesh, in other placements or on another device. Of
+    tied weights the first name that is there counts. The model's own ``load_state_dict`` runs last, with values that
+    are in place already, so that hooks and ``set_extra_state`` are called. Names may have what wrappers put in.
+
+    Args:
+        model: sharded or not.
+        state_dict: from :func:`state_dict`, or that of the unsharded model.
+        form: that of the values; by default a DTensor is sharded, and a plain tensor full. Local ones must be named.
+        strict: missing and unexpected names are an error.
+        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``. What the others
+            pass is not looked at; they get it tensor by tensor, and hold one at a time.
+
+    Returns:
+        Names that are missing and unexpected, as ``nn.Module.load_state_dict`` does.
+
+    Raises:
+        CheckpointError: the state dict does not fit: a line for each name that is missing, unexpected, of another shape
+            or of another kind of dtype. The same on every rank.
+        ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
+    """
+    streams = streams_from_rank0(form, broadcast_from_rank0)
+    load = _Load(model, state_dict, Full() if streams else form, streams)
+    load.agree(strict)
+    return load.carry_out()
+
+
+def streams_from_rank0(form: Form | None, broadcast_from_rank0: bool) -> bool:
+    """Whether one rank has the values, in full."""
+    if broadcast_from_rank0 and not isinstance(form, Full | None):
+        raise ConfigurationError(
+            f"broadcast_from_rank0 sends whole tensors, but form is {form!r}. Pass a full state dict on rank 0, or a "
+            "sharded or local one on every rank without broadcast_from_rank0."
+        )
+    return broadcast_from_rank0 or comes_from_rank0(form)
+
+
+@dataclass
+class _Report:
+    """What one rank says about the state dict that it was given."""
+
+    misfit: Misfit = field(default_factory=Misfit)
+    others: dict[str, Any] = field(default_factory=dict)
+    """Values that are no tensors, where they have to be sent."""
+    versions: dict[str, Any] | None = None
+
+
+class _Load:
+    """One call of :func:`load_state_dict`.
+
+    Args:
+        streams: only sources have values. The state dicts of other ranks are not looked at.
+    """
+
+    def __init__(self, model: nn.Module, state_dict: object, form: Form | None, streams: bool) -> None:
+        self._model = model
+        self._form = form
+        self._streams = streams
+        self._entries = entries_of(model)
+        self._holders = Holders.of(((e.value, e.sharding) for e in self._entries.values()), all_ranks=streams)
+        self._given: dict[str, Any] = {}
+        self._reports = self._holders.exchange(self._inspect(state_dict))
+
+    def agree(self, strict: bool) -> None:
+        """Raises on all ranks alike if anything is wrong on one of them."""
+        misfits = {rank: report.misfit for rank, report in self._reports.items()}
+        if not strict:
+            missing = [] if self._streams else [misfit.missing for misfit in misfits.values()]
+            uneven = {name: "other ranks have it" for m in missing for name in m if any(name not in o for o in missing)}
+            misfits = {
+                rank: replace(misfit, missing={n: uneven[n] for n in misfit.missing if n in uneven}, unexpected={})
+                for rank, misfit in misfits.items()
+            }
+        refuse(f"the state dict does not fit {type(self._model).__name__}", misfits)
+
+    def carry_out(self) -> _IncompatibleKeys:
+        """Fills parameters and buffers, then has the model's own method run with values that are there already."""
+        present = {name: e for name, e in self._entries.items() if name not in self._told(e).misfit.missing}
+        filled: set[int] = set()
+        values = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for name, entry in present.items():
+                values[entry.key] = entry.value
+                if not entry.is_tensor:
+                    values[entry.key] = self._told(entry).others[name] if self._streams else self._given[name]
+                elif id(entry.value) not in filled:
+                    filled.add(id(entry.value))
+                    self._fill(entry)
+        missing = self._load_with_hooks(values)
+        unexpected = dict.fromkeys(name for report in self._reports.values() for name in report.misfit.unexpected)
+        return _IncompatibleKeys([plain_name(name) for name in missing], list(unexpected))
+
+    def _told(self, entry: Entry | None = None) -> _Report:
+        """The report that counts for ``entry``, or for the whole."""
+        value = None if entry is None else entry.value
+        return self._reports[self._holders.source_of(value) if self._streams else self._holders.rank]
+
+    def _inspect(self, state_dict: object) -> _Report:
+        report = _Report(Misfit(others=_on_meta(self._entries)))
+        is_speaker = not self._streams or self._holders.is_source_of()
+        mine = [e for e in self._entries.values() if not self._streams or self._holders.is_source_of(e.value)]
+        if not mine and not is_speaker:
+            return report
+        if not isinstance(state_dict, Mapping):
+            report.misfit.others.append(
+                f"a state dict maps names to values, but a {type(state_dict).__name__} was given"
+            )
+            return report
+        self._given = {plain_name(str(name)): value for name, value in state_dict.items()}
+        for entry in mine:
+            self._inspect_entry(entry, report)
+        if is_speaker:
+            unexpected = {str(n): v for n, v in state_dict.items() if plain_name(str(n)) not in self._entries}
+            report.misfit.unexpected = {name: _described(value) for name, value in unexpected.items()}
+            report.versions = getattr(state_dict, "_metadata", None)
+        return report
+
+    def _inspect_entry(self, entry: Entry, report: _Report) -> None:
+        name = entry.name
+        if name not in self._given:
+            report.misfit.missing[name] = _described(entry.value)
+        elif entry.is_tensor:
+            compare(name, entry.value, self._given[name], self._form, report.misfit)
+            value = self._given[name]
+            if self._streams and isinstance(value, torch.Tensor) and not has_own_memory(local_part(value)):
+                report.misfit.others.append(
+                    f"{name!r} is a {type(value).__name__}, which cannot be sent from rank 0: only plain tensors can. "
+                    "Load it on all ranks, without broadcast_from_rank0"
+                )
+        elif self._streams:
+            report.others[name] = self._given[name]
+
+    def _fill(self, entry: Entry) -> None:
+        target, value = entry.value, self._given.get(entry.name)
+        if self._streams:
+            value = self._holders.send(target, value, target.dtype, target.shape)
+        assert value is not None
+        fill(target, entry.sharding, value, self._form)
+
+    def _load_with_hooks(self, values: dict[str, Any]) -> list[str]:
+        """``nn.Module.load_state_dict``. Returns which names it misses, hooks of modules having had their say."""
+        state, versions = OrderedDict(values), self._told().versions
+        if versions is not None:
+            by_name = {plain_name(f"{name}."): version for name, version in versions.items()}
+            paths = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
+            known = {path: by_name[n] for path in paths if (n := plain_name(f"{path}.")) in by_name}
+            cast(Any, state)._metadata = OrderedDict(known)
+        # That of the class: the object's own may be what state_dict_form has put there.
+        missing: list[str] = type(self._model).load_state_dict(self._model, state, strict=False).missing_keys
+        return missing
+
+
+# -- the model's own methods
+
+
+@contextmanager
+def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
+    """Within, ``model.state_dict()`` and ``model.load_state_dict(...)`` are those of this module, in ``form``.
+
+    Only of ``model`` itself, also where it is an activation-checkpoint wrapper of the sharded module, and as part of
+    the ``state_dict()`` of a module that contains it. After it, and after one within another, they are what they were.
+
+    Args:
+        model: as for :func:`state_dict`.
+        form: as for :func:`state_dict` and :func:`load_state_dict`.
+    """
+    inside = {"state_dict": _shows(model, form), "load_state_dict": _loads(model, form)}
+    attributes = vars(model)
+    before = {name: attributes[name] for name in inside if name in attributes}
+    attributes.update(inside)
+    try:
+        yield
+    finally:
+        for name in inside:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
+def _shows(model: nn.Module, form: Form) -> Callable[..., Any]:
+    def show(*args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        if args or keep_vars:  # the parameters themselves have no other form
+            return type(model).state_dict(model, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        state = state_dict(model, form)
+        if destination is None and not prefix:
+            return state
+        destination = OrderedDict() if destination is None else destination
+        destination.update({prefix + name: value for name, value in state.items()})
+        return destination
+
+    return show
+
+
+def _loads(model: nn.Module, form: Form) -> Callable[..., _IncompatibleKeys]:
+    def load(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
+        if assign:
+            raise ConfigurationError(
+                "inside state_dict_form values are copied to the parameters, so load_state_dict cannot assign=True. "
+                "Leave it out, or call it outside."
+            )
+        return load_state_dict(model, state_dict, form, strict=strict)
+
+    return load

@@ -1,0 +1,239 @@
+"""Loading state dicts of optimizers, in which parameters have names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.shard_extent import like
+from composable_fsdp.checkpoint._coordination.mismatch import Misfit, refuse
+from composable_fsdp.checkpoint._state_dict.model import streams_from_rank0
+from composable_fsdp.checkpoint._state_dict.names import on_meta, plain_name
+from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local
+from composable_fsdp.checkpoint._state_dict.owners import Holders, digest
+from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
+from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
+from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, part_for
+from composable_fsdp.optim.local_optimizer import ELEMENTWISE
+
+__all__ = ["load_optimizer_state_dict"]
+
+
+def load_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    form: Form | None = None,
+    *,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Has ``optimizer`` go on from what :func:`optimizer_state_dict` gave, on these or other ranks, meshes or forms.
+
+    It may be fresh: no step is made for its state to exist. Parameters and groups are found by names, in whatever order
+    they are. Hyperparameters of the groups are restored. All ranks must call it together, and agree on errors before
+    anything is loaded. What is there is filled in place; new state is this rank's own memory, DTensors for what lies
+    like a parameter. An optimizer that keeps such state as plain local tensors must have it already, by a step, or be
+    given the local form. ``optimizer.load_state_dict`` runs last, with its hooks and casts.
+
+    Args:
+        model: sharded or not.
+        optimizer: over parameters of ``model``, in groups of the same members.
+        state: by names; :func:`rekey_optimizer_state_dict` makes such of a plain optimizer's own.
+        form: that of the values; by default a DTensor is sharded, and a plain tensor full. Local ones must be named.
+        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``. What the others
+            pass is not looked at; they get it tensor by tensor.
+
+    Raises:
+        CheckpointError: other groups, unknown parameters, tensors of other shapes: a line for each, on every rank.
+        ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
+    """
+    streams = streams_from_rank0(form, broadcast_from_rank0)
+    _Load(model, optimizer, state, Full() if streams else form, streams).carry_out()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Announces a tensor that is sent on its own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class _Report:
+    """What one rank says about the state dict that it was given."""
+
+    misfit: Misfit = field(default_factory=Misfit)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Saved groups, in the order of the optimizer's."""
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By parameter; where one rank has the values, with announcements for tensors."""
+    others: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+
+class _Load:
+    """One call of :func:`load_optimizer_state_dict`."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, state: Any, form: Form | None, streams: bool) -> None:
+        self._optimizer = optimizer
+        self._form = form
+        self._streams = streams
+        self._groups = members_of(model, optimizer)
+        self._members = {member.name: member for group in self._groups for member in group}
+        self._holders = Holders.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)
+        self._given: dict[str, dict[str, Any]] = {}
+        report = self._inspect(state)
+        if streams:
+            report.groups = [{k: _announced(v) for k, v in group.items()} for group in report.groups]
+        mine = report if streams else _Report(report.misfit, digest=report.digest)
+        reports = self._holders.exchange(mine)
+        what = f"the state dict does not fit {type(optimizer).__name__}"
+        refuse(what, {rank: each.misfit for rank, each in reports.items()})
+        if not streams and len({each.digest for each in reports.values()}) > 1:
+            refuse(what, {0: Misfit(others=["ranks were given state of different parameters"])})
+        self._reports = reports if streams else {self._holders.rank: report}
+
+    def carry_out(self) -> None:
+        state: dict[int, dict[str, Any]] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for index, member in enumerate(self._members.values()):
+                entry = self._told(member.parameter).state.get(member.name)
+                if entry is not None:
+                    state[index] = {key: self._value(member, key, value) for key, value in entry.items()}
+        ids = iter(range(len(self._members)))
+        told = self._told()
+        groups = [
+            restored(group, saved, [next(ids) for _ in group["params"]])
+            for group, saved in zip(self._optimizer.param_groups, told.groups, strict=True)
+        ]
+        self._optimizer.load_state_dict({**told.others, "state": state, "param_groups": groups})
+
+    def _told(self, value: object = None) -> _Report:
+        """The report that counts for ``value``, or for the whole."""
+        return self._reports[self._holders.source_of(value) if self._streams else self._holders.rank]
+
+    # -- checks
+
+    def _inspect(self, state: Any) -> _Report:
+        others = on_meta((name, member.parameter) for name, member in self._members.items())
+        report = _Report(Misfit(others=others))
+        is_speaker = not self._streams or self._holders.is_source_of()
+        mine = {n for n, m in self._members.items() if not self._streams or self._holders.is_source_of(m.parameter)}
+        if not mine and not is_speaker:
+            return report
+        if not _is_state(state) or (is_speaker and "param_groups" not in state):
+            others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
+            return report
+        if any(isinstance(name, int) for name in state["state"]):
+            others.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
+            return report
+        entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
+        if is_speaker:
+            self._match_groups(state["param_groups"], report)
+            report.others = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+            report.misfit.unexpected = {name: "state" for name in entries if name not in self._members}
+        self._given = {name: entries[name] for name in self._members if name in entries and name in mine}
+        for name, entry in self._given.items():
+            for key, value in entry.items():
+                self._compare(self._members[name], key, value, report.misfit)
+            report.state[name] = {key: _announced(value) for key, value in entry.items()} if self._streams else entry
+        report.digest = digest([(name, list(entry)) for name, entry in self._given.items()])
+        return report
+
+    def _match_groups(self, saved: Sequence[Mapping[str, Any]], report: _Report) -> None:
+        """Finds the saved group of each of the optimizer's by its members."""
+        named = [{**group, "params": [plain_name(str(n)) for n in group["params"]]} for group in saved]
+        by_members = {frozenset(group["params"]): group for group in named}
+        wanted = [[member.name for member in group] for group in self._groups]
+        report.groups = [by_members.get(frozenset(names), {}) for names in wanted]
+        for index, group in enumerate(report.groups):
+            report.misfit.others += lacking(self._optimizer, index, group) if group else []
+        unmatched = [names for names in wanted if frozenset(names) not in by_members]
+        left = [group["params"] for members, group in by_members.items() if members not in map(frozenset, wanted)]
+        if len(wanted) != len(named):
+            report.misfit.others.append(f"{len(named)} parameter groups, expected {len(wanted)}")
+        for names, there in zip_longest(unmatched, left, fillvalue=()):
+            missing, unexpected = [n for n in names if n not in there], [n for n in there if n not in names]
+            members = f"missing {missing}, unexpected {unexpected}"
+            report.misfit.others.append(f"a parameter group has other members: {members}")
+
+    def _compare(self, member: Member, key: str, value: object, misfit: Misfit) -> None:
+        """Whether a value can be loaded, as far as that is known: some optimizers have state of any shape."""
+        if not isinstance(value, torch.Tensor):
+            return
+        parameter, existing = member.parameter, self._existing(member, key)
+        target = existing if existing is not None else value
+        if existing is not None and existing.ndim and existing.shape == local_part(parameter).shape:
+            target = parameter
+        if existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE:
+            target = parameter
+        compare(f"{member.name}.{key}", target, value, self._form, misfit)
+
+    # -- values
+
+    def _existing(self, member: Member, key: str) -> torch.Tensor | None:
+        entry = self._optimizer.state.get(member.parameter, {})
+        value = entry.get(key) if isinstance(entry, Mapping) else None
+        return value if isinstance(value, torch.Tensor) else None
+
+    def _value(self, member: Member, key: str, value: Any) -> Any:
+        """What the optimizer gets for a value, sent by the rank that has it if that is only one."""
+        if isinstance(value, _Tensor):
+            given = self._given.get(member.name, {}).get(key)
+            value = self._holders.send(member.parameter, given, value.dtype, value.shape)
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach()
+        if not value.ndim and not isinstance(value, DTensor):
+            return value.clone()
+        if self._lies_like(member, value):
+            return self._like_parameter(member, key, value)
+        return self._other(member, key, value)
+
+    def _lies_like(self, member: Member, value: torch.Tensor) -> bool:
+        is_part = isinstance(self._form, Local) and not isinstance(value, DTensor)
+        return value.shape == (local_part(member.parameter) if is_part else member.parameter).shape
+
+    def _like_parameter(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
+        parameter, existing = member.parameter, self._existing(member, key)
+        part = part_for(parameter, member.sharding, value, self._form)
+        if existing is not None and local_part(existing).shape == part.shape:
+            local_part(existing).copy_(part)
+            return existing
+        device = local_part(parameter).device
+        own = torch.empty_like(part, device=device, memory_format=torch.contiguous_format).copy_(part)
+        return like(parameter, own) if isinstance(parameter, DTensor) else own
+
+    def _other(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of another shape than the parameter's: whole on every rank, unless it is a DTensor that says how."""
+        parameter, existing = member.parameter, self._existing(member, key)
+        if existing is not None and existing.shape == value.shape:
+            fill(existing, None, value, self._form)
+            return existing
+        own = value.clone().to(local_part(parameter).device)
+        if isinstance(own, DTensor) or not isinstance(parameter, DTensor):
+            return own
+        mesh = parameter.device_mesh
+        return DTensor.from_local(own, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _is_state(state: Any) -> bool:
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    return all(isinstance(entry, Mapping) for entry in state["state"].values())
+
+
+def _announced(value: Any) -> Any:
+    """A value as it travels with the report: large tensors do not."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Tensor(tuple(value.shape), value.dtype) if value.ndim else value.cpu()

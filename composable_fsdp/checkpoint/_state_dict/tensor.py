@@ -1,0 +1,111 @@
+"""One tensor of a state dict: how it shows in a form, whether a value fits it, and which part of that it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp._comm.broadcast import fill_
+from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
+from composable_fsdp._runtime.shard_extent import extent_of, gather, has_own_memory
+from composable_fsdp._runtime.unsharded_values import whole_tensor
+from composable_fsdp._sharding.param_sharding import ParameterSharding
+from composable_fsdp.checkpoint._coordination.mismatch import Misfit, differ, dtype_name, said
+from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local, Sharded
+from composable_fsdp.errors import CheckpointError
+
+__all__ = ["compare", "fill", "part_for", "shown"]
+
+
+def shown(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None, form: Form) -> torch.Tensor:
+    """``tensor`` in ``form``. Collective over its mesh for :class:`Full`, whose result has memory of its own.
+
+    Raises:
+        CheckpointError: the class of the tensor lacks the operations that make it whole. Has the ``name``.
+    """
+    if isinstance(form, Full):
+        try:
+            return whole_tensor(tensor, sharding, form.offload_to_cpu)
+        except Exception as error:  # code of the class, the same on all ranks
+            local = local_part(tensor)
+            if has_own_memory(local):
+                raise
+            raise CheckpointError(
+                f"{name} cannot be shown whole: its class {type(local).__name__} does not support it ({said(error)}). "
+                "Use the form Sharded() or Local(), or composable_fsdp.checkpoint.save, which saves its inner tensors."
+            ) from error
+    value = tensor.detach()
+    if isinstance(form, Local) or not isinstance(value, DTensor):
+        value = local_part(value).detach()
+        return value.cpu() if form.offload_to_cpu else value
+    local = local_part(value)
+    return alias_of(value, local.cpu() if form.offload_to_cpu else local)
+
+
+def compare(name: str, target: torch.Tensor, value: object, form: Form | None, misfit: Misfit) -> None:
+    """Adds to ``misfit`` why ``value`` cannot be loaded into ``target``. ``form`` is what the user said it has."""
+    is_part = isinstance(form, Local)
+    shape = tuple((local_part(target) if is_part else target).shape)
+    if not isinstance(value, torch.Tensor):
+        misfit.others.append(f"{name!r} is no tensor but of type {type(value).__name__}")
+    elif isinstance(value, DTensor) and isinstance(form, (Full, Local)):
+        misfit.others.append(f"{name!r} is a DTensor: pass form=Sharded() instead of {type(form).__name__}()")
+    elif isinstance(target, DTensor) and not isinstance(value, DTensor) and isinstance(form, Sharded):
+        misfit.others.append(f"{name!r} is a plain tensor: pass form=Full() or Local() instead of Sharded()")
+    elif value.is_meta:
+        misfit.others.append(f"{name!r} is on the meta device and has no values")
+    elif tuple(value.shape) != shape:
+        where = " as this rank's part" if is_part and isinstance(target, DTensor) else ""
+        misfit.shapes[name] = differ(tuple(value.shape), f"{shape}{where}")
+    elif _kind(value.dtype) != _kind(target.dtype):
+        misfit.dtypes[name] = differ(dtype_name(value.dtype), dtype_name(target.dtype))
+    elif isinstance(value, DTensor) and not any(placement.is_partial() for placement in value.placements):
+        found, wanted = tuple(local_part(value).shape), _local_shape(target, value)
+        if found != wanted:
+            misfit.shapes[name] = differ(f"a local part of {found}", wanted)
+
+
+def _local_shape(target: torch.Tensor, value: DTensor) -> tuple[int, ...]:
+    """Of the local part of ``value``, if that is where its placements say: else it could not be redistributed.
+
+    They cannot say how every uneven tensor-parallel shard was cut again. Where that is how ``target`` is cut, it knows.
+    """
+    return tuple(local_part(target).shape) if _lies_alike(target, value) else extent_of(value).local_shape
+
+
+def part_for(
+    target: torch.Tensor, sharding: ParameterSharding | None, value: torch.Tensor, form: Form | None
+) -> torch.Tensor:
+    """What of ``value``, which fits, this rank's part of ``target`` takes: a view of it where there is one.
+
+    Collective where ``value`` is a DTensor that is placed otherwise than ``target``: it is whole for a moment.
+    """
+    if isinstance(value, DTensor):
+        if _lies_alike(target, value):
+            return local_part(value)
+        value = gather(value)
+    elif isinstance(form, Local):
+        return value
+    return extent_of(target, sharding).take(value)
+
+
+@torch.no_grad()
+def fill(target: torch.Tensor, sharding: ParameterSharding | None, value: torch.Tensor, form: Form | None) -> None:
+    """Copies to this rank's part of ``target`` what of ``value`` belongs there. Collective as :func:`part_for`."""
+    fill_(local_part(target), part_for(target, sharding, value.detach(), form))
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
+
+
+def _lies_alike(target: Any, value: DTensor) -> bool:
+    """Whether each rank has the same part of both, be it on another device. The same answer on every rank."""
+    if not isinstance(target, DTensor) or target.placements != value.placements:
+        return False
+    here, there = target.device_mesh, value.device_mesh
+    return here == there or torch.equal(here.mesh, there.mesh)

@@ -1,0 +1,195 @@
+"""What the files of several ranks say together: where they first differ, and who waited for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from composable_fsdp.diagnostics._records import Dump, Fault, decode
+from composable_fsdp.trace import Position, TraceEvent
+
+__all__ = ["ABSENT", "FORGOTTEN", "Files", "Row", "Sequences", "Wait", "faults_in_order", "read", "sequences", "waits"]
+
+ABSENT = "has not come to it"
+FORGOTTEN = "…"
+"""Launched so long ago that it is no longer kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What there is in a folder.
+
+    Args:
+        dumps: by rank, of the last attempt of the job.
+        missing: ranks of it that left no file.
+        stale: ranks whose file is of an earlier attempt.
+        damaged: by name of the file, what is wrong with it.
+    """
+
+    dumps: Mapping[int, Dump]
+    missing: tuple[int, ...]
+    stale: tuple[int, ...]
+    damaged: Mapping[str, str]
+
+
+def read(folder: Path) -> Files:
+    """The files of all ranks in ``folder``."""
+    found: dict[int, Dump] = {}
+    damaged = {}
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        try:
+            dump = decode(path.read_text().splitlines())
+        except (ValueError, OSError) as error:
+            damaged[path.name] = str(error)
+            continue
+        found[dump.header.rank] = dump
+    attempt = max((dump.header.attempt for dump in found.values()), default=0)
+    dumps = {rank: dump for rank, dump in found.items() if dump.header.attempt == attempt}
+    world = max((dump.header.world_size for dump in dumps.values()), default=0)
+    missing = tuple(rank for rank in range(world) if rank not in found)
+    return Files(dumps, missing, tuple(rank for rank in found if rank not in dumps), damaged)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The collective ``number`` of a process group, as each rank called it."""
+
+    number: int
+    labels: Mapping[int, str]
+
+    @property
+    def differs(self) -> bool:
+        return len({label for label in self.labels.values() if label != FORGOTTEN}) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """What the ranks of a process group launched over their newest connection, number by number.
+
+    Invariant: each row has the same ranks, those of the group that left a file.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    rows: tuple[Row, ...]
+    last: float
+    """When the last collective was launched, in seconds since 1970 by the clock of its rank."""
+
+    @property
+    def first_difference(self) -> int | None:
+        """The index of the row, if there is one."""
+        return next((index for index, row in enumerate(self.rows) if row.differs), None)
+
+
+def sequences(dumps: Mapping[int, Dump]) -> list[Sequences]:
+    """Of every process group; those first whose ranks differ, in the order in which they stopped."""
+    launched = {rank: _collectives(dump) for rank, dump in dumps.items()}
+    groups = {position.group: position.ranks for own in launched.values() for position in own}
+    found = [_sequences(group, ranks, dumps, launched) for group, ranks in groups.items()]
+    return sorted(found, key=lambda each: (each.first_difference is None, each.last))
+
+
+def _collectives(dump: Dump) -> dict[Position, TraceEvent]:
+    """All that a rank still knows to have launched."""
+    kept = [numbered.event for numbered in dump.events] + list(dump.latest)
+    return {event.position: event for event in kept if event.position is not None}
+
+
+def _sequences(
+    group: str, ranks: tuple[int, ...], dumps: Mapping[int, Dump], launched: Mapping[int, Mapping[Position, TraceEvent]]
+) -> Sequences:
+    positions = [position for own in launched.values() for position in own if position.group == group]
+    connection = max(position.connection for position in positions)
+    labels = {
+        rank: {
+            position.number: event.group
+            for position, event in launched[rank].items()
+            if (position.group, position.connection) == (group, connection)
+        }
+        for rank in ranks
+        if rank in dumps
+    }
+    rows = [
+        Row(number, {rank: _label(own, number) for rank, own in labels.items()})
+        for number in sorted({number for own in labels.values() for number in own})
+    ]
+    last = max(
+        _wall(dumps[rank], event.end)
+        for rank, own in launched.items()
+        for position, event in own.items()
+        if position.group == group
+    )
+    return Sequences(group, ranks, tuple(rows), last)
+
+
+def _label(own: Mapping[int, str], number: int) -> str:
+    return own.get(number, FORGOTTEN if number < min(own, default=0) else ABSENT)
+
+
+def _wall(dump: Dump, moment: float) -> float:
+    return dump.header.written - dump.header.clock + moment
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """``rank`` waited in ``label``, the collective ``number`` of ``ranks``, for ``awaited``."""
+
+    rank: int
+    label: str
+    number: int
+    ranks: tuple[int, ...]
+    awaited: tuple[int, ...]
+
+
+def waits(dumps: Mapping[int, Dump]) -> list[Wait]:
+    """Who waited for whom: in what each rank still was, or what it had just given up.
+
+    It waited for those that had not come to it, or, if all had, for those that failed by themselves.
+    """
+    launched = {rank: _collectives(dump) for rank, dump in dumps.items()}
+    found = []
+    for rank, dump in sorted(dumps.items()):
+        for position in _waited_in(dump, launched[rank]):
+            others = [other for other in position.ranks if other != rank]
+            late = [other for other in others if not _has_come(launched.get(other, {}), position)]
+            awaited = late or [other for other in others if _failed_by_itself(dumps[other])]
+            if awaited:
+                label = launched[rank][position].group
+                found.append(Wait(rank, label, position.number, position.ranks, tuple(awaited)))
+    return found
+
+
+def _waited_in(dump: Dump, launched: Mapping[Position, TraceEvent]) -> list[Position]:
+    """What a rank is known not to have completed."""
+    waiting = dump.report.waiting if dump.report is not None else None
+    given_up = dump.faults[-1].position if dump.faults else None
+    return [
+        position
+        for position in launched
+        if position.connection == _newest(launched, position.group)[0]
+        and (
+            position == given_up
+            or (waiting is not None and (waiting.ranks, waiting.number) == (position.ranks, position.number))
+        )
+    ]
+
+
+def _newest(launched: Iterable[Position], group: str) -> tuple[int, int]:
+    """Connection and number of the last collective; below all of them if there is none."""
+    return max(((each.connection, each.number) for each in launched if each.group == group), default=(-1, -1))
+
+
+def _has_come(launched: Iterable[Position], position: Position) -> bool:
+    return _newest(launched, position.group) >= (position.connection, position.number)
+
+
+def _failed_by_itself(dump: Dump) -> bool:
+    last = dump.faults[-1].error if dump.faults else ""
+    return dump.header.reason == "SIGTERM" or (bool(dump.faults) and last not in ("PeerError", "DivergenceError"))
+
+
+def faults_in_order(dumps: Mapping[int, Dump]) -> list[tuple[float, int, Fault]]:
+    """When, of which rank, and what, oldest first; the clocks of hosts may differ."""
+    found = [(fault.time, rank, fault) for rank, dump in dumps.items() for fault in dump.faults]
+    return sorted(found, key=lambda each: each[:2])

@@ -1,0 +1,193 @@
+"""What one rank writes down about itself, and its form on disk: JSON, a line for each part.
+
+Invariant: ``decode(encode(dump)) == dump``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from composable_fsdp._consistency.rank_report import Report
+from composable_fsdp.trace import Operation, Position, TraceEvent
+
+__all__ = ["Dump", "Fault", "Header", "NumberedEvent", "Stack", "decode", "encode", "file_name"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Who wrote, when and why.
+
+    Args:
+        rank: in the whole job.
+        world_size: ranks in the job.
+        attempt: how often torchrun has started the job anew.
+        host: its name.
+        process: its id there.
+        reason: for the file.
+        written: seconds since 1970.
+        clock: what ``time.perf_counter`` said then, on which the times of events are.
+        events: how many there were since recording began.
+        groups: of parameters, in the order in which they were first used.
+        versions: by name of what is installed.
+    """
+
+    rank: int
+    world_size: int
+    attempt: int
+    host: str
+    process: int
+    reason: str
+    written: float
+    clock: float
+    events: int
+    groups: tuple[str, ...]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What ended a pass or a collective: ``error``, its ``text``, ``where`` it was, when, and the stack of the error.
+
+    ``position`` is that of the collective.
+    """
+
+    error: str
+    text: str
+    where: str
+    time: float
+    position: Position | None = None
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Where a thread was, the innermost frame last."""
+
+    thread: str
+    frames: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedEvent:
+    """The ``index``-th event since recording began."""
+
+    index: int
+    event: TraceEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """All of it.
+
+    Args:
+        header: who wrote.
+        report: where the rank was, if it is one of several.
+        latest: the last collective that it launched in each process group.
+        faults: oldest first.
+        stacks: of all threads.
+        events: the last ones, oldest first.
+    """
+
+    header: Header
+    report: Report | None = None
+    latest: tuple[TraceEvent, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    stacks: tuple[Stack, ...] = ()
+    events: tuple[NumberedEvent, ...] = ()
+
+
+def file_name(rank: int) -> str:
+    """Of what ``rank`` writes."""
+    return f"rank-{rank:05d}.jsonl"
+
+
+def encode(dump: Dump) -> Iterator[str]:
+    """The lines, without their ends."""
+    yield _line("rank", {"format": _FORMAT, **asdict(dump.header)})
+    if dump.report is not None:
+        yield _line("report", {**json.loads(dump.report.encoded()), "text": str(dump.report)})
+    for event in dump.latest:
+        yield _line("latest", _event_values(event))
+    for fault in dump.faults:
+        yield _line("fault", asdict(fault))
+    for stack in dump.stacks:
+        yield _line("stack", asdict(stack))
+    for numbered in dump.events:
+        yield _line("event", {"index": numbered.index, **_event_values(numbered.event)})
+
+
+def decode(lines: Iterable[str]) -> Dump:
+    """
+    Raises:
+        ValueError: the lines are not what :func:`encode` gives, or of a newer version of it.
+    """
+    header: Header | None = None
+    report: Report | None = None
+    parts: dict[str, list[Any]] = {kind: [] for kind in _READERS}
+    try:
+        for line in lines:
+            values = json.loads(line)
+            kind = values.pop("kind")
+            if kind == "rank":
+                header = _header(values)
+            elif kind == "report":
+                report = Report.decoded(json.dumps({key: values[key] for key in values if key != "text"}))
+            else:
+                parts[kind].append(_READERS[kind](values))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a file of diagnostics: {type(error).__name__}: {error}") from error
+    if header is None:
+        raise ValueError("not a file of diagnostics: it does not say whose it is")
+    latest, faults, stacks, events = (tuple(parts[kind]) for kind in _READERS)
+    return Dump(header, report, latest, faults, stacks, events)
+
+
+def _line(kind: str, values: Mapping[str, Any]) -> str:
+    return json.dumps({"kind": kind, **values})
+
+
+def _event_values(event: TraceEvent) -> dict[str, Any]:
+    values = {**asdict(event), "operation": event.operation.value}
+    if event.position is None:
+        del values["position"]
+    return values
+
+
+def _header(values: dict[str, Any]) -> Header:
+    if (found := values.pop("format")) != _FORMAT:
+        raise ValueError(f"format {found}, which this version does not know: it reads {_FORMAT}")
+    return Header(**{**values, "groups": tuple(values["groups"])})
+
+
+def _position(values: dict[str, Any] | None) -> Position | None:
+    return None if values is None else Position(**{**values, "ranks": tuple(values["ranks"])})
+
+
+def _event(values: dict[str, Any]) -> TraceEvent:
+    position = _position(values.get("position"))
+    return TraceEvent(**{**values, "operation": Operation(values["operation"]), "position": position})
+
+
+def _numbered(values: dict[str, Any]) -> NumberedEvent:
+    return NumberedEvent(values.pop("index"), _event(values))
+
+
+def _fault(values: dict[str, Any]) -> Fault:
+    return Fault(**{**values, "position": _position(values["position"]), "stack": tuple(values["stack"])})
+
+
+def _stack(values: dict[str, Any]) -> Stack:
+    return Stack(values["thread"], tuple(values["frames"]))
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "latest": _event,
+    "fault": _fault,
+    "stack": _stack,
+    "event": _numbered,
+}

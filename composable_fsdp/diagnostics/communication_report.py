@@ -1,0 +1,148 @@
+"""What a model's training puts on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from composable_fsdp._runtime.collectives.bucket import AnyBucket
+from composable_fsdp._runtime.collectives.wire_bytes import (
+    Traffic,
+    all_reduce_traffic,
+    by_channel,
+    gather_traffic,
+    reduce_traffic,
+    smaller_gather_traffic,
+)
+from composable_fsdp._runtime.groups.state import Unit, find_unit
+from composable_fsdp._runtime.lazy_init import iteration_of, name_units
+from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.policies import ReshardKind
+
+__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "units_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationRow:
+    """What one group sends in one direction in a training step, in bytes per rank.
+
+    Attributes:
+        group: its name in the model; ``"root"`` is the model's own.
+        direction: ``"all-gather"``, ``"all-gather (smaller mesh)"``, ``"reduce-scatter"`` or ``"all-reduce"``.
+        per_step: how many such collectives there are in a step.
+        bytes: what a rank sends to others in all of them, and receives.
+        plain_bytes: the same without codecs and hooks.
+    """
+
+    group: str
+    direction: str
+    per_step: int
+    bytes: int
+    plain_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationReport:
+    """The rows of :func:`communication_report`; ``str()`` is a table."""
+
+    rows: tuple[CommunicationRow, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What a rank sends in a step, in all."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def plain_bytes(self) -> int:
+        """The same without codecs and hooks."""
+        return sum(row.plain_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        width = max([len("group"), *(len(row.group) for row in self.rows)])
+        head = f"{'group':{width}}  {'direction':25}  {'per step':>8}  {'bytes':>14}  {'plain bytes':>14}  {'ratio':>5}"
+        lines = [
+            f"{row.group:{width}}  {row.direction:25}  {row.per_step:>8}  {_amounts(row.bytes, row.plain_bytes)}"
+            for row in self.rows
+        ]
+        total = f"{'total':{width}}  {'':25}  {'':>8}  {_amounts(self.bytes, self.plain_bytes)}"
+        return "\n".join([head, *lines, total])
+
+
+def _amounts(nbytes: int, plain: int) -> str:
+    return f"{nbytes:>14,}  {plain:>14,}  {nbytes / plain if plain else 1.0:>5.2f}"
+
+
+def communication_report(model: nn.Module) -> CommunicationReport:
+    """What ``model`` sends in a training step of one forward and one backward, by group and direction.
+
+    Worked out from the groups as they are now, without communicating. All-gathers and reduce-scatters count once per
+    rank that is not the sender; all-reduces, also those in place of either, twice, as ring algorithms send them. What
+    tensors with hooks send counts from their first gather or reduction on. Groups that share a message count as if each
+    had its own, with up to 16 bytes of padding more on each rank. Gathers for modules that borrow parameters of another
+    group, for activation checkpointing and for methods called besides, and microbatches, do not count.
+
+    Args:
+        model: the outermost sharded module, or one that contains it.
+
+    Raises:
+        ConfigurationError: no module in it is sharded.
+    """
+    rows = (row for name, unit in units_of(model) for row in _rows(name, unit))
+    return CommunicationReport(tuple(row for row in rows if row.plain_bytes))
+
+
+def units_of(model: nn.Module) -> list[tuple[str, Unit]]:
+    """All units, in the order of modules, each once and with its place in ``model``, which may hold several roots.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    places: dict[Unit, list[str]] = {}
+    for name, module in model.named_modules():
+        unit = find_unit(module)
+        if unit is not None:
+            places.setdefault(unit, []).append(name)
+    if not places:
+        raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
+    for unit in places:  # from the outside in, so that the outermost is the root of those within it
+        iteration_of(unit)
+    return list(name_units(places).items())
+
+
+def _rows(name: str, unit: Unit) -> Iterator[CommunicationRow]:
+    kind = unit.reshard.kind
+    if kind is ReshardKind.AUTO:
+        kind = ReshardKind.NEVER if iteration_of(unit).root is unit else ReshardKind.ALWAYS
+    smaller = unit.reshard.mesh_size
+
+    def shard(channel: Channel) -> int:
+        return channel.axes.shard.size
+
+    times = 2 if kind is ReshardKind.ALWAYS and unit.unshard_in_backward else 1
+    yield _row(name, unit, "all-gather", times, gather_traffic, shard)
+    if kind is ReshardKind.SMALLER and unit.unshard_in_backward:
+        in_part = partial(smaller_gather_traffic, size=smaller)
+        yield _row(name, unit, "all-gather (smaller mesh)", 1, in_part, lambda channel: min(smaller, shard(channel)))
+    if unit.group.plan.num_trainable:
+        yield _row(name, unit, "reduce-scatter", 1, reduce_traffic, shard)
+        yield _row(name, unit, "all-reduce", 1, all_reduce_traffic, lambda channel: channel.replicate.size)
+
+
+def _row(
+    name: str,
+    unit: Unit,
+    direction: str,
+    times: int,
+    traffic_of: Callable[[Sequence[AnyBucket]], Traffic],
+    size_of: Callable[[Channel], int],
+) -> CommunicationRow:
+    sent = plain = 0
+    for channel, buckets in by_channel(unit.group.buckets):
+        size, traffic = size_of(channel), traffic_of(buckets)
+        sent += times * traffic.bytes * (size - 1) // size
+        plain += times * traffic.plain_bytes * (size - 1) // size
+    return CommunicationRow(name, direction, times, sent, plain)

@@ -1,0 +1,74 @@
+"""Which parameters have gradients, or values, that are nan or infinite, and on which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp._comm.communicator import Transfer
+from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._runtime.shard_extent import units_below
+
+__all__ = ["find_nonfinite"]
+
+
+@torch.no_grad()
+def find_nonfinite(module: nn.Module, *, values: bool = False) -> dict[str, tuple[int, ...]]:
+    """Finds the parameters of ``module`` whose gradients have nan or infinite elements, before they are used.
+
+    Call it after backward, on all ranks: one byte for each parameter goes around each mesh, an all-gather for each of
+    its axes. What a rank finds is in its own shard, which is a sum over ranks already: a loss that was nan on one rank
+    shows wherever shards are.
+
+    Args:
+        module: sharded, in part or not at all.
+        values: look at the parameters themselves instead of at their gradients.
+
+    Returns:
+        For each such parameter, by its name in the order of the module, the ranks of the job that hold such elements.
+        The same on all ranks of the mesh; empty where everything is finite. Plain parameters are compared over the
+        first mesh.
+    """
+    at_rest = {id(p.unsharded): p.sharded for unit in units_below(module) for p in unit.group.parameters}
+    parameters = {name: at_rest.get(id(p), p) for name, p in module.named_parameters()}
+    meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
+    first = next(iter(meshes), None)
+    found: dict[str, tuple[int, ...]] = {}
+    for mesh in meshes or (None,):
+        here = {n: p for n, p in parameters.items() if (p.device_mesh if isinstance(p, DTensor) else first) == mesh}
+        flags = _flags([p if values else p.grad for p in here.values()], mesh)
+        ranks = mesh.mesh.flatten().tolist() if mesh is not None else [0]
+        for name, column in zip(here, flags.T.tolist(), strict=True):
+            if any(column):
+                found[name] = tuple(rank for rank, flag in zip(ranks, column, strict=True) if flag)
+    return {name: found[name] for name in parameters if name in found}
+
+
+def _flags(tensors: Sequence[torch.Tensor | None], mesh: DeviceMesh | None) -> torch.Tensor:
+    """``(ranks, tensors)``, the ranks in the order of ``mesh``: whether a rank's part of a tensor is not finite."""
+    device = torch.device(mesh.device_type if mesh is not None else "cpu")
+    own = [_is_nonfinite(tensor, device) for tensor in tensors]
+    flags = torch.stack(own) if own else torch.empty(0, dtype=torch.uint8, device=device)
+    if mesh is None:
+        return flags[None]
+    everyones = flags
+    for axis in reversed(range(mesh.ndim)):  # the last axis varies fastest
+        if mesh.size(axis) > 1:
+            communicator = communicator_over(mesh.get_group(axis), mesh.device_type)
+            received = everyones.repeat(communicator.size)
+            communicator.all_gather([Transfer(received, everyones)], "search for gradients that are not finite").wait()
+            everyones = received
+    return everyones.view(-1, len(own)).cpu()
+
+
+def _is_nonfinite(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local is None or not local.numel() or not (local.is_floating_point() or local.is_complex()):
+        return torch.zeros((), dtype=torch.uint8, device=device)
+    largest: torch.Tensor = torch.linalg.vector_norm(local, inf)  # nan where any is
+    return largest.isfinite().logical_not().to(device, torch.uint8)

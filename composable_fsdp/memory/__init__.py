@@ -1,1 +1,0 @@
-"""Streams, and the memory in which shards rest and parameters are gathered."""

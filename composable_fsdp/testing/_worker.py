@@ -1,0 +1,134 @@
+"""One rank of ``run_ranks``: a process that runs one function after another on the same gloo process group."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import itertools
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.testing._messages import Call, Job, Raised, Ready, Returned, apply_warning_filters
+
+__all__ = ["main"]
+
+
+def main(rank: int, world_size: int, port: int, descriptors: Sequence[int]) -> None:
+    """Serves calls until the other end of the pipe is closed.
+
+    Args:
+        port: of the caller's ``TCPStore`` on the loopback address.
+        descriptors: this end of the pipe, and the file that gets the Python stacks, on ``SIGUSR1`` and on a crash.
+    """
+    pipe, dump = descriptors
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    # Written by a signal handler in C, so that a rank that waits in a collective, even with the GIL, can be asked.
+    faulthandler.enable(dump)
+    faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
+    connection = Connection(pipe)
+    calls: SimpleQueue[Call] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, calls), daemon=True, name="calls").start()
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    _reset()
+    connection.send(Ready())
+    for number in itertools.count():
+        call = calls.get()
+        _reset()
+        _separate_store(store, number)
+        connection.send(_run(call))
+
+
+def _receive(connection: Connection, calls: SimpleQueue[Call]) -> None:
+    """Runs beside the function, so that a rank that hangs ends too when the caller does, however it died."""
+    try:
+        while True:
+            calls.put(connection.recv())
+    except (EOFError, OSError):
+        os.killpg(os.getpid(), signal.SIGKILL)  # the worker leads a group: whatever it started goes with it
+
+
+def _reset() -> None:
+    """Every function starts alike, whichever ran before.
+
+    It comes before a call and not after one, because then every rank is done with the groups that go away here.
+    """
+    made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in made:
+        dist.destroy_process_group(group)
+    if made:
+        _forget_meshes()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    gc.collect()
+    gc.freeze()  # what is left are modules and caches: torch's alone would make every collection take 0.2 s
+
+
+def _separate_store(store: dist.Store, number: int) -> None:
+    """Gives process groups of this call keys of their own.
+
+    ``new_group(use_local_synchronization=True)`` names a group by its ranks and the number of groups there are, so one
+    of this call may be named like one of an earlier call, read where that one listened, and wait for it forever.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    groups = dist.distributed_c10d._world.pg_map
+    groups[world] = (groups[world][0], dist.PrefixStore(f"call {number}", store))
+
+
+def _forget_meshes() -> None:
+    """DTensor looks results up by *equal* meshes, and would hand out earlier ones, whose process groups are gone."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def _run(call: Call) -> Returned | Raised:
+    try:
+        sys.path[:] = call.path
+        os.chdir(call.directory)
+        importlib.invalidate_caches()
+        job: Job = pickle.loads(call.job)
+        with warnings.catch_warnings():
+            apply_warning_filters(job.filters)
+            result = job.function(*job.args, **job.kwargs)
+        return Returned(_pickled(result), group_alive=dist.is_initialized())
+    except BaseException as error:  # exit() and pytest.fail() too must reach the caller
+        own_frame = error.__traceback__
+        text = traceback.format_exception(type(error), error, own_frame and own_frame.tb_next)
+        first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Raised(first_line, "".join(text))
+
+
+def _pickled(result: object) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            f"The result, a {type(result).__qualname__}, cannot be sent to the caller of run_ranks: {error}"
+        ) from error

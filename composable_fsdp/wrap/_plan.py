@@ -1,0 +1,174 @@
+"""From a policy to a plan: which modules of a model become groups, and with which options. Changes nothing.
+
+A policy gets a :class:`Scope`, what can be chosen of a model, and returns a sequence of :class:`Group`.
+:func:`plan_groups` checks that and completes it; ``fully_shard(model, policy=...)`` then makes a group of each.
+
+Invariants of a complete plan: no module is in two groups; no group comes after one that contains a module of it; the
+last group is that of the model itself; a module that is used within several groups has one of its own; every option is
+one that groups may have of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from composable_fsdp._runtime.groups.state import find_unit
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = ["READ_WITHOUT_CALLS", "Group", "Policy", "Scope", "plan_groups"]
+
+_NO_OVERRIDES: Mapping[str, object] = {}
+READ_WITHOUT_CALLS = (nn.MultiheadAttention,)
+"""Classes that compute with parameters of modules below them without calling these."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are to be sharded as one group.
+
+    Args:
+        modules: usually one; several are sharded as a list.
+        names: of each in the model, ``""`` for the model itself.
+        overrides: keywords of ``fully_shard`` for this group, in place of those of the call.
+    """
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    overrides: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return ", ".join(name or "the model itself" for name in self.names)
+
+
+class Scope:
+    """What a policy may choose from: modules that are called and have parameters which no group has yet.
+
+    Ignored modules and those that are sharded already are left out with all that is below them, and so is what is below
+    ``nn.MultiheadAttention``, which reads parameters without calling their modules.
+
+    Args:
+        model: the outermost module.
+        ignored_modules: ids of modules to leave out.
+        ignored_parameters: ids of parameters that do not count.
+    """
+
+    def __init__(
+        self, model: nn.Module, ignored_modules: Collection[int] = (), ignored_parameters: Collection[int] = ()
+    ) -> None:
+        self.model = model
+        units = (unit for module in model.modules() if (unit := find_unit(module)) is not None)
+        self._held = {id(p) for unit in units for p in unit.registered_parameters()} | set(ignored_parameters)
+        self._left_out = ignored_modules
+        self.modules = {
+            module: name
+            for name, module in self._bottom_up(model, "", set())
+            if _is_called(module) and self.parameters(module)
+        }
+        """Name by module, from the bottom up, otherwise in the order in which modules are registered."""
+
+    def _bottom_up(self, module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+        """Also where a module has several places, it comes before all that contain it."""
+        seen.add(module)
+        if not isinstance(module, READ_WITHOUT_CALLS):
+            for attribute, child in module.named_children():
+                if child not in seen and id(child) not in self._left_out and find_unit(child) is None:
+                    yield from self._bottom_up(child, f"{name}.{attribute}" if name else attribute, seen)
+        yield name, module
+
+    def parameters(self, module: nn.Module, *, recurse: bool = True) -> list[nn.Parameter]:
+        """Those of ``module`` that are neither in a group nor ignored, each once."""
+        return [p for p in module.parameters(recurse) if id(p) not in self._held]
+
+    def numel(self, module: nn.Module) -> int:
+        return sum(p.numel() for p in self.parameters(module))
+
+    def nbytes(self, module: nn.Module) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters(module))
+
+    def group(self, modules: Sequence[nn.Module], overrides: Mapping[str, object] = _NO_OVERRIDES) -> Group:
+        """A group of ``modules`` of this scope."""
+        return Group(tuple(modules), tuple(self.modules[module] for module in modules), dict(overrides))
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides which modules become groups."""
+
+    def plan(self, scope: Scope) -> Sequence[Group]:
+        """The groups, inner ones before those that contain them. The model's own may be left out."""
+        ...
+
+
+def plan_groups(policy: Policy, scope: Scope, options: Collection[str]) -> list[Group]:
+    """All groups that ``policy`` chooses, the model's own last.
+
+    Args:
+        policy: decides.
+        scope: of the model.
+        options: names of keywords that groups may override.
+
+    Raises:
+        ConfigurationError: the policy chose what cannot be a group, in a wrong order, or with unknown options.
+    """
+    groups = list(policy.plan(scope))
+    chosen: dict[nn.Module, Group] = {}
+    within: dict[nn.Module, Group] = {}
+    for group in groups:
+        _check_options(group, options)
+        for module, name in zip(group.modules, group.names, strict=True):
+            if module in chosen:
+                raise ConfigurationError(f"the policy chose {name!r} twice.")
+            if module in within:
+                raise ConfigurationError(
+                    f"the policy chose {name!r} after {within[module].label!r}, which contains it: inner groups come "
+                    "first."
+                )
+            if module not in scope.modules and module is not scope.model:
+                raise ConfigurationError(
+                    f"the policy chose {name!r} ({type(module).__name__}), which cannot be a group: it has no forward "
+                    "or no parameters to shard, or is ignored, sharded already or within such a module."
+                )
+        chosen.update(dict.fromkeys(group.modules, group))
+        within.update((below, group) for m in group.modules for below in m.modules() if below is not m)
+    if scope.model not in chosen:
+        groups.append(Group((scope.model,), ("",)))
+    elif len(chosen[scope.model].modules) > 1:
+        raise ConfigurationError("the policy put the model itself into one group with modules in it.")
+    while shared := _used_in_several(scope, groups):
+        inside = [i for i, group in enumerate(groups) if any(m in set(shared.modules()) for m in group.modules)]
+        groups.insert(max(inside, default=-1) + 1, scope.group([shared]))
+    return groups
+
+
+def _used_in_several(scope: Scope, groups: Sequence[Group]) -> nn.Module | None:
+    """The outermost module that is in several groups and has none of its own: calls of it in one of them would find
+    the parameters sharded that another has taken.
+    """
+    chosen = {module: group for group in groups for module in group.modules}
+    groups_of: dict[nn.Module, set[int]] = {}
+    visits = [(scope.model, groups[-1])]  # no recursive function: it would own itself, and the modules with it
+    while visits:
+        module, group = visits.pop()
+        group = chosen.get(module, group)
+        groups_of.setdefault(module, set()).add(id(group))
+        visits += [(child, group) for child in module.children()]
+    several = [module for module in scope.modules if len(groups_of.get(module, ())) > 1]
+    return several[-1] if several else None
+
+
+def _check_options(group: Group, options: Collection[str]) -> None:
+    unknown = sorted(set(group.overrides) - set(options))
+    if unknown:
+        raise ConfigurationError(
+            f"the policy gave {group.label!r} {', '.join(map(repr, unknown))}, which a group cannot have of its own. "
+            f"It may have {', '.join(sorted(options))}."
+        )
+
+
+def _is_called(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward

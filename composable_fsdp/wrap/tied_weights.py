@@ -1,0 +1,66 @@
+"""Parameters that modules of different groups share, such as an embedding's weight that is the head's too.
+
+They belong to the group that is made first. Groups made later borrow them: theirs are then unsharded along with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from composable_fsdp._runtime.groups.state import Unit, find_unit, holding_unit
+from composable_fsdp._runtime.params.sharded_param import find_taken
+from composable_fsdp.errors import ConfigurationError
+
+__all__ = ["holders", "tie_groups", "tied_holders"]
+
+_TIED_ATTRIBUTE = "_composable_fsdp_tied"
+
+
+def tie_groups(modules: Sequence[nn.Module]) -> None:
+    """Declares that ``modules`` share parameters, so that each may be in another group.
+
+    Call it before ``fully_shard``; later calls then need no ``shared_from``. The parameters belong to the first group
+    that is made of one of the modules, or of a module around it, and are brought into memory along with the others.
+    With ``policy=`` it is not needed.
+
+    Args:
+        modules: two or more of which each shares a parameter with another, for example ``[embedding, head]``.
+
+    Raises:
+        ConfigurationError: they share nothing, or some are sharded already.
+    """
+    if len(modules) < 2 or not all(isinstance(module, nn.Module) for module in modules):
+        raise ConfigurationError("tie_groups takes a list of two or more modules that share parameters.")
+    for module in modules:
+        if any(find_unit(below) is not None for below in module.modules()):
+            raise ConfigurationError(
+                f"tie_groups: this {_class_name(module)} has been sharded already. Call it before "
+                "fully_shard, or name the module that owns the parameters: fully_shard(..., shared_from=[owner])."
+            )
+    held = [{id(p) for p in module.parameters()} for module in modules]
+    for index, module in enumerate(modules):
+        if not held[index] & set[int]().union(*held[:index], *held[index + 1 :]):
+            raise ConfigurationError(
+                f"tie_groups: this {_class_name(module)} shares no parameter with the others. Tie them first, for "
+                "example head.weight = embedding.weight."
+            )
+    for module in modules:
+        vars(module)[_TIED_ATTRIBUTE] = True
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def tied_holders(modules: Iterable[nn.Module]) -> list[Unit]:
+    """Units that have what ``modules``, or those below them, share by :func:`tie_groups`."""
+    return holders(below for m in modules for below in m.modules() if vars(below).get(_TIED_ATTRIBUTE))
+
+
+def holders(modules: Iterable[nn.Module]) -> list[Unit]:
+    """Units that took parameters of which ``modules``, or those below them, still have the original."""
+    taken = [find_taken(parameter) for module in modules for parameter in module.parameters()]
+    units = (holding_unit(each.parameter()) for each in taken if each is not None)
+    return list(dict.fromkeys(unit for unit in units if unit is not None))

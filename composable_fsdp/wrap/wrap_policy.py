@@ -1,0 +1,280 @@
+"""Ready-made policies for ``fully_shard(model, policy=...)``, and the protocol for others.
+
+A policy is any object with ``plan(scope) -> Sequence[Group]``: see :class:`Policy`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable_fsdp._runtime.groups.state import find_unit
+from composable_fsdp.errors import ConfigurationError
+from composable_fsdp.wrap._plan import READ_WITHOUT_CALLS, Group, Policy, Scope
+
+__all__ = [
+    "Group",
+    "Policy",
+    "PolicyLike",
+    "Predicate",
+    "Scope",
+    "as_policy",
+    "balanced",
+    "by_class",
+    "by_size",
+    "every_module",
+    "transformer_blocks",
+]
+
+Predicate = Callable[[nn.Module, str], "bool | Mapping[str, object]"]
+PolicyLike = Policy | Collection[type[nn.Module]] | Callable[..., Any]
+"""What users may pass: a policy of ours or torch's, module classes, a :data:`Predicate`."""
+
+_STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_SMALLEST_STACK = 0.01
+"""Share of a model's parameters from which repeated modules are worth groups of their own."""
+
+
+def as_policy(policy: object) -> Policy:
+    """What a user passed as ``policy=``.
+
+    Raises:
+        ConfigurationError: it is nothing that says which modules to choose.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, type) and issubclass(policy, nn.Module):
+        return by_class(policy)
+    if isinstance(policy, (set, frozenset, list, tuple)):
+        return by_class(*policy)
+    if callable(policy):
+        return _ByPredicate(policy)
+    raise ConfigurationError(
+        "policy must be module classes, a function of a module and its name, or one of composable_fsdp.wrap such as "
+        f"transformer_blocks(), not {policy!r}."
+    )
+
+
+def by_class(*classes: type[nn.Module], **overrides: object) -> Policy:
+    """A group for every module of one of ``classes``, or of a class derived from one.
+
+    Args:
+        classes: for example ``TransformerBlock``.
+        overrides: keywords of ``fully_shard`` for these groups.
+
+    Raises:
+        ConfigurationError: something is no module class. From ``fully_shard``, where the model has none of them.
+    """
+    given: tuple[object, ...] = classes
+    others = [each for each in given if not (isinstance(each, type) and issubclass(each, nn.Module))]
+    if others or not classes:
+        raise ConfigurationError(f"a policy of classes takes classes of modules, not {others or 'none'}.")
+    return _ByClass(classes, overrides)
+
+
+@dataclass(frozen=True)
+class _ByClass:
+    classes: tuple[type[nn.Module], ...]
+    overrides: Mapping[str, object]
+
+    def plan(self, scope: Scope) -> list[Group]:
+        chosen = [scope.group([m], self.overrides) for m in scope.modules if isinstance(m, self.classes)]
+        if not chosen:
+            present = sorted({type(m).__name__ for m in scope.modules})
+            raise ConfigurationError(
+                f"no module of this {type(scope.model).__name__} that can be a group is a "
+                f"{' or '.join(c.__name__ for c in self.classes)}. Those that can are of {', '.join(present)}."
+            )
+        return chosen
+
+
+@dataclass(frozen=True)
+class _ByPredicate:
+    """``choose`` is asked about every module, the model itself included, whose answer matters for its options only."""
+
+    choose: Predicate
+
+    def plan(self, scope: Scope) -> list[Group]:
+        groups = []
+        for module, name in scope.modules.items():
+            answer: object = self.choose(module, name)
+            if not isinstance(answer, (bool, Mapping)):
+                raise ConfigurationError(
+                    f"the policy returned {answer!r} for {name!r} ({type(module).__name__}); it must return a bool, "
+                    "or keywords of fully_shard for that group as a dict."
+                )
+            if answer is not False:
+                groups.append(scope.group([module], answer if isinstance(answer, Mapping) else {}))
+        return groups
+
+
+def by_size(min_parameters: int) -> Policy:
+    """A group for every module that has at least ``min_parameters`` elements besides those of the groups in it."""
+    _check_positive("by_size takes a positive number of parameters", min_parameters)
+    return _BySize(min_parameters)
+
+
+@dataclass(frozen=True)
+class _BySize:
+    min_parameters: int
+
+    def plan(self, scope: Scope) -> list[Group]:
+        groups, taken = [], set[nn.Parameter]()
+        for module in scope.modules:
+            left = [p for p in scope.parameters(module) if p not in taken]
+            if sum(p.numel() for p in left) >= self.min_parameters:
+                groups.append(scope.group([module]))
+                taken.update(left)
+        return groups
+
+
+def every_module() -> Policy:
+    """A group for every module that has parameters of its own: least memory, most collectives."""
+    return _EveryModule()
+
+
+@dataclass(frozen=True)
+class _EveryModule:
+    def plan(self, scope: Scope) -> list[Group]:
+        return [
+            scope.group([module])
+            for module in scope.modules
+            if isinstance(module, READ_WITHOUT_CALLS) or scope.parameters(module, recurse=False)
+        ]
+
+
+def transformer_blocks() -> Policy:
+    """A group for every block of the stacks that a model consists of, such as an encoder's and a decoder's.
+
+    A stack is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` in which two or more modules of one class have, by
+    half of their elements, parameters of the same shapes: so the stages of a vision model, which differ in width, are
+    none, but the layers within each are. Its blocks are all modules of such a class, and in a ``ModuleList`` those of
+    other classes too. What is within a block, such as experts, is not looked at. Stacks that hold less than 1 % of the
+    model's parameters stay with the rest.
+
+    Raises:
+        ConfigurationError: from ``fully_shard``, where there is no such stack.
+    """
+    return _TransformerBlocks()
+
+
+@dataclass(frozen=True)
+class _TransformerBlocks:
+    def plan(self, scope: Scope) -> list[Group]:
+        least = _SMALLEST_STACK * scope.numel(scope.model)
+        found: dict[nn.Module, None] = {}
+        for stack in _stacks(scope.model, scope):
+            if sum(map(scope.numel, dict.fromkeys(stack))) >= least:
+                found.update(dict.fromkeys(stack))
+        if not found:
+            raise ConfigurationError(
+                f"transformer_blocks() found no repeated blocks in {type(scope.model).__name__}: no ModuleList, "
+                "ModuleDict or Sequential in it has two modules of one class and of like shapes that hold 1 % of its "
+                "parameters. Name their class: policy={BlockClass}; or use balanced(target_bytes)."
+            )
+        return [scope.group([module]) for module in scope.modules if module in found]
+
+
+def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
+    """The blocks of each stack below ``module``, outermost stacks only."""
+    children = [child for child in module._modules.values() if child is not None]
+    blocks: list[nn.Module] = []
+    if isinstance(module, _STACKS):
+        candidates = [child for child in children if child in scope.modules and not isinstance(child, _STACKS)]
+        shapes = [(type(child), Counter(p.shape for p in scope.parameters(child))) for child in candidates]
+        repeated = set[type[nn.Module]]()
+        for i, (its_class, of) in enumerate(shapes):
+            if its_class not in repeated and any(c is its_class and _are_alike(of, o) for c, o in shapes[:i]):
+                repeated.add(its_class)
+        takes_all = repeated and isinstance(module, nn.ModuleList)
+        blocks = [child for child in candidates if takes_all or type(child) in repeated]
+    if blocks:
+        yield blocks
+    for child in children:
+        if child not in blocks and find_unit(child) is None:
+            yield from _stacks(child, scope)
+
+
+def _are_alike(some: Counter[torch.Size], others: Counter[torch.Size]) -> bool:
+    """Whether parameters of these shapes are the same by half of their elements."""
+    common, *whole = (sum(shape.numel() * count for shape, count in c.items()) for c in (some & others, some, others))
+    return 2 * common >= max(whole)
+
+
+def balanced(target_bytes: int) -> Policy:
+    """Groups of about equal size, whatever the structure: small neighbours are one group, large modules are opened.
+
+    Neighbours are modules that are registered one after the other, which should be how they run. What is larger than
+    ``target_bytes`` and has no modules in it, such as an embedding, is a group by itself. Parameters that are
+    registered on an opened module stay with the model's own group.
+
+    Args:
+        target_bytes: of the full parameters of a group, in the dtype in which they rest; no group of several modules
+            has more.
+    """
+    _check_positive("balanced takes a positive number of bytes", target_bytes)
+    return _Balanced(target_bytes)
+
+
+@dataclass(frozen=True)
+class _Balanced:
+    target_bytes: int
+
+    def plan(self, scope: Scope) -> list[Group]:
+        groups: list[Group] = []
+        run: list[tuple[nn.Module, int]] = []
+        for module, nbytes in self._pieces(scope).items():
+            if nbytes > self.target_bytes:
+                groups += [scope.group(part) for part in _cut(run, self.target_bytes)]
+                groups.append(scope.group([module]))
+                run = []
+            else:
+                run.append((module, nbytes))
+        return groups + [scope.group(part) for part in _cut(run, self.target_bytes)]
+
+    def _pieces(self, scope: Scope) -> dict[nn.Module, int]:
+        """Modules that are not to be opened any more, in order, with the bytes that none before them has."""
+        pieces: dict[nn.Module, int] = {}
+        covered = set[nn.Module]()
+        counted = set[nn.Parameter]()
+        visits = [scope.model]  # no recursive function: it would own itself, and the modules with it
+        while visits:
+            module = visits.pop()
+            if module in covered:
+                continue
+            opens = any(m in scope.modules for m in module.modules() if m is not module)
+            whole = not opens or scope.nbytes(module) <= self.target_bytes
+            if whole and module in scope.modules and module is not scope.model:
+                new = [p for p in scope.parameters(module) if p not in counted]
+                pieces[module] = sum(p.numel() * p.element_size() for p in new)
+                counted.update(new)
+                covered.update(module.modules())
+            else:
+                visits += reversed(list(module.children()))
+        return pieces
+
+
+def _cut(run: Sequence[tuple[nn.Module, int]], most: int) -> Iterator[list[nn.Module]]:
+    """``run`` in parts of neighbours, as few as it takes and about equal, none of more than ``most`` bytes."""
+    total = sum(nbytes for _, nbytes in run)
+    aim = total / max(1, -(-total // most))
+    part: list[nn.Module] = []
+    held = 0
+    for module, nbytes in run:
+        if part and (held + nbytes > most or held + nbytes / 2 > aim):
+            yield part
+            part, held = [], 0
+        part.append(module)
+        held += nbytes
+    if part:
+        yield part
+
+
+def _check_positive(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{what}, not {value!r}.")
