@@ -35,7 +35,7 @@ BYTES_PER_GBIT = 1e3 / 8  # per microsecond
 
 
 @dataclass(frozen=True)
-class Wire:
+class ShmSocket:
     """Gbit/s per rank, for each process group or, if ``shared``, for all of them together."""
 
     gbit: float
@@ -96,7 +96,7 @@ def step_of(model: nn.Module, network: Network) -> Callable[[], float]:
     return run
 
 
-def steps(variant: Variant, ranks: int, wires: Sequence[Wire]) -> list[dict[str, float]]:
+def steps(variant: Variant, ranks: int, wires: Sequence[ShmSocket]) -> list[dict[str, float]]:
     """Milliseconds of a step over each of ``wires``: all of it, without communication, and what is exposed."""
     network = Network(Device(flops=450e6, bandwidth=3.5e6))
     with simulated_ranks(network, ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
@@ -124,7 +124,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--gbits", default="400", help="bandwidths per rank in Gbit/s")
     arguments = options.parse_args()
-    wires = [Wire(float(gbit), shared) for gbit in arguments.gbits.split(",") for shared in (False, True)]
+    wires = [ShmSocket(float(gbit), shared) for gbit in arguments.gbits.split(",") for shared in (False, True)]
     rows: list[dict[str, Any]] = []
     for ranks in (8,) if arguments.quick else (64, 4096):
         for name, variant in VARIANTS.items():

@@ -19,7 +19,7 @@ from report import interleaved, parser, publish, ratios, timed
 from composable_fsdp._comm.c10d import ProcessGroupCommunicator
 from composable_fsdp._comm.communicator import Communicator, Transfer
 from composable_fsdp._comm.factory import communicator_over
-from composable_fsdp._comm.gloo.connection import Line
+from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
 from composable_fsdp._consistency.order_check import OrderCheck
@@ -86,7 +86,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=25)
     arguments = options.parse_args()
     dist.init_process_group("gloo")
-    line = Line(dist.group.WORLD, None, OrderCheck.OFF)
+    line = GlooConnection(dist.group.WORLD, None, OrderCheck.OFF)
     communicator, shared = GlooCommunicator(dist.group.WORLD, line), communicator_over(dist.group.WORLD, "cpu")
     rows: list[dict[str, Any]] = []
     columns: list[str] = []

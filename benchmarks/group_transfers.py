@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-from composable_fsdp._memory.streams import Lanes
+from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.gradients import reduce_together
-from composable_fsdp._runtime.groups.state import unit_of
+from composable_fsdp._runtime.groups.state import state_of
 
 KIB = [64, 256, 1024, 2048, 4096, 16384, 65536]
 VECTORS = 8
@@ -65,12 +65,12 @@ class Group(nn.Module):
 
 def reduce_by_ours(model: nn.Module) -> Callable[[], None]:
     """What reduces the gradients that lie on the parameters of ``model``."""
-    group, lanes = unit_of(model).group, Lanes(torch.device("cpu"))
+    group, streams = state_of(model).group, CommStreams(torch.device("cpu"))
 
     def reduce() -> None:
         group.gradients.notice()
         group.reshard()
-        for launch in reduce_together((group.gradients,), lanes):
+        for launch in reduce_together((group.gradients,), streams):
             launch.run().complete()
 
     return reduce

@@ -47,7 +47,7 @@ class Peak:
 
     def __enter__(self) -> Peak:
         self.mb, self._over = pss_mb(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._watchdog, daemon=True)
         self._thread.start()
         return self
 
@@ -55,7 +55,7 @@ class Peak:
         self._over.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _watchdog(self) -> None:
         while not self._over.wait(INTERVAL):
             self.mb = max(self.mb, pss_mb())
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp.codecs._encoder import Encoder
-from composable_fsdp.diagnostics.communication_report import units_of
+from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["CommunicationState"]
@@ -79,11 +79,11 @@ class CommunicationState:
 
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
         places = {module: name for name, module in self._model.named_modules()}
-        for unit_name, unit in units_of(self._model):
-            if unit.iteration is not None:
-                unit.iteration.commit_residuals()
-            for bucket in unit.group.buckets:
-                name = _name(bucket, places) or unit_name
+        for state_name, state in states_of(self._model):
+            if state.iteration is not None:
+                state.iteration.commit_residuals()
+            for bucket in state.group.buckets:
+                name = _name(bucket, places) or state_name
                 for leg, encoder in bucket.scatter.encoders.items():
                     if encoder.remembers and encoder.numel:
                         yield f"{name}.{leg}", bucket, encoder

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._comm.broadcast import broadcast_
-from composable_fsdp._runtime.groups.state import Unit, find_unit
+from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp._runtime.lend_params import Loan, check_idle
-from composable_fsdp._runtime.params.param_places import Registered, registered_parameters
-from composable_fsdp._runtime.shard_extent import shardings_of, units_below
+from composable_fsdp._runtime.lend_params import LentParams, check_idle
+from composable_fsdp._runtime.params.param_places import ParamPlace, registered_parameters
+from composable_fsdp._runtime.shard_extent import shardings_of, states_below
 from composable_fsdp._runtime.unsharded_values import agree_on_gradients, keep, keep_gradient, whole_parameter
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.errors import ConfigurationError, ParameterError
@@ -67,8 +67,8 @@ def unsharded_params(
         ParameterError: parameters are on the meta device; or, on leaving, not of the shape that they had.
         ConfigurationError: ``rank0_only`` with ``writeback``, where no mesh has all ranks that hold parameters.
     """
-    units = units_below(module) if recurse else [unit for unit in [find_unit(module)] if unit is not None]
-    with _unsharded(module, units, _Terms(writeback, rank0_only, offload_to_cpu, with_grads)):
+    states = states_below(module) if recurse else [state for state in [find_state(module)] if state is not None]
+    with _unsharded(module, states, _Terms(writeback, rank0_only, offload_to_cpu, with_grads)):
         yield
 
 
@@ -103,8 +103,8 @@ def apply_to_full_params(
         ConfigurationError: ``rank0_only`` with ``writeback``, where no mesh has all ranks that hold parameters.
     """
     terms = _Terms(writeback, rank0_only, offload_to_cpu, with_grads)
-    for unit in units_below(module):
-        with _unsharded(module, [unit], terms) as lent:
+    for state in states_below(module):
+        with _unsharded(module, [state], terms) as lent:
             for name, whole in lent.items():
                 fn(name, whole)
 
@@ -120,16 +120,16 @@ class _Terms:
 
 
 @contextmanager
-def _unsharded(module: nn.Module, units: Sequence[Unit], terms: _Terms) -> Iterator[dict[str, nn.Parameter]]:
-    """Within, the parameters of ``units`` are whole. Gives those that this rank shows, by their names in ``module``."""
-    check_idle(units)
-    for unit in units:
-        if unit.iteration is not None:
-            iteration_of(unit).drain()
-        unit.group.reshard()
-        unit.group.refresh()
-    entries = _sharded_parameters(module, units)
-    shardings = _shardings(entries, units)
+def _unsharded(module: nn.Module, states: Sequence[FSDPState], terms: _Terms) -> Iterator[dict[str, nn.Parameter]]:
+    """Unshard the parameters of ``states``, and yield those that this rank shows, by their names in ``module``."""
+    check_idle(states)
+    for state in states:
+        if state.iteration is not None:
+            iteration_of(state).drain()
+        state.group.reshard()
+        state.group.refresh()
+    entries = _sharded_parameters(module, states)
+    shardings = _shardings(entries, states)
     carrier = _Carrier(entries, shardings) if terms.rank0_only and entries else None
     if carrier is not None and terms.writeback:
         carrier.check_reach()
@@ -139,7 +139,7 @@ def _unsharded(module: nn.Module, units: Sequence[Unit], terms: _Terms) -> Itera
         whole_parameter(e.parameter, s, g, shows, terms.offload_to_cpu)
         for e, s, g in zip(entries, shardings, has_gradient, strict=True)
     ]
-    loan = Loan(units, entries, wholes)
+    loan = LentParams(states, entries, wholes)
     try:
         yield {e.name: whole for e, whole in zip(entries, wholes, strict=True) if whole is not None}
     except BaseException:
@@ -154,8 +154,8 @@ def _unsharded(module: nn.Module, units: Sequence[Unit], terms: _Terms) -> Itera
         _keep_own(entries, shardings, shown, terms.with_grads)
 
 
-def _sharded_parameters(module: nn.Module, units: Sequence[Unit]) -> list[Registered]:
-    ours = {id(p) for unit in units for p in unit.registered_parameters()}
+def _sharded_parameters(module: nn.Module, states: Sequence[FSDPState]) -> list[ParamPlace]:
+    ours = {id(p) for state in states for p in state.registered_parameters()}
     entries = [e for e in registered_parameters(module) if id(e.parameter) in ours]
     on_meta = [e.name for e in entries if e.parameter.is_meta]
     if on_meta:
@@ -166,8 +166,8 @@ def _sharded_parameters(module: nn.Module, units: Sequence[Unit]) -> list[Regist
     return entries
 
 
-def _shardings(entries: Sequence[Registered], units: Sequence[Unit]) -> list[ParameterSharding]:
-    known = shardings_of(units)
+def _shardings(entries: Sequence[ParamPlace], states: Sequence[FSDPState]) -> list[ParameterSharding]:
+    known = shardings_of(states)
     return [known[id(entry.parameter)] for entry in entries]
 
 
@@ -175,7 +175,7 @@ def _shardings(entries: Sequence[Registered], units: Sequence[Unit]) -> list[Par
 
 
 def _keep_own(
-    entries: Sequence[Registered], shardings: Sequence[ParameterSharding], shown: Sequence[object], with_grads: bool
+    entries: Sequence[ParamPlace], shardings: Sequence[ParameterSharding], shown: Sequence[object], with_grads: bool
 ) -> None:
     """Each rank its own part of its own values."""
     wrong = _of_other_shape(entries, shown)
@@ -194,7 +194,7 @@ def _refuse(wrong: object) -> NoReturn:
     )
 
 
-def _of_other_shape(entries: Sequence[Registered], shown: Sequence[object]) -> dict[str, object]:
+def _of_other_shape(entries: Sequence[ParamPlace], shown: Sequence[object]) -> dict[str, object]:
     return {
         entry.name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
         for entry, value in zip(entries, shown, strict=True)
@@ -202,7 +202,7 @@ def _of_other_shape(entries: Sequence[Registered], shown: Sequence[object]) -> d
     }
 
 
-def _mesh(entry: Registered) -> DeviceMesh:
+def _mesh(entry: ParamPlace) -> DeviceMesh:
     return cast(DTensor, entry.parameter).device_mesh
 
 
@@ -211,7 +211,7 @@ class _Carrier:
 
     DISCARD, KEEP, REFUSE = range(3)
 
-    def __init__(self, entries: Sequence[Registered], shardings: Sequence[ParameterSharding]) -> None:
+    def __init__(self, entries: Sequence[ParamPlace], shardings: Sequence[ParameterSharding]) -> None:
         self._entries = entries
         self._shardings = shardings
         self._meshes = list(dict.fromkeys(_mesh(e) for e in entries))
@@ -247,7 +247,7 @@ class _Carrier:
             for entry, sharding, value, code in zip(self._entries, self._shardings, shown, codes, strict=True):
                 self._send(entry, sharding, value, code, with_grads)
 
-    def _send(self, entry: Registered, sharding: ParameterSharding, value: object, code: int, with_grads: bool) -> None:
+    def _send(self, entry: ParamPlace, sharding: ParameterSharding, value: object, code: int, with_grads: bool) -> None:
         requires_grad, has_gradient = bool(code & 1), bool(code & 2) and with_grads
         of_first = value if self.is_first and isinstance(value, torch.Tensor) else None
         whole = self._on_wire(entry, of_first)
@@ -257,7 +257,7 @@ class _Carrier:
         if with_grads:
             keep_gradient(entry.parameter, sharding, gradient)
 
-    def _on_wire(self, entry: Registered, tensor: torch.Tensor | None) -> torch.Tensor:
+    def _on_wire(self, entry: ParamPlace, tensor: torch.Tensor | None) -> torch.Tensor:
         like = entry.parameter
         if tensor is None:
             return torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device_type)

@@ -78,7 +78,7 @@ class TraceEvent:
     operation: Operation
     group: str
     bytes: int
-    lane: str
+    stream: str
     begin: float
     end: float
     plain_bytes: int = 0
@@ -99,7 +99,7 @@ def emit(
     operation: Operation,
     group: str,
     nbytes: int = 0,
-    lane: str = "",
+    stream: str = "",
     begin: float | None = None,
     plain_bytes: int | None = None,
     position: Position | None = None,
@@ -107,7 +107,7 @@ def emit(
     """Tells every listener. Call it only where ``listeners`` is not empty."""
     end = now()
     plain = nbytes if plain_bytes is None else plain_bytes
-    event = TraceEvent(operation, group, nbytes, lane, end if begin is None else begin, end, plain, position)
+    event = TraceEvent(operation, group, nbytes, stream, end if begin is None else begin, end, plain, position)
     for listener in tuple(listeners):
         listener(event)
 

@@ -161,7 +161,7 @@ def train(bench: Bench, variant: str, seed: int) -> Run:
     options = replace(bench.plan.options, seed=seed)
     model = bench.model(variant, seed)
     trainer = Trainer(model, make_optimizer(model, options), options, bench.device)
-    watcher = bench.reporter.watch(f"{variant}, seed {seed}:", options.steps)
+    watcher = bench.reporter.watchdog(f"{variant}, seed {seed}:", options.steps)
     validation = {0: trainer.validate(bench.corpus.validation)}
     tokens_per_step = options.batch * options.seq * dist.get_world_size()
     speeds: list[float] = []

@@ -99,7 +99,7 @@ def train(job: Run, trainer: Trainer) -> History:
     """Train up to ``--steps``, saving on the way."""
     options = job.options
     steps = range(job.start, options.steps)
-    watcher = job.reporter.watch("training", options.steps)
+    watcher = job.reporter.watchdog("training", options.steps)
     tokens_per_step = options.batch * options.seq * dist.get_world_size()
 
     def on_report(step: int, loss: float, seconds: float) -> None:
@@ -133,7 +133,7 @@ def check_resume(job: Run, trainer: Trainer, history: History) -> bool:
 def check_reference(job: Run, trainer: Trainer, history: History) -> bool:
     """Train all steps unsharded, and compare."""
     steps = range(job.options.steps)
-    watcher = job.reporter.watch("unsharded", len(steps))
+    watcher = job.reporter.watchdog("unsharded", len(steps))
 
     def on_step(step: int, loss: float) -> None:
         watcher.step_done(step)

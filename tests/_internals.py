@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.c10d import ProcessGroupCommunicator
     from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
     from composable_fsdp._comm.factory import communicator_over, compared, duplicate
-    from composable_fsdp._comm.gloo.connection import Line
+    from composable_fsdp._comm.gloo.connection import GlooConnection
     from composable_fsdp._comm.gloo.gloo_communicator import Arrival, GlooCommunicator
     from composable_fsdp._comm.loopback import LoopbackCommunicator
     from composable_fsdp._comm.shm import connect, segment
     from composable_fsdp._comm.shm.connect import SWITCH
     from composable_fsdp._comm.shm.segment import SLOT_BYTES
     from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-    from composable_fsdp._comm.shm.staging import Extent as StagingExtent
+    from composable_fsdp._comm.shm.staging import StagedRange as StagingExtent
     from composable_fsdp._comm.shm.staging import plan_rounds
     from composable_fsdp._comm.verify_ranks import check_alike, difference_text
     from composable_fsdp._consistency import interrupt, watchdog
-    from composable_fsdp._consistency.order_check import CONTEXT, Agreement, OrderCheck, order_check_from
-    from composable_fsdp._consistency.rank_report import Place, Report, judge
+    from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
+    from composable_fsdp._consistency.rank_report import Place, Report, diagnose
     from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
     from composable_fsdp._consistency.starting_values import Candidate, start_details, unlike_starts
-    from composable_fsdp._consistency.watchdog import PATIENCE, Watch, known_watch
+    from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._layout.block import Box, Cut
     from composable_fsdp._layout.block import Extent as BlockExtent
     from composable_fsdp._layout.bucket_layout import (
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.strided_runs import find_runs
     from composable_fsdp._memory import unsharded_buffer
     from composable_fsdp._memory.shard_store import carry
-    from composable_fsdp._memory.streams import Lane, Lanes
+    from composable_fsdp._memory.streams import CommStream, CommStreams
     from composable_fsdp._memory.unsharded_buffer import OwnedBuffer
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives.all_gather import LastGather, launch_gather
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
     from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
     from composable_fsdp._runtime.groups.param_group import ParameterGroup
-    from composable_fsdp._runtime.groups.state import Accumulation, Unit, find_unit, unit_of
+    from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
     from composable_fsdp._runtime.groups.state_machine import (
         GRADIENT_TRANSITIONS,
         PARAMETER_TRANSITIONS,
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
         advance,
     )
     from composable_fsdp._runtime.lazy_init import iteration_of
-    from composable_fsdp._runtime.params.optimizer_steps import Steps
+    from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
     from composable_fsdp._runtime.root import fusion as company
     from composable_fsdp._runtime.root import reduce_queue
@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.prefetch import Unsharding
     from composable_fsdp._runtime.root.recovery import disconnect, reconnect
     from composable_fsdp._runtime.schedule.policy import ForwardRecord, Lockstep, batch_before_prefetch, merge_adjacent
-    from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, units_below
+    from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding.mesh import (
         DataParallelAxes,
         data_parallel_axes,
@@ -96,13 +96,13 @@ if TYPE_CHECKING:
         warn_without_cpu_backend,
     )
     from composable_fsdp._sharding.param_sharding import ModelParallel, ShardPlacementResult, shard_over_axes
-    from composable_fsdp._sharding.process_groups import Channel
+    from composable_fsdp._sharding.process_groups import ProcessGroups
     from composable_fsdp._sharding.strategy import resolve_strategy
     from composable_fsdp._torch_compat.fsdp_state import ClientState
     from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy
     from composable_fsdp.checkpoint._coordination import rank_group
     from composable_fsdp.checkpoint._coordination.mismatch import (
-        Misfit,
+        Mismatch,
         joined,
         leave_common_unexpected,
         refuse,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from tests._internals import GlooCommunicator, Line, OrderCheck
+from tests._internals import GlooCommunicator, GlooConnection, OrderCheck
 
 __all__ = ["COPIES", "IN_COMMON", "SOCKETS", "TRANSPORTS", "Environment", "over_gloo"]
 
@@ -26,4 +26,4 @@ TRANSPORTS = {"in common": IN_COMMON, "copies": COPIES, "sockets": SOCKETS}
 
 def over_gloo(group: dist.ProcessGroup) -> GlooCommunicator:
     """The communicator for ranks that share no memory, whether they do or not. All ranks must ask together."""
-    return GlooCommunicator(group, Line(group, None, OrderCheck.OFF))
+    return GlooCommunicator(group, GlooConnection(group, None, OrderCheck.OFF))

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from composable_fsdp._api.materialize import InitFunction, left_alone, materialise
-from composable_fsdp._runtime.groups.state import find_unit, unit_of
+from composable_fsdp._runtime.groups.state import find_state, state_of
 from composable_fsdp._runtime.params.param_places import registered_parameters
 from composable_fsdp._sharding.strategy import resolve_strategy
 from composable_fsdp._torch_compat.torch_types import as_mesh_dims, as_strategy
@@ -56,17 +56,17 @@ def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., objec
     groups = plan_groups(policy, Scope(model, left.modules, left.parameters), OVERRIDABLE)
     options_of = [_options_of(group, options) for group in groups]
     init: InitFunction | None = options["param_init_fn"]
-    there = {unit for module in model.modules() if (unit := find_unit(module)) is not None}
-    lenders = there | {unit_of(owner) for owner in options["shared_from"]}
+    there = {state for module in model.modules() if (state := find_state(module)) is not None}
+    lenders = there | {state_of(owner) for owner in options["shared_from"]}
     registered = [entry for entry in registered_parameters(model) if len(entry.places) > 1]
     for group, chosen in zip(groups, options_of, strict=True):
         if init is not None:
             for module in group.modules:
                 materialise(module, init, left, registered)
-        owners = [unit.modules[0] for unit in holders(group.modules) if unit in lenders]
+        owners = [state.modules[0] for state in holders(group.modules) if state in lenders]
         target = group.modules[0] if len(group.modules) == 1 else list(group.modules)
         shard(target, **{**chosen, "shared_from": owners, "param_init_fn": None})
-        lenders.add(unit_of(group.modules[0]))
+        lenders.add(state_of(group.modules[0]))
 
 
 def _options_of(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._runtime.groups.param_group import ParameterGroup
-from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, Unit, alive, find_unit
+from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, alive, find_state
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.params.tensor_subclass import hooks_of
 from composable_fsdp.errors import ConfigurationError
@@ -37,29 +37,29 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
     marks = cast("dict[Any, Any]", memo)
     if _UNDER_WAY in marks:
         return _copy_module(module, memo)
-    units = list({unit: None for m in module.modules() if (unit := find_unit(m)) is not None})
+    states = list({state: None for m in module.modules() if (state := find_state(m)) is not None})
     within = set(module.modules())
-    for unit in units:
-        _check_contained(unit, units, within, module)
-        unit.group.reshard()
-        memo[id(unit)] = object.__new__(Unit)
-        for parameter in unit.group.parameters:
+    for state in states:
+        _check_contained(state, states, within, module)
+        state.group.reshard()
+        memo[id(state)] = object.__new__(FSDPState)
+        for parameter in state.group.parameters:
             memo[id(parameter.sharded)] = _copy_parameter(parameter.name, parameter.sharded)
     marks[_UNDER_WAY] = True
     try:
         result = _copy_module(module, memo)
     finally:
         del marks[_UNDER_WAY]
-    for unit in sorted(units, key=lambda unit: bool(unit.lenders)):  # lenders before borrowers
-        _fill(memo[id(unit)], unit, memo)
+    for state in sorted(states, key=lambda state: bool(state.lenders)):  # lenders before borrowers
+        _fill(memo[id(state)], state, memo)
     return result
 
 
-def _check_contained(unit: Unit, units: list[Unit], within: set[nn.Module], module: nn.Module) -> None:
-    owners = {owner for parameter in unit.group.parameters for owner, _ in parameter.owners}
-    if not owners | set(unit.modules) <= within or not set(unit.lenders) | set(alive(unit.borrowing)) <= set(units):
+def _check_contained(state: FSDPState, states: list[FSDPState], within: set[nn.Module], module: nn.Module) -> None:
+    owners = {owner for parameter in state.group.parameters for owner, _ in parameter.owners}
+    if not owners | set(state.modules) <= within or not set(state.lenders) | set(alive(state.borrowing)) <= set(states):
         raise ConfigurationError(
-            f"{type(module).__name__.removeprefix('FSDP')} shares the group of {unit.name!r} with modules outside of "
+            f"{type(module).__name__.removeprefix('FSDP')} shares the group of {state.name!r} with modules outside of "
             "it, so it cannot be copied alone. Copy a sharded module that contains all of them."
         )
 
@@ -94,19 +94,19 @@ def _copy_distributed(tensor: Any) -> DTensor:
     return DTensor(tensor._local_tensor.clone(), tensor._spec, requires_grad=False)
 
 
-def _fill(clone: Unit, unit: Unit, memo: Memo) -> None:
-    """Makes ``clone``, which the copied modules know already, the same as ``unit`` on them."""
-    group = unit.group
+def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
+    """Makes ``clone``, which the copied modules know already, the same as ``state`` on them."""
+    group = state.group
     parameters = [
         p.copy_onto(memo[id(p.sharded)], [(memo[id(owner)], name) for owner, name in p.owners])
         for p in group.parameters
     ]
-    copied = ParameterGroup(group.name, (), group.axes, unit.precision, group.offload, parameters=parameters)
+    copied = ParameterGroup(group.name, (), group.axes, state.precision, group.offload, parameters=parameters)
     copied.follow_choices(group)
-    lenders = [memo[id(lender)] for lender in unit.lenders]
-    Unit.__init__(clone, [memo[id(m)] for m in unit.modules], copied, unit.reshard, unit.precision, lenders)
-    clone.follow_choices(unit)
+    lenders = [memo[id(lender)] for lender in state.lenders]
+    FSDPState.__init__(clone, [memo[id(m)] for m in state.modules], copied, state.reshard, state.precision, lenders)
+    clone.follow_choices(state)
     for ahead in ("forward_prefetch", "backward_prefetch"):
-        known = getattr(unit, ahead)
+        known = getattr(state, ahead)
         if known is not None and all(id(other) in memo for other in alive(known)):
             setattr(clone, ahead, [ref(memo[id(other)]) for other in alive(known)])

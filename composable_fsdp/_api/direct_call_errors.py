@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import Unit, holding_unit, unit_of
+from composable_fsdp._runtime.groups.state import FSDPState, holding_state, state_of
 from composable_fsdp._runtime.params.sharded_param import find_parameter
 from composable_fsdp.errors import LifecycleError
 
@@ -48,20 +48,20 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(self, *args, **kwargs)
         except RuntimeError as error:
-            unit = unit_of(self)
-            if isinstance(error, LifecycleError) or _MIXED not in str(error) or unit.is_running:
+            state = state_of(self)
+            if isinstance(error, LifecycleError) or _MIXED not in str(error) or state.is_running:
                 raise
-            raise _bypassed(name, unit) from error
+            raise _bypassed(name, state) from error
 
     return method
 
 
-def _bypassed(method: str, unit: Unit) -> LifecycleError:
-    names = [parameter.name for parameter in unit.group.parameters]
+def _bypassed(method: str, state: FSDPState) -> LifecycleError:
+    names = [parameter.name for parameter in state.group.parameters]
     held = f", such as {names[0]!r}" if names else ""
     return LifecycleError(
-        f"{method}() of {unit.class_name} computed with parameters that are sharded{held}: only calls of the module "
-        f"{unit.name!r} itself bring them into memory. After fully_shard, call "
+        f"{method}() of {state.class_name} computed with parameters that are sharded{held}: only calls of the module "
+        f"{state.name!r} itself bring them into memory. After fully_shard, call "
         f"composable_fsdp.register_fsdp_forward_method(module, {method!r}); or put module.unshard() before it and "
         "module.reshard() after it."
     )
@@ -103,20 +103,20 @@ def explanation_of(error: BaseException) -> str | None:
 
 def _told_of(value: object) -> str | None:
     """Explain a sharded parameter, or a module that has one of its own, for the text of an error."""
-    found, unit = find_parameter(value), holding_unit(value)
-    if found is not None and found.sharded is value and unit is not None:
-        return _advice(repr(found.name), unit)
+    found, state = find_parameter(value), holding_state(value)
+    if found is not None and found.sharded is value and state is not None:
+        return _advice(repr(found.name), state)
     for name, parameter in value._parameters.items() if isinstance(value, nn.Module) else ():
-        found, unit = find_parameter(parameter), holding_unit(parameter)
-        if found is not None and found.sharded is parameter and unit is not None:
+        found, state = find_parameter(parameter), holding_state(parameter)
+        if found is not None and found.sharded is parameter and state is not None:
             owner = type(value).__name__.removeprefix("FSDP")
-            return _advice(f"{name!r} of this {owner}", unit)
+            return _advice(f"{name!r} of this {owner}", state)
     return None
 
 
-def _advice(parameter: str, unit: Unit) -> str:
+def _advice(parameter: str, state: FSDPState) -> str:
     return (
-        f"parameter {parameter} is sharded, being in the group of {unit.name!r} ({unit.class_name}): only calls of "
+        f"parameter {parameter} is sharded, being in the group of {state.name!r} ({state.class_name}): only calls of "
         "that module bring it into memory. Call that module; or a method of it after "
         "composable_fsdp.register_fsdp_forward_method(module, name); or put module.unshard() before and "
         "module.reshard() after what computes with it."

@@ -18,8 +18,8 @@ from composable_fsdp._api.group_setters import check_between_steps, check_count,
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.profiling import ask_logger
-from composable_fsdp._runtime.groups.state import Accumulation, Unit, find_unit, unit_of
-from composable_fsdp._runtime.groups.version_check import ChangeCheck
+from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
+from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import call_as_forward, is_being_called
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.root.recovery import set_order_check
@@ -34,17 +34,17 @@ __all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_com
 class UnshardHandle(TorchUnshardHandle):
     """An all-gather in flight, from ``FSDPModule.unshard(async_op=True)``."""
 
-    def __init__(self, unit: Unit, *, is_new: bool) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, state: FSDPState, *, is_new: bool) -> None:
+        self._state: FSDPState | None = state
         self._is_new = is_new
 
     def wait(self) -> None:
         """Makes the unsharded parameters usable. Waiting twice is waiting once."""
-        if self._unit is not None:
-            unit, self._unit = self._unit, None
-            unit.group.wait()
+        if self._state is not None:
+            state, self._state = self._state, None
+            state.group.wait()
             if self._is_new:
-                iteration_of(unit).keep_unsharded(unit)
+                iteration_of(state).keep_unsharded(state)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -68,12 +68,12 @@ class FSDPModule(TorchFSDPModule):
         Args:
             async_op: return at once with a handle; the module's next forward waits for it if nobody else did.
         """
-        unit = _unit(self)
-        unit.deliver_before_changes()
+        state = _state(self)
+        state.deliver_before_changes()
         ask_logger()
-        with unit.group.unshard_async_op(async_op):
-            is_new = iteration_of(unit).gather_by_hand(unit)
-        handle = UnshardHandle(unit, is_new=is_new)
+        with state.group.unshard_async_op(async_op):
+            is_new = iteration_of(state).gather_by_hand(state)
+        handle = UnshardHandle(state, is_new=is_new)
         if async_op:
             return handle
         handle.wait()
@@ -81,7 +81,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reshard(self) -> None:
         """Frees this module's unsharded parameters. Without effect where they are sharded already."""
-        _unit(self).group.reshard()
+        _state(self).group.reshard()
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: back to where a new step can begin.
@@ -96,7 +96,7 @@ class FSDPModule(TorchFSDPModule):
             DivergenceError: some ranks took the optimizer's step after a backward that failed on others. Load a
                 checkpoint on all of them; nothing else is needed to go on.
         """
-        iteration_of(_unit(self)).reset()
+        iteration_of(_state(self)).reset()
 
     # -- when to reshard and what to prefetch
 
@@ -111,27 +111,27 @@ class FSDPModule(TorchFSDPModule):
                 f"set_reshard_after_forward takes a bool, not {reshard_after_forward!r}; to reshard to a smaller mesh, "
                 "pass an int as fully_shard(reshard_after_forward=...)."
             )
-        for unit in _units(self, recurse):
-            unit.reshard = Reshard.parse(reshard_after_forward, unit.group.axes.shard.size)
+        for state in _states(self, recurse):
+            state.reshard = Reshard.parse(reshard_after_forward, state.group.axes.shard.size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to free parameters after backward. Kept ones are gathered anew once an optimizer has stepped, but for
         groups that are frozen as a whole: these are gathered once, and again only when they have been changed in place.
         """
-        for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+        for state in _states(self, recurse):
+            state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Modules to all-gather when this one begins its forward, in place of those known from the last iteration."""
-        _unit(self).forward_prefetch = list(map(ref, _sharded_units("set_modules_to_forward_prefetch", modules)))
+        _state(self).forward_prefetch = list(map(ref, _sharded_states("set_modules_to_forward_prefetch", modules)))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
         """Modules to all-gather when this one begins its backward, in place of the one before it in forward."""
-        _unit(self).backward_prefetch = list(map(ref, _sharded_units("set_modules_to_backward_prefetch", modules)))
+        _state(self).backward_prefetch = list(map(ref, _sharded_states("set_modules_to_backward_prefetch", modules)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters; an embedding's does not, which saves its second all-gather."""
-        _unit(self).unshard_in_backward = unshard_in_backward
+        _state(self).unshard_in_backward = unshard_in_backward
 
     # -- gradients
 
@@ -140,18 +140,18 @@ class FSDPModule(TorchFSDPModule):
 
         See :func:`no_sync` for a way that needs only this rank's shard of memory.
         """
-        for unit in _units(self, recurse):
-            unit.accumulation = Accumulation.REDUCE if requires_gradient_sync else Accumulation.UNSHARDED
-            unit.all_reduce = requires_gradient_sync
+        for state in _states(self, recurse):
+            state.accumulation = Accumulation.REDUCE if requires_gradient_sync else Accumulation.UNSHARDED
+            state.all_reduce = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward waits for reductions in flight; without it, the next backward's does."""
-        iteration_of(_unit(self)).is_last_backward = is_last_backward
+        iteration_of(_state(self)).is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
         check_factor(factor)
-        _unit(self).group.gradients.divide_factor = float(factor)
+        _state(self).group.gradients.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Older name of :meth:`set_gradient_divide_factor`."""
@@ -159,15 +159,15 @@ class FSDPModule(TorchFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether to sum on the wire and divide afterwards, also where the backend could average."""
-        _unit(self).group.gradients.sum_only = enable
+        _state(self).group.gradients.sum_only = enable
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the replicate axis of a hybrid mesh too.
 
         Where it does not, this rank's shards of the gradients are summed, in the reduce dtype, until a backward does.
         """
-        for unit in _units(self, recurse):
-            unit.all_reduce = requires_all_reduce
+        for state in _states(self, recurse):
+            state.all_reduce = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether ranks may use different parameters in the same step, or skip modules in forward or backward.
@@ -185,12 +185,12 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             LifecycleError: a backward may still come to a forward that has run.
         """
-        units = list(_units(self, recurse))
-        check_between_steps("set_reduce_scatter_unused_params", units)
-        for unit in units:
-            for channel in unit.group.channels:
-                channel.unequal_use = reduce_scatter_unused_params
-            unit.group.rebuild()
+        states = list(_states(self, recurse))
+        check_between_steps("set_reduce_scatter_unused_params", states)
+        for state in states:
+            for pgs in state.group.process_groups:
+                pgs.unequal_use = reduce_scatter_unused_params
+            state.group.rebuild()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions of gradients may be on the wire at once: one more waits for the oldest.
@@ -203,8 +203,8 @@ class FSDPModule(TorchFSDPModule):
             ConfigurationError: not an int of at least 1.
         """
         check_count("max_input_buffers", max_input_buffers, least=1)
-        for unit in _units(self, recurse):
-            unit.reductions_in_flight = max_input_buffers
+        for state in _states(self, recurse):
+            state.reductions_in_flight = max_input_buffers
 
     def set_prefetch_limit(self, limit: int) -> None:
         """How many modules are gathered ahead of the one that computes, forward and backward. Call it on the root.
@@ -218,7 +218,7 @@ class FSDPModule(TorchFSDPModule):
             ConfigurationError: not an int of at least 0, or this module is not the root of what has run already.
         """
         check_count("limit", limit)
-        tell_root(_unit(self), "prefetch_limit", limit)
+        tell_root(_state(self), "prefetch_limit", limit)
 
     def set_max_unsharded_bytes(self, max_unsharded_bytes: int | None) -> None:
         """Bounds the memory of parameters that are gathered ahead of their turn. Call it on the root.
@@ -233,7 +233,7 @@ class FSDPModule(TorchFSDPModule):
                 already.
         """
         check_count("max_unsharded_bytes", max_unsharded_bytes, or_none=True)
-        tell_root(_unit(self), "max_unsharded_bytes", max_unsharded_bytes)
+        tell_root(_state(self), "max_unsharded_bytes", max_unsharded_bytes)
 
     def set_max_merged_bytes(self, max_merged_bytes: int) -> None:
         """How many bytes of full parameters of small groups next to each other share one all-gather and one reduction.
@@ -247,7 +247,7 @@ class FSDPModule(TorchFSDPModule):
             ConfigurationError: not an int of at least 0, or this module is not the root of what has run already.
         """
         check_count("max_merged_bytes", max_merged_bytes)
-        tell_root(_unit(self), "max_merged_bytes", max_merged_bytes)
+        tell_root(_state(self), "max_merged_bytes", max_merged_bytes)
 
     def set_order_check(self, level: str) -> None:
         """How much ranks compare, before a collective begins, to see that all of them are about to do the same.
@@ -266,10 +266,10 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConfigurationError: none of these.
         """
-        chosen, units = order_check_from(level), list(_units(self, recurse=True))
-        for unit in units:
-            unit.order_check = chosen
-        set_order_check(units, chosen)
+        chosen, states = order_check_from(level), list(_states(self, recurse=True))
+        for state in states:
+            state.order_check = chosen
+        set_order_check(states, chosen)
 
     def set_version_check(self, enable: bool = True, *, recurse: bool = True) -> None:
         """How parameters that change between a forward and its backward are looked for.
@@ -282,8 +282,8 @@ class FSDPModule(TorchFSDPModule):
                 ``False`` looks for no change.
             recurse: also in the sharded modules below this one.
         """
-        for unit in _units(self, recurse):
-            unit.change_check = ChangeCheck(unit.group, reads_shards=True) if enable else None
+        for state in _states(self, recurse):
+            state.version_check = VersionCheck(state.group, reads_shards=True) if enable else None
 
     # -- communication
 
@@ -301,10 +301,10 @@ class FSDPModule(TorchFSDPModule):
             ArgumentTypeError: ``comm`` lacks ``allocate`` or cannot be called.
             LifecycleError: a backward may still come to a forward that has run.
         """
-        check_between_steps("set_custom_all_gather", [_unit(self)])
-        for channel in _unit(self).group.channels:
-            channel.customize_gather(comm)
-        _unit(self).group.rebuild()
+        check_between_steps("set_custom_all_gather", [_state(self)])
+        for pgs in _state(self).group.process_groups:
+            pgs.customize_gather(comm)
+        _state(self).group.rebuild()
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
         """Lets ``comm`` move the bytes of this module's reduce-scatters over its shard axis.
@@ -319,10 +319,10 @@ class FSDPModule(TorchFSDPModule):
             ArgumentTypeError: ``comm`` lacks ``allocate`` or cannot be called.
             LifecycleError: a backward may still come to a forward that has run.
         """
-        check_between_steps("set_custom_reduce_scatter", [_unit(self)])
-        for channel in _unit(self).group.channels:
-            channel.customize_scatter(comm)
-        _unit(self).group.rebuild()
+        check_between_steps("set_custom_reduce_scatter", [_state(self)])
+        for pgs in _state(self).group.process_groups:
+            pgs.customize_scatter(comm)
+        _state(self).group.rebuild()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Calls ``hook`` with this module's reduced gradients before they are set.
@@ -341,17 +341,17 @@ class FSDPModule(TorchFSDPModule):
         """
         if hook is not None and not callable(hook):
             raise ArgumentTypeError(f"set_all_reduce_hook takes a function of a tensor, not {type(hook).__name__}.")
-        unit = _unit(self)
-        if stream is not None and any(channel.axes.mesh.ndim > 1 for channel in unit.group.channels):
+        state = _state(self)
+        if stream is not None and any(pgs.axes.mesh.ndim > 1 for pgs in state.group.process_groups):
             raise ConfigurationError(
-                f"set_all_reduce_hook on {unit.name!r} takes no stream, as its mesh is 2-d (replicate, shard): the "
+                f"set_all_reduce_hook on {state.name!r} takes no stream, as its mesh is 2-d (replicate, shard): the "
                 "hook runs on the stream of the all-reduce over the replicate axis. Leave stream out."
             )
-        unit.group.gradients.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
+        state.group.gradients.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Makes the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
-        iteration_of(_unit(self)).post_optimizer_event = event
+        iteration_of(_state(self)).post_optimizer_event = event
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have process groups of their own, so that they do not queue behind all-gathers.
@@ -359,9 +359,9 @@ class FSDPModule(TorchFSDPModule):
         Every rank must call it, at the same place.
         """
         separate: dict[object, GroupCommunicator] = {}
-        for unit in _units(self, recurse):
-            for channel in unit.group.channels:
-                channel.separate_scatter(separate if enable else None)
+        for state in _states(self, recurse):
+            for pgs in state.group.process_groups:
+                pgs.separate_scatter(separate if enable else None)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether messages lie in memory of the backend's own allocator, where it has one, as NCCL has.
@@ -369,14 +369,14 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ConflictError: after ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, whose ``allocate`` decides.
         """
-        unit = _unit(self)
-        if any(channel.is_custom for channel in unit.group.channels):
+        state = _state(self)
+        if any(pgs.is_custom for pgs in state.group.process_groups):
             raise ConflictError(
-                f"set_allocate_memory_from_process_group_for_comm on {unit.name!r}, which has a custom collective: its "
-                "allocate() gives the memory of messages. Allocate there from the process group, or leave this out."
+                f"set_allocate_memory_from_process_group_for_comm on {state.name!r}, which has a custom collective: "
+                "its allocate() gives the memory of messages. Allocate there from the process group, or leave this out."
             )
-        for channel in unit.group.channels:
-            channel.pool(enable)
+        for pgs in state.group.process_groups:
+            pgs.pool(enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not offered yet: raises ``UnsupportedError``."""
@@ -384,9 +384,9 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """The ``async_op`` that custom all-gathers are called with. Ours are always asynchronous."""
-        for unit in _units(self, recurse=True):
-            for channel in unit.group.channels:
-                channel.unshard_async_op = async_op
+        for state in _states(self, recurse=True):
+            for pgs in state.group.process_groups:
+                pgs.unshard_async_op = async_op
 
     def _get_fsdp_state(self) -> Any:
         assert isinstance(self, nn.Module)
@@ -394,22 +394,22 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty`` … act on the sharded parameters; the groups take over what came of them."""
-        for unit in _units(self, recurse=True):
-            unit.deliver_before_changes()
-            unit.group.check_nothing_held()
-            unit.group.reshard()
+        for state in _states(self, recurse=True):
+            state.deliver_before_changes()
+            state.group.check_nothing_held()
+            state.group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        for unit in _units(self, recurse=True):
-            unit.group.refresh()
+        for state in _states(self, recurse=True):
+            state.group.refresh()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; also drops gradients that were accumulated and not delivered yet."""
-        units = list(_units(self, recurse=True))
-        for iteration in {iteration_of(unit) for unit in units if unit.iteration is not None}:
+        states = list(_states(self, recurse=True))
+        for iteration in {iteration_of(state) for state in states if state.iteration is not None}:
             iteration.drain()  # what is on the wire would arrive later
-        for unit in units:
-            unit.group.gradients.drop()
+        for state in states:
+            state.group.gradients.drop()
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -439,15 +439,15 @@ def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
 
     To freeze or thaw parameters of a group in between delivers what the group has summed so far.
     """
-    units = list(_units(module, recurse=True))
-    before = [unit.accumulation for unit in units]
-    for unit in units:
-        unit.accumulation = Accumulation.SHARDED if sharded else Accumulation.UNSHARDED
+    states = list(_states(module, recurse=True))
+    before = [state.accumulation for state in states]
+    for state in states:
+        state.accumulation = Accumulation.SHARDED if sharded else Accumulation.UNSHARDED
     try:
         yield
     finally:
-        for unit, accumulation in zip(units, before, strict=True):
-            unit.accumulation = accumulation
+        for state, accumulation in zip(states, before, strict=True):
+            state.accumulation = accumulation
 
 
 def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
@@ -459,15 +459,15 @@ def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
     Raises:
         ConfigurationError: one of them is not sharded, or part of another root.
     """
-    units = _sharded_units("share_comm_ctx", modules)
-    for unit in units:
-        if iteration_of(unit).root is not unit:
+    states = _sharded_states("share_comm_ctx", modules)
+    for state in states:
+        if iteration_of(state).root is not state:
             raise ConfigurationError(
-                f"share_comm_ctx takes outermost sharded modules, but {unit.name!r} is part of "
-                f"{iteration_of(unit).root.class_name}: pass that one."
+                f"share_comm_ctx takes outermost sharded modules, but {state.name!r} is part of "
+                f"{iteration_of(state).root.class_name}: pass that one."
             )
-    for unit in units[1:]:
-        iteration_of(unit).lanes = iteration_of(units[0]).lanes
+    for state in states[1:]:
+        iteration_of(state).streams = iteration_of(states[0]).streams
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -492,33 +492,33 @@ def _hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_being_called(unit_of(self)):
+        if torch.compiler.is_compiling() or is_being_called(state_of(self)):
             return original(self, *args, **kwargs)
-        return call_as_forward(unit_of(self), self, functools.partial(original, self), args, kwargs)
+        return call_as_forward(state_of(self), self, functools.partial(original, self), args, kwargs)
 
     return forward
 
 
-def _unit(module: object) -> Unit:
+def _state(module: object) -> FSDPState:
     assert isinstance(module, nn.Module)
-    return unit_of(module)
+    return state_of(module)
 
 
-def _units(module: object, recurse: bool) -> Iterator[Unit]:
+def _states(module: object, recurse: bool) -> Iterator[FSDPState]:
     assert isinstance(module, nn.Module)
     if not recurse:
-        yield unit_of(module)
+        yield state_of(module)
         return
-    yield from {unit: None for child in module.modules() if (unit := find_unit(child)) is not None}
+    yield from {state: None for child in module.modules() if (state := find_state(child)) is not None}
 
 
-def _sharded_units(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -> list[Unit]:
+def _sharded_states(taker: str, modules: Sequence[nn.Module | TorchFSDPModule]) -> list[FSDPState]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ArgumentTypeError(
                 f"{taker} takes sharded modules, not {type(module).__name__}: call fully_shard on it first."
             )
-    return [_unit(module) for module in modules]
+    return [_state(module) for module in modules]
 
 
 def _unsupported(what: str, instead: str) -> NoReturn:

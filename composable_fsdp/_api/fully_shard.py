@@ -13,10 +13,10 @@ from composable_fsdp._api.apply_policy import shard_by_policy
 from composable_fsdp._api.direct_call_errors import explain_uncaught
 from composable_fsdp._api.fsdp_module import sharded_class
 from composable_fsdp._api.materialize import left_alone, materialise, synchronise
-from composable_fsdp._api.param_discovery import Collector, CommunicationFunction, PlacementFunction
+from composable_fsdp._api.param_discovery import CommunicationFunction, ParamDiscovery, PlacementFunction
 from composable_fsdp._runtime.compile import mark_managed
 from composable_fsdp._runtime.groups.param_group import ParameterGroup
-from composable_fsdp._runtime.groups.state import Unit, find_unit, unit_of
+from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of
 from composable_fsdp._runtime.groups.unmanaged_params import plain_places
 from composable_fsdp._runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp._runtime.lazy_init import watch_optimizers
@@ -174,8 +174,8 @@ def fully_shard(
     for each in modules:
         if param_init_fn is not None:
             materialise(each, param_init_fn, left)
-    lenders = list(dict.fromkeys((*map(unit_of, shared_from), *tied_holders(modules))))
-    collector = Collector(axes, full_mesh, shard_placement_fn, left.parameters, device is not None, lenders)
+    lenders = list(dict.fromkeys((*map(state_of, shared_from), *tied_holders(modules))))
+    collector = ParamDiscovery(axes, full_mesh, shard_placement_fn, left.parameters, device is not None, lenders)
     if comm_policy is not None:
         collector.communication_of = _as_function(comm_policy)
     sources = collector.collect(modules)
@@ -191,16 +191,16 @@ def fully_shard(
     group = ParameterGroup(name, sources, axes, precision, offload)
     for source, parameter in zip(sources, group.parameters, strict=True):
         note_taken(source, parameter, name)
-    unit = Unit(_outermost(modules), group, reshard, precision, lenders)
-    enter_client_states(unit, modules, install_hooks(unit))
+    state = FSDPState(_outermost(modules), group, reshard, precision, lenders)
+    enter_client_states(state, modules, install_hooks(state))
     watch_optimizers()
     explain_uncaught()
     for each, its_class in zip(modules, classes, strict=True):
         _move_buffers(each, axes.device, left.buffers)
         mark_managed(each.modules())
-        unit.attach(each)
+        state.attach(each)
         each.__class__ = its_class
-    unit.plain_places = plain_places(modules)
+    state.plain_places = plain_places(modules)
     return module
 
 
@@ -215,9 +215,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ConfigurationError: the module has no such method.
     """
-    unit = find_unit(module)
-    if unit is not None:
-        wrap_forward_method(unit, module, method_name)
+    state = find_state(module)
+    if state is not None:
+        wrap_forward_method(state, module, method_name)
 
 
 def _as_function(policy: CommunicationPolicy | CommunicationFunction) -> CommunicationFunction:
@@ -263,7 +263,7 @@ def _check_module(module: object) -> None:
             f"torch's own fully_shard has sharded {foreign!r} of the {name} given to ours. Shard all of a model by one "
             "of them; composable_fsdp.interop.patch_torch(), called before, makes callers of torch's use ours."
         )
-    if find_unit(module) is not None:
+    if find_state(module) is not None:
         raise ConflictError(
             f"fully_shard has been applied to this {name} already. Apply it once to each module, bottom-up."
         )

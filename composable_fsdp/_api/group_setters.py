@@ -7,7 +7,7 @@ from typing import Any, SupportsFloat, cast
 
 import torch
 
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.root_options import check_settings
@@ -42,12 +42,12 @@ def check_factor(factor: object) -> None:
         raise ConfigurationError(f"the gradient divide factor must be positive, not {factor!r}.")
 
 
-def check_between_steps(setter: str, units: Sequence[Unit]) -> None:
+def check_between_steps(setter: str, states: Sequence[FSDPState]) -> None:
     """
     Raises:
-        LifecycleError: parameters of ``units`` would lie elsewhere when a backward comes to what forward left.
+        LifecycleError: parameters of ``states`` would lie elsewhere when a backward comes to what forward left.
     """
-    ran = [unit for unit in units if unit.iteration is not None and iteration_of(unit).may_come_back_to(unit)]
+    ran = [state for state in states if state.iteration is not None and iteration_of(state).may_come_back_to(state)]
     if ran:
         raise LifecycleError(
             f"{setter} would move parameters of {ran[0].name!r}, to whose last forward a backward may still come. Call "
@@ -56,20 +56,20 @@ def check_between_steps(setter: str, units: Sequence[Unit]) -> None:
         )
 
 
-def tell_root(unit: Unit, choice: str, value: object) -> None:
+def tell_root(state: FSDPState, choice: str, value: object) -> None:
     """Sets a choice that counts for all units of a root.
 
     Raises:
         ConfigurationError: the root has run, and this is another one, which was told something else.
     """
-    before = getattr(unit, choice)
-    setattr(unit, choice, value)
-    if not isinstance(unit.iteration, Iteration):  # the first forward checks, or unsharded_params has it now
+    before = getattr(state, choice)
+    setattr(state, choice, value)
+    if not isinstance(state.iteration, Iteration):  # the first forward checks, or unsharded_params has it now
         return
     try:
-        check_settings(unit.iteration.root, [unit])
+        check_settings(state.iteration.root, [state])
     except ConfigurationError:
-        setattr(unit, choice, before)
+        setattr(state, choice, before)
         raise
 
 

@@ -17,12 +17,12 @@ from composable_fsdp._comm.broadcast import broadcast_
 from composable_fsdp._comm.verify_ranks import check_alike
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.starting_values import start_of
-from composable_fsdp._runtime.groups.state import Unit, find_unit, holding_unit
+from composable_fsdp._runtime.groups.state import FSDPState, find_state, holding_state
 from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp._runtime.lend_params import Loan, check_idle
-from composable_fsdp._runtime.params.param_places import Registered, registered_buffers, registered_parameters
+from composable_fsdp._runtime.lend_params import LentParams, check_idle
+from composable_fsdp._runtime.params.param_places import ParamPlace, registered_buffers, registered_parameters
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
-from composable_fsdp._runtime.shard_extent import units_below
+from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp._runtime.unsharded_values import blank_parameter, keep, whole_parameter
 from composable_fsdp._sharding.mesh import data_parallel_axes
 from composable_fsdp.errors import ConfigurationError, ParameterError
@@ -104,7 +104,7 @@ def _lost_buffers(module: nn.Module, recurse: bool) -> list[str]:
     ]
 
 
-def _share_again(entry: Registered) -> None:
+def _share_again(entry: ParamPlace) -> None:
     """One object at all places again, where a conversion made one for each."""
     now = entry.current()
     if isinstance(now, nn.Parameter) and any(getattr(module, name) is not now for module, name in entry.places):
@@ -165,17 +165,17 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
     """
     if fn is reset_parameters:
         _check_methods(model)
-    units = units_below(model)
-    check_idle(units, "initialize")
-    for unit in units:
-        if unit.iteration is not None:
-            iteration_of(unit).drain()
-        unit.group.reshard()
-        unit.group.refresh()
-    blank = _materialised(model, units)
+    states = states_below(model)
+    check_idle(states, "initialize")
+    for state in states:
+        if state.iteration is not None:
+            iteration_of(state).drain()
+        state.group.reshard()
+        state.group.refresh()
+    blank = _materialised(model, states)
     written = _Written()
-    with torch.inference_mode(False), torch.no_grad(), seeded(units, seed), ShardedRandom(units, seed, written.note):
-        initialiser = _Initialiser(model, units, blank, written)
+    with torch.inference_mode(False), torch.no_grad(), seeded(states, seed), ShardedRandom(states, seed, written.note):
+        initialiser = _Initialiser(model, states, blank, written)
         for module in _as_applied(model):
             initialiser.run(fn, module)
         missed = initialiser.missed()
@@ -218,12 +218,12 @@ def _as_applied(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _materialised(model: nn.Module, units: Sequence[Unit]) -> set[str]:
+def _materialised(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
     """Gives memory to what is on meta, and returns its names."""
     names = {name for name, tensor in _named_tensors(model) if tensor.is_meta}
     if names:
-        homes = {id(p.sharded): unit.group.tensors.rest_device for unit in units for p in unit.group.parameters}
-        here = units[0].group.axes.device if units else torch.get_default_device()
+        homes = {id(p.sharded): state.group.tensors.rest_device for state in states for p in state.group.parameters}
+        here = states[0].group.axes.device if states else torch.get_default_device()
         give_memory(model, lambda tensor: homes.get(id(tensor), here) if tensor.is_meta else tensor.device)
     return names
 
@@ -240,13 +240,13 @@ class _Written:
         self._plain: dict[int, bool] = {}
         self._sharded: set[tuple[torch.Size, torch.dtype]] = set()
 
-    def watch(self, tensor: torch.Tensor) -> None:
+    def watchdog(self, tensor: torch.Tensor) -> None:
         """Begins to note writes to the memory of ``tensor``, which must stay alive."""
         if not isinstance(tensor, DTensor):
             self._plain[_storage(tensor)] = False
 
     def unwatch(self, storage: int) -> None:
-        """Ends what ``watch`` began, before the memory is freed and may come again as that of another tensor."""
+        """Ends what ``watchdog`` began, before the memory is freed and may come again as that of another tensor."""
         self._plain.pop(storage, None)
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -274,22 +274,22 @@ class _Initialiser:
 
     Args:
         model: whose modules they are.
-        units: of the model.
+        states: of the model.
         blank: names of parameters and buffers that have memory, but no values yet.
         written: what the dispatch mode around the calls has seen.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], blank: set[str], written: _Written) -> None:
+    def __init__(self, model: nn.Module, states: Sequence[FSDPState], blank: set[str], written: _Written) -> None:
         self._model, self._written = model, written
-        self._parameters = {id(p.sharded): (unit, p) for unit in units for p in unit.group.parameters}
-        self._own: dict[int, list[Registered]] = {}
+        self._parameters = {id(p.sharded): (state, p) for state in states for p in state.group.parameters}
+        self._own: dict[int, list[ParamPlace]] = {}
         for entry in registered_parameters(model):
             if id(entry.parameter) in self._parameters:
                 for module, _ in entry.places:
                     self._own.setdefault(id(module), []).append(entry)
         self._blank = {name: tensor for name, tensor in _named_tensors(model) if name in blank}
         for tensor in self._blank.values():
-            written.watch(tensor)
+            written.watchdog(tensor)
 
     def run(self, fn: InitFunction, module: nn.Module) -> None:
         """Calls ``fn`` with ``module`` and keeps what it wrote to the module's parameters."""
@@ -297,12 +297,12 @@ class _Initialiser:
         if not entries:
             fn(module)
             return
-        units, parameters = zip(*(self._parameters[id(entry.parameter)] for entry in entries), strict=True)
+        states, parameters = zip(*(self._parameters[id(entry.parameter)] for entry in entries), strict=True)
         wholes = [self._whole(entry, p) for entry, p in zip(entries, parameters, strict=True)]
         storages = [_storage(whole) for whole in wholes]
         for whole in wholes:
-            self._written.watch(whole)
-        loan = Loan(units, entries, wholes)
+            self._written.watchdog(whole)
+        loan = LentParams(states, entries, wholes)
         try:
             fn(module)
         finally:
@@ -327,7 +327,7 @@ class _Initialiser:
             if current.get(name) is tensor and not self._written.has(tensor)
         ]
 
-    def _whole(self, entry: Registered, parameter: ShardedParameter) -> nn.Parameter:
+    def _whole(self, entry: ParamPlace, parameter: ShardedParameter) -> nn.Parameter:
         if entry.name in self._blank:
             return blank_parameter(entry.parameter)
         whole = whole_parameter(
@@ -336,7 +336,7 @@ class _Initialiser:
         assert whole is not None
         return whole
 
-    def _keep(self, entry: Registered, parameter: ShardedParameter, value: torch.Tensor) -> None:
+    def _keep(self, entry: ParamPlace, parameter: ShardedParameter, value: torch.Tensor) -> None:
         keep(entry.parameter, parameter.sharding, value, value.requires_grad)
         self._blank.pop(entry.name, None)
         parameter.start = start_of(value, local_part(entry.parameter))
@@ -389,7 +389,7 @@ def left_alone(
 
 
 def materialise(
-    module: nn.Module, init: InitFunction, left: Left, registered: Iterable[Registered] | None = None
+    module: nn.Module, init: InitFunction, left: Left, registered: Iterable[ParamPlace] | None = None
 ) -> None:
     """Calls ``init`` on each module that has parameters or buffers of its own on meta; shared ones stay shared.
 
@@ -425,7 +425,7 @@ def materialise(
 
 def _own_modules(module: nn.Module, left: Left) -> Iterator[tuple[str, nn.Module]]:
     """Modules from ``module`` down that are in no other group and not ignored, by name."""
-    taken = {id(below) for m in module.modules() if find_unit(m) is not None for below in m.modules()}
+    taken = {id(below) for m in module.modules() if find_state(m) is not None for below in m.modules()}
     for path, owner in module.named_modules():
         if id(owner) not in taken and id(owner) not in left.modules:
             yield path, owner
@@ -457,7 +457,7 @@ def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left, elsewhere: Mapp
     parameters = {
         n: p
         for n, p in module.named_parameters()
-        if id(p) not in left.parameters and holding_unit(p) is None and not is_lazy(p)
+        if id(p) not in left.parameters and holding_state(p) is None and not is_lazy(p)
     }
     buffers = {n: b for n, b in module.named_buffers() if id(b) not in left.buffers}
     tensors: dict[str, torch.Tensor] = {**parameters, **buffers}

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp._layout.shard import resolve_dim
-from composable_fsdp._runtime.groups.state import Unit, find_unit, holding_unit
+from composable_fsdp._runtime.groups.state import FSDPState, find_state, holding_state
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, find_taken, local_part
 from composable_fsdp._sharding.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._sharding.param_sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
@@ -19,7 +19,7 @@ from composable_fsdp._torch_compat.torch_types import as_placement
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.errors import ConfigurationError, ParameterError
 
-__all__ = ["Collector", "CommunicationFunction", "PlacementFunction", "elsewhere"]
+__all__ = ["CommunicationFunction", "ParamDiscovery", "PlacementFunction", "elsewhere"]
 
 PlacementFunction = Callable[[nn.Parameter], object]
 CommunicationFunction = Callable[[nn.Parameter], CommunicationPolicy | None]
@@ -30,7 +30,7 @@ def _plain(_: nn.Parameter) -> None:
 
 
 @dataclass
-class Collector:
+class ParamDiscovery:
     """Finds the parameters of one call.
 
     Args:
@@ -48,7 +48,7 @@ class Collector:
     placement_of: PlacementFunction | None
     ignored: Collection[int]
     moves_all: bool = False
-    lenders: Sequence[Unit] = ()
+    lenders: Sequence[FSDPState] = ()
     communication_of: CommunicationFunction = _plain
     _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class Collector:
                 "the device that they are on the current one, before the mesh is built."
             )
 
-    def _lent(self, parameter: nn.Parameter) -> tuple[Unit, ShardedParameter] | None:
+    def _lent(self, parameter: nn.Parameter) -> tuple[FSDPState, ShardedParameter] | None:
         """Who holds what ``parameter`` was before a lender took it."""
         taken = find_taken(parameter)
         sharded = taken.parameter() if taken is not None else None
@@ -98,17 +98,17 @@ class Collector:
                 return lender, sharded
         return None
 
-    def _share(self, held: tuple[Unit, ShardedParameter], owner: nn.Module, attribute: str, place: str) -> None:
+    def _share(self, held: tuple[FSDPState, ShardedParameter], owner: nn.Module, attribute: str, place: str) -> None:
         """A parameter of another group is registered here too: legal where it is lent."""
-        unit, parameter = held
+        state, parameter = held
         if (owner, attribute) in parameter.owners:
             return
-        if unit not in self.lenders:
+        if state not in self.lenders:
             raise ParameterError(
-                f"parameter {place} is the same tensor as {parameter.name!r} of {unit.name}, which has been sharded "
+                f"parameter {place} is the same tensor as {parameter.name!r} of {state.name}, which has been sharded "
                 f"already. {_HOW_TO_SHARE}"
             )
-        unit.group.register_at(parameter, [(owner, attribute)])
+        state.group.register_at(parameter, [(owner, attribute)])
 
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
         """How ``parameter`` is cut, once it is clear that it can be."""
@@ -125,7 +125,7 @@ class Collector:
 
     def _check_free(self, name: str, parameter: nn.Parameter, module_name: str) -> None:
         """Raises where another group has ``parameter``, or it is not there yet."""
-        owner = holding_unit(parameter)
+        owner = holding_state(parameter)
         if owner is not None:
             raise ConfigurationError(
                 f"parameter {name!r} of {module_name} already belongs to the group of {owner.name!r}. fully_shard "
@@ -166,12 +166,12 @@ def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, n
     return named
 
 
-def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[Unit, ShardedParameter]]:
+def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[FSDPState, ShardedParameter]]:
     """What units beneath ``modules`` have registered, by id, and what these borrow."""
-    units = {unit: None for top in modules for m in top.modules() if (unit := find_unit(m)) is not None}
+    states = {state: None for top in modules for m in top.modules() if (state := find_state(m)) is not None}
     return {
-        id(form): (unit, parameter)
-        for unit in dict.fromkeys(each for nested in units for each in (nested, *nested.lenders))
-        for parameter in unit.group.parameters
+        id(form): (state, parameter)
+        for state in dict.fromkeys(each for nested in states for each in (nested, *nested.lenders))
+        for parameter in state.group.parameters
         for form in (parameter.sharded, parameter.unsharded)
     }

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composable_fsdp._layout.block import Extent
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
-from composable_fsdp._runtime.shard_extent import extent_of, units_below
+from composable_fsdp._runtime.shard_extent import extent_of, states_below
 from composable_fsdp.errors import UnsupportedError
 
 __all__ = ["sharded_rng"]
@@ -63,24 +63,24 @@ def sharded_rng(model: nn.Module, seed: int) -> Iterator[None]:
         UnsupportedError: by another random operation on a sharded tensor, such as dropout, or by one on an empty local
             tensor of which it cannot be known which parameter it belongs to.
     """
-    units = units_below(model)
-    with seeded(units, seed), ShardedRandom(units, seed):
+    states = states_below(model)
+    with seeded(states, seed), ShardedRandom(states, seed):
         yield
 
 
 @contextmanager
-def seeded(units: Sequence[Unit], seed: int) -> Iterator[None]:
-    """Within, the generators of CPU and of where ``units`` compute begin at ``seed``; afterwards they are as before."""
-    devices = dict.fromkeys([torch.device("cpu"), *(unit.group.axes.device for unit in units)])
+def seeded(states: Sequence[FSDPState], seed: int) -> Iterator[None]:
+    """Seed the generators of the CPU and of the devices of ``states``, and restore them at the end."""
+    devices = dict.fromkeys([torch.device("cpu"), *(state.group.axes.device for state in states)])
     generators = [_generator(device) for device in devices]
-    states = [generator.get_state() for generator in generators]
+    before = [generator.get_state() for generator in generators]
     try:
         for generator in generators:
             generator.manual_seed(seed)
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        for generator, old in zip(generators, before, strict=True):
+            generator.set_state(old)
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -96,17 +96,17 @@ class ShardedRandom(TorchDispatchMode):
     """Carries out random operations on shards as :func:`sharded_rng` says.
 
     Args:
-        units: whose parameters are cut as their shardings say; other DTensors as their placements say.
+        states: whose parameters are cut as their shardings say; other DTensors as their placements say.
         seed: of the streams for slices.
         on_write: called with every tensor that any operation writes to.
     """
 
     def __init__(
-        self, units: Sequence[Unit], seed: int, on_write: Callable[[torch.Tensor], object] | None = None
+        self, states: Sequence[FSDPState], seed: int, on_write: Callable[[torch.Tensor], object] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed, self._on_write = seed, on_write
-        parameters = [parameter for unit in units for parameter in unit.group.parameters]
+        parameters = [parameter for state in states for parameter in state.group.parameters]
         self._shardings = {(p.sharding.shape, p.sharding.mesh, p.sharding.placements): p.sharding for p in parameters}
         self._shards = _Shards(parameters)
         self._streams: dict[tuple[Extent, torch.device], torch.Tensor] = {}

@@ -15,11 +15,11 @@ from composable_fsdp._api.materialize import give_memory
 from composable_fsdp._comm.verify_ranks import difference_text
 from composable_fsdp._runtime.params.param_places import registered_buffers, registered_parameters
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
-from composable_fsdp._runtime.shard_extent import shardings_of, units_below
+from composable_fsdp._runtime.shard_extent import shardings_of, states_below
 from composable_fsdp.checkpoint._coordination.mismatch import tensor_text
 from composable_fsdp.checkpoint._state_dict.names import plain_name
 from composable_fsdp.checkpoint._state_dict.options import Full
-from composable_fsdp.checkpoint._state_dict.owners import Holders
+from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
 from composable_fsdp.checkpoint._state_dict.tensor import fill
 from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError
 
@@ -55,16 +55,16 @@ def shard_from_rank0(model: M, shard: Callable[..., object] = fully_shard, **opt
     _check_plain(model)
     values = _set_aside(model)
     shard(model, **options)
-    units = units_below(model)
-    if not units:
+    states = states_below(model)
+    if not states:
         raise ConfigurationError(
             f"shard_from_rank0 called a function that sharded nothing in {type(model).__name__}: it must call "
             "fully_shard on the model or on modules in it."
         )
     holders = _agree(model, values)
-    homes = {id(p.sharded): unit.group.tensors.rest_device for unit in units for p in unit.group.parameters}
-    give_memory(model, lambda tensor: homes.get(id(tensor), units[0].group.axes.device))
-    shardings = shardings_of(units)
+    homes = {id(p.sharded): state.group.tensors.rest_device for state in states for p in state.group.parameters}
+    give_memory(model, lambda tensor: homes.get(id(tensor), states[0].group.axes.device))
+    shardings = shardings_of(states)
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in _tensors(model):
             value = values.pop(name, None)
@@ -74,7 +74,7 @@ def shard_from_rank0(model: M, shard: Callable[..., object] = fully_shard, **opt
 
 def _check_plain(model: nn.Module) -> None:
     name = type(model).__name__.removeprefix("FSDP")
-    if units_below(model):
+    if states_below(model):
         raise ConfigurationError(
             f"shard_from_rank0 was given {name} sharded already. Give it the model before fully_shard, which it calls "
             "itself; or fill this one by composable_fsdp.checkpoint.load_state_dict(..., broadcast_from_rank0=True)."
@@ -129,11 +129,11 @@ class _Report:
     surplus: list[str]
 
 
-def _agree(model: nn.Module, values: dict[str, torch.Tensor]) -> Holders:
+def _agree(model: nn.Module, values: dict[str, torch.Tensor]) -> OwnerRanks:
     """Those that share the model out, once it is clear that all can."""
-    shardings = shardings_of(units_below(model))
+    shardings = shardings_of(states_below(model))
     tensors = dict(_tensors(model))
-    holders = Holders.of((t, shardings.get(id(t))) for t in tensors.values())
+    holders = OwnerRanks.of((t, shardings.get(id(t))) for t in tensors.values())
     own = {name for name, tensor in tensors.items() if holders.is_source_of(tensor)}
     report = _Report(
         [f"{name}: {tensor_text(tensor.dtype, tensor.shape)}" for name, tensor in tensors.items()],

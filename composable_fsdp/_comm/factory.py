@@ -10,19 +10,19 @@ import torch.distributed as dist
 
 from composable_fsdp._comm.c10d import ProcessGroupCommunicator
 from composable_fsdp._comm.communicator import GroupCommunicator
-from composable_fsdp._comm.gloo.connection import Line
+from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
 from composable_fsdp._comm.shm.connect import connect, reconnect
-from composable_fsdp._comm.shm.engine import Engine
+from composable_fsdp._comm.shm.engine import ShmEngine
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
-from composable_fsdp._consistency.watchdog import watch_of_job
+from composable_fsdp._consistency.watchdog import job_watchdog
 
 __all__ = ["abandon", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
 # Neither knows the process group that it belongs to, so that it goes with it. They are not iterated: another thread may
 # ask for a group of its own meanwhile.
-_known: WeakKeyDictionary[dist.ProcessGroup, Engine | Line] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, ShmEngine | GlooConnection] = WeakKeyDictionary()
 _places: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """In the order in which this rank first asked for them."""
 _next_place = count()
@@ -37,9 +37,11 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
         return ProcessGroupCommunicator(group, device_type)
     if group not in _known:
         _places[group] = next(_next_place)
-        _known[group] = connect(group) or Line(group, watch_of_job(), order_check_from())
+        _known[group] = connect(group) or GlooConnection(group, job_watchdog(), order_check_from())
     known = _known[group]
-    return GlooCommunicator(group, known) if isinstance(known, Line) else SharedMemoryCommunicator(group, known)
+    return (
+        GlooCommunicator(group, known) if isinstance(known, GlooConnection) else SharedMemoryCommunicator(group, known)
+    )
 
 
 def position(group: dist.ProcessGroup) -> str:
@@ -53,7 +55,7 @@ def abandon(groups: Collection[dist.ProcessGroup]) -> None:
     """
     for group in groups:
         known = _known.get(group)
-        if isinstance(known, Line):
+        if isinstance(known, GlooConnection):
             known.abandon()
 
 
@@ -65,7 +67,7 @@ def reopen(groups: Collection[dist.ProcessGroup]) -> None:
     """
     for group in sorted((group for group in groups if group in _known), key=_places.__getitem__):  # alike on all ranks
         known = _known[group]
-        if isinstance(known, Line):
+        if isinstance(known, GlooConnection):
             known.reopen()
         else:
             reconnect(group, known)
@@ -75,14 +77,14 @@ def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
     """How much ranks compare before they begin an operation over ``groups``. In shared memory they always do."""
     for group in groups:
         known = _known.get(group)
-        if isinstance(known, Line):
+        if isinstance(known, GlooConnection):
             known.compare(level)
 
 
 def compared(group: dist.ProcessGroup) -> int:
     """Messages that ranks have exchanged over ``group``, since it last connected, only to compare what comes next."""
     known = _known.get(group)
-    return known.compared if isinstance(known, Line) else 0
+    return known.compared if isinstance(known, GlooConnection) else 0
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:

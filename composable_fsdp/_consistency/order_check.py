@@ -20,7 +20,7 @@ from zlib import crc32
 from composable_fsdp._consistency.rank_report import order_text
 from composable_fsdp.errors import ConfigurationError, DivergenceError
 
-__all__ = ["CONTEXT", "LEVEL_VARIABLE", "Agreement", "OrderCheck", "order_check_from"]
+__all__ = ["CONTEXT", "LEVEL_VARIABLE", "OrderCheck", "OrderChecker", "order_check_from"]
 
 LEVEL_VARIABLE = "COMPOSABLE_FSDP_ORDER_CHECK"
 
@@ -57,7 +57,7 @@ def order_check_from(value: str | None = None) -> OrderCheck:
         raise ConfigurationError(f"the order check is one of {levels}, not {found!r}.") from None
 
 
-class Agreement:
+class OrderChecker:
     """What the ranks of one process group have agreed to do after what. Final.
 
     Args:

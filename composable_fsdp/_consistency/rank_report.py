@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["Place", "Report", "judge", "order_text", "ranks_text", "roll_text"]
+__all__ = ["Place", "Report", "diagnose", "order_text", "ranks_text", "reports_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Report:
         return f"rank {self.rank} is at work{since} ({steps})"
 
 
-def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_out: bool = False) -> FSDPError | None:
+def diagnose(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_out: bool = False) -> FSDPError | None:
     """What keeps ``own`` from being done, as far as ``reports`` of the other ranks tell; ``None`` if they do not.
 
     Args:
@@ -92,7 +92,7 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_ou
     failed.sort(key=lambda report: (report.left, report.rank not in own.ranks))
     if failed and not (failed[0].left and lost and missing):
         others = {rank: report for rank, report in reports.items() if report is not failed[0]}
-        return PeerError(f"{own} cannot be done: {failed[0]}.{roll_text(others)}")
+        return PeerError(f"{own} cannot be done: {failed[0]}.{reports_text(others)}")
     for report in reports.values():
         other = report.waiting
         same = other is not None and replace(other, label=own.label) == own
@@ -106,7 +106,7 @@ def judge(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_ou
         late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
     known = {rank: str(place) for rank in missing if (place := _last_known(rank, own, reports)) is not None}
     return PeerError(
-        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{roll_text(reports, known)}\n  {lost}"
+        f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{reports_text(reports, known)}\n  {lost}"
     )
 
 
@@ -116,7 +116,7 @@ def _last_known(rank: int, own: Place, reports: Mapping[int, Report]) -> Place |
     return max(shared, key=lambda place: (place.line == own.line, place.number), default=None)
 
 
-def roll_text(reports: Mapping[int, Report], last_known: Mapping[int, str] = MappingProxyType({})) -> str:
+def reports_text(reports: Mapping[int, Report], last_known: Mapping[int, str] = MappingProxyType({})) -> str:
     """A line for each report, and one for each rank of ``last_known``: the last operation in which it took part."""
     lines = [(rank, str(report)) for rank, report in reports.items()]
     lines += [(rank, f"rank {rank} last took part in {operation}") for rank, operation in last_known.items()]

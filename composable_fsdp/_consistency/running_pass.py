@@ -23,16 +23,16 @@ class RunningPass:
 
     Args:
         kind: ``"forward"`` or ``"backward"``.
-        unit: the outermost; in backward the one that it has come to.
+        module: the outermost; in backward the one that it has come to.
         caller: the Python frame that runs it; ``None`` where that is autograd, which has an :class:`EndOfRun`.
     """
 
-    __slots__ = ("_caller", "_raised", "_said", "is_told", "kind", "raised_in", "run_has_ended", "unit")
+    __slots__ = ("_caller", "_raised", "_said", "is_told", "kind", "module", "raised_in", "run_has_ended")
 
-    def __init__(self, kind: str, unit: str, caller: FrameType | None) -> None:
+    def __init__(self, kind: str, module: str, caller: FrameType | None) -> None:
         self.kind = kind
-        self.unit = unit
-        self.raised_in = unit
+        self.module = module
+        self.raised_in = module
         """The unit out of which the last exception came first."""
         self.is_told = False
         """Whether fault listeners know how it ended."""
@@ -42,10 +42,10 @@ class RunningPass:
         self._raised = 0
         self._said = ""
 
-    def note(self, error: BaseException, unit: str) -> None:
-        """``error`` comes out of ``unit``. The pass ends with it, unless somebody catches it on its way."""
+    def note(self, error: BaseException, module: str) -> None:
+        """``error`` comes out of ``module``. The pass ends with it, unless somebody catches it on its way."""
         if self._raised != id(error):
-            self._raised, self._said, self.raised_in = id(error), said_of(error), unit
+            self._raised, self._said, self.raised_in = id(error), said_of(error), module
 
     @property
     def failure(self) -> str:
@@ -56,10 +56,10 @@ class RunningPass:
     def left(self) -> str:
         """How the pass was left, for other ranks; empty while it runs. Any thread may ask, before the pass is ended."""
         if self._caller is not None:
-            return f"was interrupted in the {self.kind} of {self.unit}" if has_ended(self._caller) else ""
+            return f"was interrupted in the {self.kind} of {self.module}" if has_ended(self._caller) else ""
         if not self.run_has_ended:
             return ""
-        return self.failure if self._said else f"raised in the {self.kind} of {self.unit}"
+        return self.failure if self._said else f"raised in the {self.kind} of {self.module}"
 
 
 class EndOfRun:

@@ -29,11 +29,11 @@ import torch.distributed as dist
 
 from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
-from composable_fsdp._consistency.rank_report import Place, Report, judge, ranks_text
+from composable_fsdp._consistency.rank_report import Place, Report, diagnose, ranks_text
 from composable_fsdp._consistency.running_pass import RunningPass, said_of
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["PATIENCE", "Watch", "known_watch", "watch_of_job"]
+__all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog"]
 
 PATIENCE = 1.0
 """Seconds of waiting after which a rank asks where the others are."""
@@ -78,7 +78,7 @@ class _Here:
         return ""
 
 
-class Watch:
+class Watchdog:
     """This rank's part in the roll call. Final.
 
     Only a thread of its own uses the store: a call of it may take for ever, once the host that has it is gone.
@@ -157,7 +157,7 @@ class Watch:
     def find(self, place: Place, lost: str, *, timed_out: bool) -> FSDPError | None:
         """Why the wait for ``place`` has just failed, the transport having said ``lost``. The others are told."""
         if self.here.verdict is None:
-            self.give_up(judge(place, self.call_roll(place.ranks), lost=lost, timed_out=timed_out))
+            self.give_up(diagnose(place, self.collect_reports(place.ranks), lost=lost, timed_out=timed_out))
         return self.here.verdict
 
     def give_up(self, verdict: FSDPError | None) -> None:
@@ -201,7 +201,7 @@ class Watch:
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
         return Report(self.rank, here.steps, waiting, seconds, here.last, failure, here.has_left, verdict, diverged)
 
-    def call_roll(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Report]:
+    def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Report]:
         """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come, or one that
         says for all why nobody can go on.
         """
@@ -225,7 +225,7 @@ class Watch:
 
     def look(self, place: Place) -> FSDPError | None:
         """Calls the roll and judges it, for a rank that waits for ``place``."""
-        return judge(place, self.call_roll(place.ranks))
+        return diagnose(place, self.collect_reports(place.ranks))
 
     def failure_of(self, rank: int) -> str:
         """What ``rank`` said when it failed, if it did; it need not be there any more."""
@@ -361,45 +361,45 @@ def _ending(passes: Sequence[RunningPass]) -> str:
     error = getattr(sys, "last_value", None)
     if error is None:
         return "has come to the end of its program"
-    where = f" in the {passes[-1].kind} of {passes[-1].unit}" if passes else ""
+    where = f" in the {passes[-1].kind} of {passes[-1].module}" if passes else ""
     return f"raised {said_of(error)}{where}, which ended its program"
 
 
-_watches: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()
-_all: WeakSet[Watch] = WeakSet()
+_watchdogs: WeakKeyDictionary[dist.ProcessGroup, Watchdog | None] = WeakKeyDictionary()
+_all: WeakSet[Watchdog] = WeakSet()
 """Also those of jobs that have ended, as long as their threads run."""
 _lock = threading.RLock()
 """Held by whoever adds to these two or iterates over them."""
 
 
-def watch_of_job() -> Watch | None:
+def job_watchdog() -> Watchdog | None:
     """The one of this process, or ``None`` where there is no job, or one of a single rank, or of simulated ones."""
     world = dist.group.WORLD
     if world is None or dist.get_world_size() == 1:
         return None
-    if world not in _watches:
+    if world not in _watchdogs:
         with _lock:
-            if world not in _watches:
-                _watches[world] = _begin_watch(world)
-    return _watches[world]
+            if world not in _watchdogs:
+                _watchdogs[world] = _begin_watchdog(world)
+    return _watchdogs[world]
 
 
-def _begin_watch(world: dist.ProcessGroup) -> Watch | None:
+def _begin_watchdog(world: dist.ProcessGroup) -> Watchdog | None:
     client = _own_client()
     if client is None:
         return None
     # The store of torchrun outlives a restart, and with it what ranks told before.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", client)
-    watch = Watch(store, dist.get_rank(), dist.get_world_size())
-    weakref.finalize(world, watch.stop).atexit = False  # then it has to say first that it leaves
-    return watch
+    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size())
+    weakref.finalize(world, watchdog.stop).atexit = False  # then it has to say first that it leaves
+    return watchdog
 
 
-def known_watch() -> Watch | None:
+def known_watchdog() -> Watchdog | None:
     """The one of this process, if it was asked for before."""
     world = dist.group.WORLD
-    return _watches.get(world) if world is not None else None
+    return _watchdogs.get(world) if world is not None else None
 
 
 def _own_client() -> Any:
@@ -418,11 +418,11 @@ def _leave_all() -> None:
     """Ends all threads too: one that came back from the store while Python ends would abort the process."""
     end = time.monotonic() + _STORE_SECONDS
     with _lock:  # another thread may still begin one
-        current, watches = list(_watches.values()), list(_all)
-    for watch in current:
-        if watch is not None:
-            watch.leave()
-    for watch in watches:
-        watch.stop()
-    for watch in watches:
-        watch.join(end - time.monotonic())
+        current, watchdogs = list(_watchdogs.values()), list(_all)
+    for watchdog in current:
+        if watchdog is not None:
+            watchdog.leave()
+    for watchdog in watchdogs:
+        watchdog.stop()
+    for watchdog in watchdogs:
+        watchdog.join(end - time.monotonic())

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Lane", "Lanes", "Pending", "Work", "blocks_the_host"]
+__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "blocks_the_host"]
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Work(Protocol):
         ...
 
 
-class Pending(Generic[T]):
+class InFlight(Generic[T]):
     """Work in flight. Owns the buffers that it uses until :meth:`wait` returns.
 
     Invariant: ``launch`` runs exactly once and ``finish`` exactly once, after it, however often the methods are called.
@@ -38,10 +38,10 @@ class Pending(Generic[T]):
 
     __slots__ = ("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work", "has_arrived")
 
-    def __init__(self, launch: Callable[[], Work], finish: Callable[[], T], after: Pending[Any] | None) -> None:
+    def __init__(self, launch: Callable[[], Work], finish: Callable[[], T], after: InFlight[Any] | None) -> None:
         self._owned: tuple[Callable[[], Work], Callable[[], T]] | None = (launch, finish)
         self._after = after
-        self._held: Pending[Any] | None = None
+        self._held: InFlight[Any] | None = None
         """Earlier work, already ordered before this, whose buffers are in use until this has been waited for."""
         self._work: Work | None = None
         self._result: Any = None
@@ -101,7 +101,7 @@ def blocks_the_host(device: torch.device) -> bool:
     return torch.get_device_module(device).Stream().record_event() is None
 
 
-class Lane:
+class CommStream:
     """One stream and what it is called."""
 
     def __init__(self, name: str, module: ModuleType, priority: int) -> None:
@@ -116,8 +116,8 @@ class Lane:
             self._stream.wait_event(event)
 
     def run(
-        self, launch: Callable[[], Work], finish: Callable[[], T], *, after: Pending[Any] | None = None
-    ) -> Pending[T]:
+        self, launch: Callable[[], Work], finish: Callable[[], T], *, after: InFlight[Any] | None = None
+    ) -> InFlight[T]:
         """Launches a collective and, when it is done, ``finish`` in the same lane.
 
         Args:
@@ -125,7 +125,7 @@ class Lane:
             finish: makes the result out of what arrived.
             after: work on another lane that must be done first.
         """
-        pending = Pending(launch, finish, after)
+        pending = InFlight(launch, finish, after)
         if not self._is_null:
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
@@ -135,12 +135,12 @@ class Lane:
         return pending
 
 
-class Lanes:
+class CommStreams:
     """The lanes of one device: all-gathers, reduce-scatters, and the all-reduces of replicated shards."""
 
     def __init__(self, device: torch.device) -> None:
         module = torch.get_device_module(device)
-        self.gather = Lane("gather", module, priority=-1)
-        self.reduce = Lane("reduce", module, priority=-1)
-        self.replicate = Lane("replicate", module, priority=-1)
+        self.gather = CommStream("gather", module, priority=-1)
+        self.reduce = CommStream("reduce", module, priority=-1)
+        self.replicate = CommStream("replicate", module, priority=-1)
         self.block_the_host = blocks_the_host(device)

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._runtime.compile import OutsideGraphs, calling_frame, frame_of_call
 from composable_fsdp._runtime.groups.group_tensors import shard_of
-from composable_fsdp._runtime.groups.state import ModuleReference, Unit
+from composable_fsdp._runtime.groups.state import FSDPState, ModuleReference
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.pytree import map_tensors, tensors_in
@@ -58,11 +58,11 @@ class ClientHooks(NamedTuple):
     post_forward: Callable[..., Any]
 
 
-def install_hooks(unit: Unit) -> dict[nn.Module, HookHandles]:
-    """Makes ``unit``'s modules unshard before they compute, reshard after it, and come back in backward."""
+def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
+    """Makes ``state``'s modules unshard before they compute, reshard after it, and come back in backward."""
     handles = {}
-    for module in unit.modules:
-        hooks = _ModuleHooks(unit)
+    for module in state.modules:
+        hooks = _ModuleHooks(state)
         handles[module] = HookHandles(
             module.register_forward_pre_hook(OutsideGraphs(hooks.pre_forward), prepend=True, with_kwargs=True),
             module.register_forward_hook(OutsideGraphs(hooks.post_forward), always_call=True),
@@ -74,19 +74,19 @@ def install_hooks(unit: Unit) -> dict[nn.Module, HookHandles]:
     return handles
 
 
-def hooks_for_clients(unit: Unit) -> ClientHooks:
-    """The hooks around the forward of a module of ``unit``, which may be called through functions of others."""
-    hooks = _ModuleHooks(unit)
+def hooks_for_clients(state: FSDPState) -> ClientHooks:
+    """The hooks around the forward of a module of ``state``, which may be called through functions of others."""
+    hooks = _ModuleHooks(state)
     return ClientHooks(OutsideGraphs(hooks.pre_forward_through_others), OutsideGraphs(hooks.post_forward))
 
 
-def wrap_forward_method(unit: Unit, module: nn.Module, method_name: str) -> None:
+def wrap_forward_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
     """Gives a method of the module other than ``forward`` the same treatment as ``forward``."""
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register.")
 
-    setattr(module, method_name, _ForwardMethod(unit, module, method))
+    setattr(module, method_name, _ForwardMethod(state, module, method))
 
 
 class _ForwardMethod:
@@ -95,8 +95,8 @@ class _ForwardMethod:
     ``module`` owns it, and it does not own ``module``: of a bound method it keeps the function.
     """
 
-    def __init__(self, unit: Unit, module: nn.Module, method: Callable[..., Any]) -> None:
-        self._unit = unit
+    def __init__(self, state: FSDPState, module: nn.Module, method: Callable[..., Any]) -> None:
+        self._state = state
         self._module = ModuleReference(module)
         self._is_bound = getattr(method, "__self__", None) is module
         self._method = cast(MethodType, method).__func__ if self._is_bound else method
@@ -107,14 +107,14 @@ class _ForwardMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         method = MethodType(self._method, module) if self._is_bound else self._method
-        return call_as_forward(self._unit, module, method, args, kwargs)
+        return call_as_forward(self._state, module, method, args, kwargs)
 
 
 def call_as_forward(
-    unit: Unit, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: FSDPState, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``method(*args, **kwargs)`` with the parameters of ``unit`` in memory, as in a call of ``module``."""
-    hooks = _ModuleHooks(unit)
+    """``method(*args, **kwargs)`` with the parameters of ``state`` in memory, as in a call of ``module``."""
+    hooks = _ModuleHooks(state)
     hooks.begin(sys._getframe())
     try:
         args, kwargs = hooks.take_inputs(args, kwargs)
@@ -125,9 +125,9 @@ def call_as_forward(
     return hooks.finish(module, output)
 
 
-def is_being_called(unit: Unit) -> bool:
+def is_being_called(state: FSDPState) -> bool:
     """Whether a call of the unit is on the Python stack. Calls left by an interrupt are forgotten here."""
-    frames = unit.calls_under_way
+    frames = state.calls_under_way
     if not frames or frames[-1].thread != threading.get_ident():
         return False
     running: FrameType | None = sys._getframe()
@@ -171,8 +171,8 @@ class _ModuleHooks:
     A call inside another call of the same unit only casts: the outer one brings parameters in and out of memory.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
 
     # -- forward
 
@@ -187,7 +187,7 @@ class _ModuleHooks:
         return self.take_inputs(args, kwargs)
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        calls = self._unit.calls_under_way
+        calls = self._state.calls_under_way
         if not calls or calls[-1].thread != threading.get_ident():
             return None  # refused before it began, as another thread runs the model
         if sys.exc_info()[1] is not calls[-1].handling:
@@ -197,24 +197,24 @@ class _ModuleHooks:
 
     def begin(self, caller: FrameType) -> None:
         """A call that ``caller`` runs is under way."""
-        unit = self._unit
-        iteration = iteration_of(unit)
-        iteration.check_thread(unit)
-        calls = unit.calls_under_way
-        is_inner = bool(calls) and is_being_called(unit)
+        state = self._state
+        iteration = iteration_of(state)
+        iteration.check_thread(state)
+        calls = state.calls_under_way
+        is_inner = bool(calls) and is_being_called(state)
         calls.append(_Frame(sys.exc_info()[1], caller, iteration, is_inner))
 
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Brings the parameters into memory, and the inputs to where and in what they compute."""
-        unit, frame = self._unit, self._unit.calls_under_way[-1]
+        state, frame = self._state, self._state.calls_under_way[-1]
         iteration = frame.iteration
         if not frame.is_inner:
-            iteration.pre_forward(unit)
-        dtype = unit.precision.input_dtype
-        device = unit.group.axes.device if unit is iteration.root else None
-        watches = torch.is_grad_enabled() and not frame.is_inner
-        if dtype is not None or device is not None or watches:
-            take = _InputMap(device, dtype, frame.inputs if watches else None)
+            iteration.pre_forward(state)
+        dtype = state.precision.input_dtype
+        device = state.group.axes.device if state is iteration.root else None
+        watchdogs = torch.is_grad_enabled() and not frame.is_inner
+        if dtype is not None or device is not None or watchdogs:
+            take = _InputMap(device, dtype, frame.inputs if watchdogs else None)
             args = map_tensors(take, args)
             if kwargs:
                 kwargs = map_tensors(take, kwargs)
@@ -222,38 +222,38 @@ class _ModuleHooks:
 
     def finish(self, module: nn.Module, output: Any) -> Any:
         """After a forward that returned: reshards, and arranges for the way back."""
-        unit, frame = self._unit, self._unit.calls_under_way.pop()
-        if unit.precision.output_dtype is not None:
-            output = map_tensors(_cast_to(unit.precision.output_dtype), output)
+        state, frame = self._state, self._state.calls_under_way.pop()
+        if state.precision.output_dtype is not None:
+            output = map_tensors(_cast_to(state.precision.output_dtype), output)
         if frame.is_inner:
             return output
-        call = frame.iteration.post_forward(unit, module)
+        call = frame.iteration.post_forward(state, module)
         return output if call is None else _watch_backward(call, frame.iteration, frame.inputs, output)
 
     def abort(self) -> None:
         """After a forward that raised; while its exception is being handled."""
-        frame = self._unit.calls_under_way.pop()
+        frame = self._state.calls_under_way.pop()
         if not frame.is_inner:
-            frame.iteration.abort_forward(self._unit, sys.exc_info()[1])
+            frame.iteration.abort_forward(self._state, sys.exc_info()[1])
 
     # -- state dicts: their values are the sharded parameters
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._unit.group.reshard()
-        self._unit.group.check_data()
+        self._state.group.reshard()
+        self._state.group.check_data()
 
     def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Of full plain tensors, every rank takes its shards."""
-        self._unit.group.reshard()
-        parameters = {id(p.sharded): p for p in self._unit.group.parameters}
+        self._state.group.reshard()
+        parameters = {id(p.sharded): p for p in self._state.group.parameters}
         for name, registered in module.named_parameters(remove_duplicate=False):
             parameter, value = parameters.get(id(registered)), cast(Any, state_dict.get(prefix + name))
             if parameter is not None and _is_whole(value, parameter.sharding.shape):
                 state_dict[prefix + name] = shard_of(parameter, value)
 
     def after_load_state_dict(self, *_: Any) -> None:
-        self._unit.deliver_before_changes()
-        self._unit.group.refresh()
+        self._state.deliver_before_changes()
+        self._state.group.refresh()
 
 
 def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -308,7 +308,7 @@ def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_Input], 
     backward is over: then nothing shows that it is. The same holds for a detached input. The hooks own the unit and
     ``iteration``, so that backward also runs after the model was dropped.
     """
-    unit = call.unit
+    state = call.state
     for view, version in inputs:
         if view._version != version or view.grad_fn is None:
             inputs = ()
@@ -321,11 +321,11 @@ def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_Input], 
         return output
 
     def entered(_: Any) -> None:
-        pre_backward = unit.client_pre_backward or (unit.iteration or iteration).pre_backward
+        pre_backward = state.client_pre_backward or (state.iteration or iteration).pre_backward
         pre_backward(call)
 
     def left(*_: Any) -> None:
-        (unit.iteration or iteration).post_backward(call)
+        (state.iteration or iteration).post_backward(call)
 
     if not inputs:
         call.round.ends_unseen = True

@@ -10,17 +10,17 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from composable_fsdp._memory.streams import Lanes
+from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.late_tied_weights import join_ties
-from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, Unit, find_unit, holding_unit
-from composable_fsdp._runtime.groups.unmanaged_params import warn_of_strangers
+from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, holding_state
+from composable_fsdp._runtime.groups.unmanaged_params import warn_of_unmanaged
 from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
 from composable_fsdp._runtime.params.sharded_param import find_parameter, find_taken, find_unsharded
 from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["ROOT_NAME", "LowPrecisionWarning", "assemble", "iteration_of", "name_units", "watch_optimizers"]
+__all__ = ["ROOT_NAME", "LowPrecisionWarning", "assemble", "iteration_of", "name_states", "watch_optimizers"]
 
 ROOT_NAME = "root"
 
@@ -31,24 +31,26 @@ _CHECKED = "_composable_fsdp_checked"
 """Attribute of optimizers. It is no part of their state, so that copies and pickles do not have it."""
 
 
-def iteration_of(unit: Unit) -> Iteration:
-    """The iteration that ``unit`` takes part in. The first use makes one with ``unit`` as the root."""
-    iteration: Iteration | None = unit.iteration
-    return assemble(unit) if iteration is None else iteration
+def iteration_of(state: FSDPState) -> Iteration:
+    """The iteration that ``state`` takes part in. The first use makes one with ``state`` as the root."""
+    iteration: Iteration | None = state.iteration
+    return assemble(state) if iteration is None else iteration
 
 
-def assemble(root: Unit) -> Iteration:
+def assemble(root: FSDPState) -> Iteration:
     """Names the units beneath ``root`` by their place in it and builds the iteration that they share.
 
     A module that ran on its own before its parent did hands its units over to the parent's root.
     """
     watch_optimizers()
-    warn_of_strangers(root)
-    units = _units_by_name(root)
-    join_ties(list(units.values()))
-    iteration = Iteration(root, units, Lanes(root.group.axes.device))
-    set_order_check(units.values(), root.order_check)  # what an earlier model chose for the same process groups is over
-    for former in {iteration_of(unit) for unit in units.values() if unit.iteration is not None}:
+    warn_of_unmanaged(root)
+    states = _states_by_name(root)
+    join_ties(list(states.values()))
+    iteration = Iteration(root, states, CommStreams(root.group.axes.device))
+    set_order_check(
+        states.values(), root.order_check
+    )  # what an earlier model chose for the same process groups is over
+    for former in {iteration_of(state) for state in states.values() if state.iteration is not None}:
         former.drain()
         iteration.is_last_backward &= former.is_last_backward
         iteration.post_optimizer_event = former.post_optimizer_event or iteration.post_optimizer_event
@@ -56,30 +58,30 @@ def assemble(root: Unit) -> Iteration:
             vars(module).pop(ITERATION_ATTRIBUTE, None)
     for module in root.modules:
         vars(module)[ITERATION_ATTRIBUTE] = iteration
-    for name, unit in units.items():
-        unit.group.rename(name)
-        unit.group.find_patches()
-        unit.iteration = iteration
+    for name, state in states.items():
+        state.group.rename(name)
+        state.group.find_patches()
+        state.iteration = iteration
     return iteration
 
 
-def _units_by_name(root: Unit) -> dict[str, Unit]:
+def _states_by_name(root: FSDPState) -> dict[str, FSDPState]:
     """In the order of the modules; a unit of several modules has all their names."""
-    places: dict[Unit, list[str]] = {}
+    places: dict[FSDPState, list[str]] = {}
     for index, top in enumerate(root.modules):
         prefix = f"{index}." if len(root.modules) > 1 else ""
         for name, module in top.named_modules():
-            unit = find_unit(module)
-            if unit is not None and module in unit.modules:
-                places.setdefault(unit, []).append(f"{prefix}{name}" if name else "")
-    return name_units(places)
+            state = find_state(module)
+            if state is not None and module in state.modules:
+                places.setdefault(state, []).append(f"{prefix}{name}" if name else "")
+    return name_states(places)
 
 
-def name_units(places: Mapping[Unit, Sequence[str]]) -> dict[str, Unit]:
+def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPState]:
     """Units by all the names of their modules; what has none is the root, however a module of it may be called."""
-    named = {", ".join(filter(None, names)): unit for unit, names in places.items()}
+    named = {", ".join(filter(None, names)): state for state, names in places.items()}
     root = ROOT_NAME if ROOT_NAME not in named else f"({ROOT_NAME})"
-    return {name or root: unit for name, unit in named.items()}
+    return {name or root: state for name, state in named.items()}
 
 
 def watch_optimizers() -> None:
@@ -97,9 +99,9 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     must not gather anew because of it, at a moment that differs from rank to rank.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = [(p, unit) for p in parameters if (unit := holding_unit(p)) is not None]
+    sharded = [(p, state) for p in parameters if (state := holding_state(p)) is not None]
     note_optimizer_step([p for p, _ in sharded])
-    for iteration in {unit.iteration for _, unit in sharded if unit.iteration is not None}:
+    for iteration in {state.iteration for _, state in sharded if state.iteration is not None}:
         iteration.steps.note()
 
 

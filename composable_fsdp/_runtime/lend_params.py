@@ -8,50 +8,50 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.hooks import is_being_called
-from composable_fsdp._runtime.params.param_places import Registered
+from composable_fsdp._runtime.params.param_places import ParamPlace
 from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp.errors import LifecycleError
 
-__all__ = ["Loan", "check_idle"]
+__all__ = ["LentParams", "check_idle"]
 
 
-def check_idle(units: Sequence[Unit], caller: str = "unsharded_params") -> None:
+def check_idle(states: Sequence[FSDPState], caller: str = "unsharded_params") -> None:
     """
     Args:
-        units: whose parameters are to be lent.
+        states: whose parameters are to be lent.
         caller: the public function that lends them, for errors.
 
     Raises:
-        LifecycleError: a forward or backward of ``units`` is under way, or another loan of the same root.
+        LifecycleError: a forward or backward of ``states`` is under way, or another loan of the same root.
     """
     if torch._C._current_graph_task_id() != -1:
         raise LifecycleError(
             f"{caller} was entered during a backward, whose parameters would be pulled from under it. Enter it "
             "before the forward or after backward() has returned."
         )
-    for unit in units:
-        if isinstance(unit.iteration, _OnLoan):
+    for state in states:
+        if isinstance(state.iteration, _Lent):
             raise LifecycleError(
-                f"{caller} was entered for {unit.name!r} inside another one for modules of the same root. "
+                f"{caller} was entered for {state.name!r} inside another one for modules of the same root. "
                 "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
             )
-        if isinstance(unit.iteration, Iteration) and any(map(is_being_called, _of_same_root(unit))):
+        if isinstance(state.iteration, Iteration) and any(map(is_being_called, _of_same_root(state))):
             raise LifecycleError(
-                f"{caller} was entered during a forward that {unit.name!r} is part of, whose parameters would "
+                f"{caller} was entered during a forward that {state.name!r} is part of, whose parameters would "
                 "be pulled from under it. Enter it before the forward or after backward() has returned."
             )
 
 
-def _of_same_root(unit: Unit) -> list[Unit]:
-    return list(unit.iteration.units.values()) if isinstance(unit.iteration, Iteration) else [unit]
+def _of_same_root(state: FSDPState) -> list[FSDPState]:
+    return list(state.iteration.states.values()) if isinstance(state.iteration, Iteration) else [state]
 
 
-class _OnLoan:
+class _Lent:
     """Stands in for a unit's iteration while parameters of its root are whole, and refuses what would compute."""
 
-    def abort_forward(self, unit: Unit) -> None:
+    def abort_forward(self, state: FSDPState) -> None:
         """A forward was refused: there is nothing to undo."""
 
     def drain(self) -> None:
@@ -67,19 +67,19 @@ class _OnLoan:
         )
 
 
-class Loan:
+class LentParams:
     """Whole parameters in the place of the sharded ones, on ranks that show them."""
 
     def __init__(
-        self, units: Sequence[Unit], entries: Sequence[Registered], wholes: Sequence[nn.Parameter | None]
+        self, states: Sequence[FSDPState], entries: Sequence[ParamPlace], wholes: Sequence[nn.Parameter | None]
     ) -> None:
         self._entries = entries
         # All units of the same root: each of them may prefetch those on loan.
-        affected = [u for unit in units for u in _of_same_root(unit)]
-        self._iterations = {unit: unit.iteration for unit in affected}
-        self._stand_in = _OnLoan()  # units do not own what they take part in
-        for unit in affected:
-            unit.iteration = self._stand_in
+        affected = [u for state in states for u in _of_same_root(state)]
+        self._iterations = {state: state.iteration for state in affected}
+        self._stand_in = _Lent()  # units do not own what they take part in
+        for state in affected:
+            state.iteration = self._stand_in
         for entry, whole in zip(entries, wholes, strict=True):
             if whole is not None:
                 entry.put(whole)
@@ -89,7 +89,7 @@ class Loan:
         shown = [entry.current() for entry in self._entries]
         for entry in self._entries:
             entry.put(entry.parameter)
-        for unit, iteration in self._iterations.items():
-            if unit.iteration is self._stand_in:
-                unit.iteration = iteration
+        for state, iteration in self._iterations.items():
+            if state.iteration is self._stand_in:
+                state.iteration = iteration
         return shown

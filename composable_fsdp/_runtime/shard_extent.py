@@ -20,20 +20,20 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._layout.block import Cut, Extent
 from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._runtime.groups.state import Unit, find_unit
+from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 
-__all__ = ["extent_of", "gather", "has_own_memory", "like", "shardings_of", "units_below"]
+__all__ = ["extent_of", "gather", "has_own_memory", "like", "shardings_of", "states_below"]
 
 
-def units_below(module: nn.Module) -> list[Unit]:
+def states_below(module: nn.Module) -> list[FSDPState]:
     """Of ``module`` and all modules below it, each once."""
-    return list(dict.fromkeys(unit for m in module.modules() if (unit := find_unit(m)) is not None))
+    return list(dict.fromkeys(state for m in module.modules() if (state := find_state(m)) is not None))
 
 
-def shardings_of(units: Iterable[Unit]) -> dict[int, ParameterSharding]:
-    """How the sharded parameters of ``units`` are cut, by their ids."""
-    return {id(p.sharded): p.sharding for unit in units for p in unit.group.parameters}
+def shardings_of(states: Iterable[FSDPState]) -> dict[int, ParameterSharding]:
+    """How the sharded parameters of ``states`` are cut, by their ids."""
+    return {id(p.sharded): p.sharding for state in states for p in state.group.parameters}
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:

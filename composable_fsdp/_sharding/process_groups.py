@@ -13,10 +13,10 @@ from composable_fsdp._comm.factory import duplicate
 from composable_fsdp._layout.plan import PlanOptions
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
-__all__ = ["Channel"]
+__all__ = ["ProcessGroups"]
 
 
-class Channel:
+class ProcessGroups:
     """All-gathers go over ``gather``, reduce-scatters over ``scatter``: the same ranks, often the same communicator.
 
     Gradients that are added up where they arrive go over ``exchange``, which is ``scatter`` without a callable of the
@@ -132,7 +132,7 @@ class Channel:
             self._separate = known[shard.group]
         self._combine()
 
-    def follow(self, other: Channel) -> None:
+    def follow(self, other: ProcessGroups) -> None:
         """Takes over what was chosen for ``other``."""
         self._custom_gather, self._custom_scatter = other._custom_gather, other._custom_scatter
         self._pooled, self._separate, self.unequal_use = other._pooled, other._separate, other.unequal_use

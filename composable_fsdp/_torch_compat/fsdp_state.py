@@ -5,7 +5,7 @@ Both find a module's state with torch's ``fully_shard.state(module)`` or ``modul
 use torch's ``_get_module_fsdp_state(module)`` too. What they find here is a view: it looks everything up in the unit,
 and keeps only the handles of the hooks that clients exchange. It has the names that ``torch.distributed.pipelining``,
 ``FSDPMemTracker``, torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use, and those that
-``tests/unit/test_interop_state.py`` shows in the manner of the libraries that use them, and no more.
+``tests/state/test_interop_state.py`` shows in the manner of the libraries that use them, and no more.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._comm.communicator import GroupCommunicator
-from composable_fsdp._memory.streams import Lanes
-from composable_fsdp._runtime.groups.state import Accumulation, ModuleReference, Unit
+from composable_fsdp._memory.streams import CommStreams
+from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, ModuleReference
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
 from composable_fsdp._runtime.lazy_init import iteration_of
@@ -53,8 +53,8 @@ class ClientState:
     of all modules of a list are equal, and have one group, as torch has one state for them.
     """
 
-    def __init__(self, unit: Unit, module: nn.Module, handles: HookHandles | None) -> None:
-        self._unit = unit
+    def __init__(self, state: FSDPState, module: nn.Module, handles: HookHandles | None) -> None:
+        self._state = state
         self._reference = ModuleReference(module)
         if handles is not None:  # a module within another of the list has no hooks of its own
             self._pre_forward_hook_handle = handles.pre_forward
@@ -65,10 +65,10 @@ class ClientState:
         return TorchFSDPState
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is ClientState and other._unit is self._unit
+        return type(other) is ClientState and other._state is self._state
 
     def __hash__(self) -> int:
-        return hash(self._unit)
+        return hash(self._state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClientState:
         clone = object.__new__(ClientState)
@@ -79,49 +79,49 @@ class ClientState:
 
     @property
     def _modules(self) -> tuple[nn.Module, ...]:
-        return self._unit.modules
+        return self._state.modules
 
     @property
     def _device(self) -> torch.device:
-        return self._unit.group.axes.device
+        return self._state.group.axes.device
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self._unit.precision
+        return self._state.precision
 
     @property
     def _is_root(self) -> bool | None:
         """``None`` before the first forward, as with torch."""
-        iteration = _known_iteration(self._unit)
-        return None if iteration is None else iteration.root is self._unit
+        iteration = _known_iteration(self._state)
+        return None if iteration is None else iteration.root is self._state
 
     @_is_root.setter
     def _is_root(self, value: bool) -> None:
         raise ConfigurationError(
-            f"torch's own fully_shard has sharded a module around {self._unit.class_name}, which ours has sharded. "
+            f"torch's own fully_shard has sharded a module around {self._state.class_name}, which ours has sharded. "
             "Shard all of a model by one of them; composable_fsdp.interop.patch_torch(), called before, makes callers "
             "of torch's use ours."
         )
 
     @property
     def _training_state(self) -> TrainingState:
-        return _training_state(self._unit)
+        return _training_state(self._state)
 
     @property
     def _auto_reshard_after_forward(self) -> bool:
         """Whether ``reshard_after_forward`` was left open."""
-        return self._unit.reshard.kind is ReshardKind.AUTO
+        return self._state.reshard.kind is ReshardKind.AUTO
 
     @_auto_reshard_after_forward.setter
     def _auto_reshard_after_forward(self, auto: bool) -> None:
         if auto:
-            self._unit.reshard = AUTO_RESHARD
+            self._state.reshard = AUTO_RESHARD
         elif self._auto_reshard_after_forward:
-            self._unit.reshard = Reshard(ReshardKind.ALWAYS)
+            self._state.reshard = Reshard(ReshardKind.ALWAYS)
 
     def _lazy_init(self) -> None:
         """Builds the runtime with this unit as the root, where it has none yet."""
-        iteration_of(self._unit)
+        iteration_of(self._state)
 
     @property
     def _module(self) -> nn.Module:
@@ -135,42 +135,42 @@ class ClientState:
     @property
     def all_states(self) -> list[ClientState]:
         """Those of all units of the root, in the order of its modules."""
-        units = iteration_of(self._unit).units.values()
-        states = [client_state(module) for unit in units for module in unit.modules[:1]]
-        return [state for state in states if state is not None]
+        states = iteration_of(self._state).states.values()
+        found = [client_state(module) for state in states for module in state.modules[:1]]
+        return [each for each in found if each is not None]
 
     @property
     def is_last_backward(self) -> bool:
         """As chosen with ``set_is_last_backward``."""
-        return iteration_of(self._unit).is_last_backward
+        return iteration_of(self._state).is_last_backward
 
     @property
     def _fsdp_param_groups(self) -> list[ClientGroup]:
-        return [ClientGroup(self._unit, self._module)] if self._unit.group.parameters else []
+        return [ClientGroup(self._state, self._module)] if self._state.group.parameters else []
 
     @property
     def _fsdp_param_group(self) -> ClientGroup | None:
         return next(iter(self._fsdp_param_groups), None)
 
     @property
-    def _comm_ctx(self) -> Lanes:
-        return iteration_of(self._unit).lanes
+    def _comm_ctx(self) -> CommStreams:
+        return iteration_of(self._state).streams
 
     @_comm_ctx.setter
-    def _comm_ctx(self, lanes: Lanes) -> None:
-        iteration_of(self._unit).lanes = lanes
+    def _comm_ctx(self, streams: CommStreams) -> None:
+        iteration_of(self._state).streams = streams
 
     def _root_post_backward_final_callback(self) -> None:
         """Ends a backward: reduces what is left, and waits for it if it is the last one."""
-        iteration_of(self._unit).end_backward()
+        iteration_of(self._state).end_backward()
 
     @property
     def _pre_forward(self) -> Callable[..., Any]:
-        return hooks_for_clients(self._unit).pre_forward
+        return hooks_for_clients(self._state).pre_forward
 
     @property
     def _post_forward(self) -> Callable[..., Any]:
-        return hooks_for_clients(self._unit).post_forward
+        return hooks_for_clients(self._state).post_forward
 
     @property
     def _post_forward_hook_handle(self) -> RemovableHandle:
@@ -185,66 +185,66 @@ class ClientState:
 
 
 class ClientGroup:
-    """What torch calls the ``FSDPParamGroup`` of ``unit``, found through ``module``. Two of the same unit are equal.
+    """What torch calls the ``FSDPParamGroup`` of ``state``, found through ``module``. Two of the same unit are equal.
 
     What is set as ``pre_backward`` or ``post_backward`` runs in place of these, and calls them with what it was given.
     Through other modules of a list than the first, setting them has no effect: who goes through all modules would have
     his function called for each.
     """
 
-    __slots__ = ("_is_of_first", "_unit")
+    __slots__ = ("_is_of_first", "_state")
 
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
-        self._unit = unit
-        self._is_of_first = module is unit.modules[0]
+    def __init__(self, state: FSDPState, module: nn.Module) -> None:
+        self._state = state
+        self._is_of_first = module is state.modules[0]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClientGroup) and other._unit is self._unit
+        return isinstance(other, ClientGroup) and other._state is self._state
 
     def __hash__(self) -> int:
-        return hash(self._unit)
+        return hash(self._state)
 
     # -- what it is
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        return self._unit.modules
+        return self._state.modules
 
     @property
     def device(self) -> torch.device:
-        return self._unit.group.axes.device
+        return self._state.group.axes.device
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
-        return self._unit.precision
+        return self._state.precision
 
     @property
     def mesh_info(self) -> Any:
         """Torch's ``FSDPMeshInfo``, ``HSDPMeshInfo`` or ``DDPMeshInfo``."""
-        return mesh_info_of(self._unit.group.axes)
+        return mesh_info_of(self._state.group.axes)
 
     @property
     def _is_hsdp(self) -> bool:
-        return self._unit.group.axes.mesh.ndim > 1
+        return self._state.group.axes.mesh.ndim > 1
 
     @property
     def _all_gather_process_group(self) -> dist.ProcessGroup:
-        return self._unit.group.axes.shard_mesh.get_group()
+        return self._state.group.axes.shard_mesh.get_group()
 
     @property
     def _reduce_scatter_process_group(self) -> dist.ProcessGroup:
-        scatter = self._unit.group.channels[0].exchange
+        scatter = self._state.group.process_groups[0].exchange
         return scatter.group if isinstance(scatter, GroupCommunicator) else self._all_gather_process_group
 
     @property
     def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
-        return self._unit.group.gradients.all_reduce_hook
+        return self._state.group.gradients.all_reduce_hook
 
     # -- where it is
 
     @property
     def _training_state(self) -> TrainingState:
-        return _training_state(self._unit)
+        return _training_state(self._state)
 
     @_training_state.setter
     def _training_state(self, state: TrainingState) -> None:
@@ -254,7 +254,7 @@ class ClientGroup:
 
     @property
     def _sharded_state(self) -> ShardedState:
-        return _SHARDED_STATES[self._unit.group.parameter_state]
+        return _SHARDED_STATES[self._state.group.parameter_state]
 
     @property
     def is_sharded(self) -> bool:
@@ -270,17 +270,17 @@ class ClientGroup:
 
     def lazy_init(self) -> None:
         """Follows what happened to the sharded parameters since the group was made."""
-        self._unit.group.refresh()
+        self._state.group.refresh()
 
     def unshard(self, async_op: bool = False) -> None:
-        cast(Any, self._unit.modules[0]).unshard(async_op)
+        cast(Any, self._state.modules[0]).unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        if self._unit.group.parameter_state is ParameterState.UNSHARDING:
-            self._unit.group.wait()
+        if self._state.group.parameter_state is ParameterState.UNSHARDING:
+            self._state.group.wait()
 
     def reshard(self) -> None:
-        self._unit.group.reshard()
+        self._state.group.reshard()
 
     # -- choices
 
@@ -289,94 +289,94 @@ class ClientGroup:
         """Whether backward always gathers anew. False also where that depends: for the root, and on accelerators where
         it was left open. Tensors that gather for forward or for backward alone may rely on it.
         """
-        kind = self._unit.reshard.kind
+        kind = self._state.reshard.kind
         if kind is not ReshardKind.AUTO:
             return kind is not ReshardKind.NEVER
-        iteration = _known_iteration(self._unit)
-        return iteration is None or (iteration.root is not self._unit and iteration.lanes.block_the_host)
+        iteration = _known_iteration(self._state)
+        return iteration is None or (iteration.root is not self._state and iteration.streams.block_the_host)
 
     @property
     def post_forward_mesh_info(self) -> Any:
         """``None`` where parameters stay after forward, else the mesh from which backward gathers them."""
-        if self._unit.reshard.kind is ReshardKind.SMALLER:
+        if self._state.reshard.kind is ReshardKind.SMALLER:
             raise UnsupportedError(
-                f"post_forward_mesh_info of {self._unit.name!r}: the mesh of reshard_after_forward="
-                f"{self._unit.reshard.mesh_size} has no DeviceMesh in this version."
+                f"post_forward_mesh_info of {self._state.name!r}: the mesh of reshard_after_forward="
+                f"{self._state.reshard.mesh_size} has no DeviceMesh in this version."
             )
         return self.mesh_info if self._reshard_after_forward else None
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, info: TorchFSDPMeshInfo | None) -> None:
-        shard_size = self._unit.group.axes.shard.size
+        shard_size = self._state.group.axes.shard.size
         if info is None:
-            self._unit.reshard = Reshard(ReshardKind.NEVER)
+            self._state.reshard = Reshard(ReshardKind.NEVER)
         elif info.shard_mesh_size == shard_size:
-            self._unit.reshard = Reshard(ReshardKind.ALWAYS)
+            self._state.reshard = Reshard(ReshardKind.ALWAYS)
         else:
-            self._unit.reshard = Reshard.parse(info.shard_mesh_size, shard_size)
+            self._state.reshard = Reshard.parse(info.shard_mesh_size, shard_size)
 
     @property
     def reshard_after_backward(self) -> bool:
-        return self._unit.reshard_after_backward
+        return self._state.reshard_after_backward
 
     @reshard_after_backward.setter
     def reshard_after_backward(self, value: bool) -> None:
-        self._unit.reshard_after_backward = value
+        self._state.reshard_after_backward = value
 
     @property
     def reduce_grads(self) -> bool:
-        return self._unit.accumulation is not Accumulation.UNSHARDED
+        return self._state.accumulation is not Accumulation.UNSHARDED
 
     @reduce_grads.setter
     def reduce_grads(self, value: bool) -> None:
-        self._unit.accumulation = Accumulation.REDUCE if value else Accumulation.UNSHARDED
+        self._state.accumulation = Accumulation.REDUCE if value else Accumulation.UNSHARDED
 
     @property
     def all_reduce_grads(self) -> bool:
-        return self._unit.all_reduce
+        return self._state.all_reduce
 
     @all_reduce_grads.setter
     def all_reduce_grads(self, value: bool) -> None:
-        self._unit.all_reduce = value
+        self._state.all_reduce = value
 
     # -- passes
 
     @property
-    def comm_ctx(self) -> Lanes:
-        return iteration_of(self._unit).lanes
+    def comm_ctx(self) -> CommStreams:
+        return iteration_of(self._state).streams
 
     @comm_ctx.setter
-    def comm_ctx(self, lanes: Lanes) -> None:
-        iteration_of(self._unit).lanes = lanes
+    def comm_ctx(self, streams: CommStreams) -> None:
+        iteration_of(self._state).streams = streams
 
     @property
     def fsdp_params(self) -> list[ClientParameter]:
-        return [ClientParameter(self._unit, parameter) for parameter in self._unit.group.parameters]
+        return [ClientParameter(self._state, parameter) for parameter in self._state.group.parameters]
 
     @property
     def _module_fqn(self) -> str:
-        return self._unit.name
+        return self._state.name
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        return (self._is_of_first and self._unit.client_pre_backward) or self._pre_backward
+        return (self._is_of_first and self._state.client_pre_backward) or self._pre_backward
 
     @pre_backward.setter
     def pre_backward(self, function: Callable[..., None]) -> None:
         if self._is_of_first:
-            self._unit.client_pre_backward = function
+            self._state.client_pre_backward = function
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        return (self._is_of_first and self._unit.client_post_backward) or self._post_backward
+        return (self._is_of_first and self._state.client_post_backward) or self._post_backward
 
     @post_backward.setter
     def post_backward(self, function: Callable[..., None]) -> None:
         if self._is_of_first:
-            self._unit.client_post_backward = function
+            self._state.client_post_backward = function
 
     def _pre_backward(self, call: Call) -> None:
-        iteration_of(self._unit).pre_backward(call)
+        iteration_of(self._state).pre_backward(call)
 
     def _post_backward(self, deliver: Callable[[], None] | None = None) -> None:
         """Reduces what microbatches accumulated, and reshards, where that is chosen.
@@ -387,19 +387,19 @@ class ClientGroup:
         if deliver is not None:
             deliver()
             return
-        unit, iteration = self._unit, iteration_of(self._unit)
-        gradients = unit.group.gradients
+        state, iteration = self._state, iteration_of(self._state)
+        gradients = state.group.gradients
         gradients.notice()  # zero-bubble schedules add up those of weights themselves
-        if gradients.were_summed and not gradients.are_held and iteration.was_reached(unit):
-            warnings.warn(_lost_gradients(unit), stacklevel=2)
-        iteration.settle_gradients(unit, at_end=True)
-        if unit.reshard_after_backward:
-            unit.group.reshard()
+        if gradients.were_summed and not gradients.are_held and iteration.was_reached(state):
+            warnings.warn(_lost_gradients(state), stacklevel=2)
+        iteration.settle_gradients(state, at_end=True)
+        if state.reshard_after_backward:
+            state.group.reshard()
 
 
-def _lost_gradients(unit: Unit) -> str:
+def _lost_gradients(state: FSDPState) -> str:
     return (
-        f"backward went through {unit.name!r}, but left no gradient on any of its parameters. Pipeline schedules that "
+        f"backward went through {state.name!r}, but left no gradient on any of its parameters. Pipeline schedules that "
         "compute the gradients of weights apart from those of inputs, such as zero bubble, look for the parameters "
         "before backward brings them into memory: shard their stages with reshard_after_forward=False."
     )
@@ -408,10 +408,10 @@ def _lost_gradients(unit: Unit) -> str:
 class ClientParameter:
     """What torch calls an ``FSDPParam``."""
 
-    __slots__ = ("_parameter", "_unit")
+    __slots__ = ("_parameter", "_state")
 
-    def __init__(self, unit: Unit, parameter: ShardedParameter) -> None:
-        self._unit = unit
+    def __init__(self, state: FSDPState, parameter: ShardedParameter) -> None:
+        self._state = state
         self._parameter = parameter
 
     @property
@@ -422,7 +422,7 @@ class ClientParameter:
     @property
     def _param_fqn(self) -> str | None:
         """From the root; ``None`` before the first forward, as with torch."""
-        iteration = _known_iteration(self._unit)
+        iteration = _known_iteration(self._state)
         if iteration is None:
             return None
         owner, name = self._parameter.owners[0]
@@ -445,7 +445,7 @@ class ClientParameter:
     @property
     def param_dtype(self) -> torch.dtype | None:
         """``None`` where it is the parameter's own."""
-        dtype = self._unit.precision.compute_dtype(self._parameter.dtype)
+        dtype = self._state.precision.compute_dtype(self._parameter.dtype)
         return None if dtype == self._parameter.dtype else dtype
 
     @property
@@ -464,10 +464,12 @@ class ClientParameter:
     _unsharded_param = unsharded_param
 
 
-def enter_client_states(unit: Unit, modules: Iterable[nn.Module], handles: Mapping[nn.Module, HookHandles]) -> None:
+def enter_client_states(
+    state: FSDPState, modules: Iterable[nn.Module], handles: Mapping[nn.Module, HookHandles]
+) -> None:
     """Lets clients find the state of ``modules``, and the contracts of torch know that they are sharded."""
     for module in modules:
-        enter_state(module, ClientState(unit, module, handles.get(module)))
+        enter_state(module, ClientState(state, module, handles.get(module)))
 
 
 def client_state(module: nn.Module) -> ClientState | None:
@@ -484,15 +486,15 @@ _SHARDED_STATES = {
 }
 
 
-def _known_iteration(unit: Unit) -> Iteration | None:
-    """That of ``unit``, if its root has been assembled."""
-    return cast("Iteration | None", unit.iteration)
+def _known_iteration(state: FSDPState) -> Iteration | None:
+    """That of ``state``, if its root has been assembled."""
+    return cast("Iteration | None", state.iteration)
 
 
-def _training_state(unit: Unit) -> TrainingState:
-    """The pass for which ``unit`` would be gathered now. Ends of a module's own forward and backward do not show."""
-    iteration = _known_iteration(unit)
+def _training_state(state: FSDPState) -> TrainingState:
+    """The pass for which ``state`` would be gathered now. Ends of a module's own forward and backward do not show."""
+    iteration = _known_iteration(state)
     if iteration is None or iteration.current_pass is Pass.IDLE:
         return TrainingState.IDLE
-    computes = bool(unit.calls_under_way)  # also where a checkpoint computes again in backward
+    computes = bool(state.calls_under_way)  # also where a checkpoint computes again in backward
     return TrainingState.FORWARD if computes or iteration.current_pass is Pass.FORWARD else TrainingState.PRE_BACKWARD

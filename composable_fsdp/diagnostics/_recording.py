@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp import trace
-from composable_fsdp._consistency.watchdog import known_watch
+from composable_fsdp._consistency.watchdog import known_watchdog
 from composable_fsdp.diagnostics._records import Dump, Fault, Header, NumberedEvent, Stack, encode, file_name
 from composable_fsdp.diagnostics._signals import SignalWatch
 from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
@@ -81,9 +81,9 @@ class _Recording:
 
     def on_fault(self, error: BaseException | None, where: str, position: trace.Position | None = None) -> None:
         """A fault listener: writes once for each fault, though all modules around it tell of it too."""
-        watch = known_watch()
+        watchdog = known_watchdog()
         kind, text = ("", where) if error is None else (type(error).__name__, str(error))
-        told = (kind, text, watch.here.steps if watch is not None else 0)
+        told = (kind, text, watchdog.here.steps if watchdog is not None else 0)
         if told == self._told:
             return
         walked = () if error is None else traceback.extract_tb(error.__traceback__)
@@ -193,7 +193,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _collect(reason: str, recording: _Recording | None) -> Dump:
-    watch = known_watch()
+    watchdog = known_watchdog()
     header = Header(
         *_whoami(),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
@@ -208,7 +208,7 @@ def _collect(reason: str, recording: _Recording | None) -> Dump:
     )
     return Dump(
         header,
-        report=watch.report() if watch is not None else None,
+        report=watchdog.report() if watchdog is not None else None,
         latest=tuple(recording.latest.values()) if recording is not None else (),
         faults=tuple(recording.faults) if recording is not None else (),
         stacks=tuple(_stacks()),

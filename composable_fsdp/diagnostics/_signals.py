@@ -115,8 +115,8 @@ def _release_signals() -> None:
 
 
 def _leave_to_parent() -> None:
-    for watch in tuple(_active):
-        watch.leave_to_parent()
+    for watchdog in tuple(_active):
+        watchdog.leave_to_parent()
     _release_signals()
 
 

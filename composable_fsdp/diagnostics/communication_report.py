@@ -10,20 +10,20 @@ from torch import nn
 
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.wire_bytes import (
-    Traffic,
+    WireBytes,
     all_reduce_traffic,
-    by_channel,
+    by_process_groups,
     gather_traffic,
     reduce_traffic,
     smaller_gather_traffic,
 )
-from composable_fsdp._runtime.groups.state import Unit, find_unit
-from composable_fsdp._runtime.lazy_init import iteration_of, name_units
-from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp._runtime.groups.state import FSDPState, find_state
+from composable_fsdp._runtime.lazy_init import iteration_of, name_states
+from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.policies import ReshardKind
 
-__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "units_of"]
+__all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "states_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,58 +91,58 @@ def communication_report(model: nn.Module) -> CommunicationReport:
     Raises:
         ConfigurationError: no module in it is sharded.
     """
-    rows = (row for name, unit in units_of(model) for row in _rows(name, unit))
+    rows = (row for name, state in states_of(model) for row in _rows(name, state))
     return CommunicationReport(tuple(row for row in rows if row.plain_bytes))
 
 
-def units_of(model: nn.Module) -> list[tuple[str, Unit]]:
+def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
     """All units, in the order of modules, each once and with its place in ``model``, which may hold several roots.
 
     Raises:
         ConfigurationError: there is none.
     """
-    places: dict[Unit, list[str]] = {}
+    places: dict[FSDPState, list[str]] = {}
     for name, module in model.named_modules():
-        unit = find_unit(module)
-        if unit is not None:
-            places.setdefault(unit, []).append(name)
+        state = find_state(module)
+        if state is not None:
+            places.setdefault(state, []).append(name)
     if not places:
         raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
-    for unit in places:  # from the outside in, so that the outermost is the root of those within it
-        iteration_of(unit)
-    return list(name_units(places).items())
+    for state in places:  # from the outside in, so that the outermost is the root of those within it
+        iteration_of(state)
+    return list(name_states(places).items())
 
 
-def _rows(name: str, unit: Unit) -> Iterator[CommunicationRow]:
-    kind = unit.reshard.kind
+def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
+    kind = state.reshard.kind
     if kind is ReshardKind.AUTO:
-        kind = ReshardKind.NEVER if iteration_of(unit).root is unit else ReshardKind.ALWAYS
-    smaller = unit.reshard.mesh_size
+        kind = ReshardKind.NEVER if iteration_of(state).root is state else ReshardKind.ALWAYS
+    smaller = state.reshard.mesh_size
 
-    def shard(channel: Channel) -> int:
-        return channel.axes.shard.size
+    def shard(pgs: ProcessGroups) -> int:
+        return pgs.axes.shard.size
 
-    times = 2 if kind is ReshardKind.ALWAYS and unit.unshard_in_backward else 1
-    yield _row(name, unit, "all-gather", times, gather_traffic, shard)
-    if kind is ReshardKind.SMALLER and unit.unshard_in_backward:
+    times = 2 if kind is ReshardKind.ALWAYS and state.unshard_in_backward else 1
+    yield _row(name, state, "all-gather", times, gather_traffic, shard)
+    if kind is ReshardKind.SMALLER and state.unshard_in_backward:
         in_part = partial(smaller_gather_traffic, size=smaller)
-        yield _row(name, unit, "all-gather (smaller mesh)", 1, in_part, lambda channel: min(smaller, shard(channel)))
-    if unit.group.plan.num_trainable:
-        yield _row(name, unit, "reduce-scatter", 1, reduce_traffic, shard)
-        yield _row(name, unit, "all-reduce", 1, all_reduce_traffic, lambda channel: channel.replicate.size)
+        yield _row(name, state, "all-gather (smaller mesh)", 1, in_part, lambda pgs: min(smaller, shard(pgs)))
+    if state.group.plan.num_trainable:
+        yield _row(name, state, "reduce-scatter", 1, reduce_traffic, shard)
+        yield _row(name, state, "all-reduce", 1, all_reduce_traffic, lambda pgs: pgs.replicate.size)
 
 
 def _row(
     name: str,
-    unit: Unit,
+    state: FSDPState,
     direction: str,
     times: int,
-    traffic_of: Callable[[Sequence[AnyBucket]], Traffic],
-    size_of: Callable[[Channel], int],
+    traffic_of: Callable[[Sequence[AnyBucket]], WireBytes],
+    size_of: Callable[[ProcessGroups], int],
 ) -> CommunicationRow:
     sent = plain = 0
-    for channel, buckets in by_channel(unit.group.buckets):
-        size, traffic = size_of(channel), traffic_of(buckets)
+    for pgs, buckets in by_process_groups(state.group.buckets):
+        size, traffic = size_of(pgs), traffic_of(buckets)
         sent += times * traffic.bytes * (size - 1) // size
         plain += times * traffic.plain_bytes * (size - 1) // size
     return CommunicationRow(name, direction, times, sent, plain)

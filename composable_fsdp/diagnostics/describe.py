@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._sharding.strategy import ShardingStrategy
-from composable_fsdp.diagnostics.communication_report import units_of
+from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.policies import ReshardKind
 
 if TYPE_CHECKING:
@@ -137,11 +137,11 @@ def describe(model: nn.Module) -> ModelDescription:
     Raises:
         ConfigurationError: no module in it is sharded.
     """
-    units = [unit for _, unit in units_of(model)]
+    states = [state for _, state in states_of(model)]
     places = {module: name for name, module in model.named_modules()}
-    held = {id(parameter) for unit in units for parameter in unit.registered_parameters()}
+    held = {id(parameter) for state in states for parameter in state.registered_parameters()}
     return ModelDescription(
-        tuple(_describe_group(unit, places) for unit in units),
+        tuple(_describe_group(state, places) for state in states),
         {name: p.nbytes for name, p in model.named_parameters() if id(p) not in held},
     )
 
@@ -151,27 +151,27 @@ def describe_groups(model: nn.Module) -> list[GroupDescription]:
     return list(describe(model).groups)
 
 
-def _describe_group(unit: Unit, places: Mapping[nn.Module, str]) -> GroupDescription:
-    parameters, specs = unit.group.parameters, unit.group.plan.specs
-    used = [p for lender in unit.lenders for p in lender.group.parameters if _is_used(p, unit)]
+def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupDescription:
+    parameters, specs = state.group.parameters, state.group.plan.specs
+    used = [p for lender in state.lenders for p in lender.group.parameters if _is_used(p, state)]
     return GroupDescription(
-        names=tuple(places[module] for module in unit.modules if module in places),
-        classes=tuple(type(module).__name__.removeprefix("FSDP") for module in unit.modules),
-        is_root=iteration_of(unit).root is unit,
+        names=tuple(places[module] for module in state.modules if module in places),
+        classes=tuple(type(module).__name__.removeprefix("FSDP") for module in state.modules),
+        is_root=iteration_of(state).root is state,
         parameters=sum(prod(p.sharding.shape) for p in parameters),
         bytes=sum(prod(p.sharding.shape) * p.dtype.itemsize for p in parameters),
-        bytes_per_rank=unit.group.plan.shard_bytes,
+        bytes_per_rank=state.group.plan.shard_bytes,
         placements=_each_once(" ".join(map(str, p.sharding.placements)) for p in parameters),
-        meshes=_each_once(_mesh(m) for m in [p.sharding.mesh for p in parameters] or [unit.group.axes.mesh]),
+        meshes=_each_once(_mesh(m) for m in [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]),
         dtypes=tuple(dict.fromkeys((s.dtype, s.compute_dtype, s.reduce_dtype) for s in specs)),
-        after_forward=_after_forward(unit),
-        strategy=_strategy(unit),
+        after_forward=_after_forward(state),
+        strategy=_strategy(state),
         tied=tuple(_names(p, places) for p in (*parameters, *used) if len(p.owners) > 1),
     )
 
 
-def _is_used(parameter: ShardedParameter, unit: Unit) -> bool:
-    inside = {below for module in unit.modules for below in module.modules()}
+def _is_used(parameter: ShardedParameter, state: FSDPState) -> bool:
+    inside = {below for module in state.modules for below in module.modules()}
     return any(owner in inside for owner, _ in parameter.owners)
 
 
@@ -191,20 +191,20 @@ def _mesh(mesh: DeviceMesh) -> str:
     )
 
 
-def _after_forward(unit: Unit) -> str:
-    kind = unit.reshard.kind
+def _after_forward(state: FSDPState) -> str:
+    kind = state.reshard.kind
     if kind is ReshardKind.AUTO:
-        kind = ReshardKind.NEVER if iteration_of(unit).root is unit else ReshardKind.ALWAYS
+        kind = ReshardKind.NEVER if iteration_of(state).root is state else ReshardKind.ALWAYS
     if kind is ReshardKind.SMALLER:
-        return f"keep 1/{unit.reshard.mesh_size}"
+        return f"keep 1/{state.reshard.mesh_size}"
     return "free" if kind is ReshardKind.ALWAYS else "keep"
 
 
-def _strategy(unit: Unit) -> ShardingStrategy:
-    frees = unit.reshard.kind is not ReshardKind.NEVER
-    if all(channel.axes.shard.size == 1 for channel in unit.group.channels):
+def _strategy(state: FSDPState) -> ShardingStrategy:
+    frees = state.reshard.kind is not ReshardKind.NEVER
+    if all(pgs.axes.shard.size == 1 for pgs in state.group.process_groups):
         return ShardingStrategy.NO_SHARD
-    if any(channel.replicate.size > 1 for channel in unit.group.channels):
+    if any(pgs.replicate.size > 1 for pgs in state.group.process_groups):
         return ShardingStrategy.HYBRID_SHARD if frees else ShardingStrategy.HYBRID_SHARD_ZERO2
     return ShardingStrategy.FULL_SHARD if frees else ShardingStrategy.SHARD_GRAD_OP
 
@@ -278,8 +278,8 @@ def _cells(group: GroupDescription) -> tuple[str, ...]:
 
 def _size(nbytes: float) -> str:
     """With three digits and a decimal prefix."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for state in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
+            return f"{nbytes:.3g} {state}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._comm.factory import communicator_over
-from composable_fsdp._runtime.shard_extent import units_below
+from composable_fsdp._runtime.shard_extent import states_below
 
 __all__ = ["find_nonfinite"]
 
@@ -34,7 +34,7 @@ def find_nonfinite(module: nn.Module, *, values: bool = False) -> dict[str, tupl
         The same on all ranks of the mesh; empty where everything is finite. Plain parameters are compared over the
         first mesh.
     """
-    at_rest = {id(p.unsharded): p.sharded for unit in units_below(module) for p in unit.group.parameters}
+    at_rest = {id(p.unsharded): p.sharded for state in states_below(module) for p in state.group.parameters}
     parameters = {name: at_rest.get(id(p), p) for name, p in module.named_parameters()}
     meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
     first = next(iter(meshes), None)

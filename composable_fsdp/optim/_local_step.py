@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["twins_of"]
+__all__ = ["local_copies_of"]
 
 Entry = dict[str, Any]
 """State of one parameter."""
@@ -32,7 +32,7 @@ the results in between need no fresh memory from the system, and what Python doe
 """
 
 
-class _Twin(NamedTuple):
+class _LocalCopy(NamedTuple):
     parameter: Any
     pieces: Sequence[torch.Tensor]
     given: Sequence[Entry]
@@ -42,7 +42,7 @@ class _Twin(NamedTuple):
 
 
 @contextmanager
-def twins_of(optimizer: Optimizer, *, cuts: bool) -> Iterator[None]:
+def local_copies_of(optimizer: Optimizer, *, cuts: bool) -> Iterator[None]:
     """Twins for the sharded parameters that have a gradient, with local state; state that is new becomes DTensors.
 
     Args:
@@ -52,7 +52,7 @@ def twins_of(optimizer: Optimizer, *, cuts: bool) -> Iterator[None]:
     """
     groups, state = optimizer.param_groups, optimizer.state
     parameters = [group["params"] for group in groups]
-    twins: list[_Twin] = []
+    twins: list[_LocalCopy] = []
     try:
         for group in groups:
             cuts_here = cuts and not group.get("foreach") and not group.get("fused")
@@ -89,7 +89,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return not any(map(_IS_PARTIAL, parameter._spec.placements))
 
 
-def _twin(parameter: Any, state: Mapping[str, Any], *, cuts: bool) -> _Twin:
+def _twin(parameter: Any, state: Mapping[str, Any], *, cuts: bool) -> _LocalCopy:
     """Plain tensors in the memory of the local shard, with its gradient."""
     whole, gradient = _local(parameter).detach(), parameter.grad
     if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
@@ -100,9 +100,9 @@ def _twin(parameter: Any, state: Mapping[str, Any], *, cuts: bool) -> _Twin:
             entry[name] = _local(value)
     local_gradient = _local(gradient)
     if cuts and whole.numel() > PIECE_NUMEL and entry and _lie_alike(whole, local_gradient, entry):
-        return _Twin(parameter, *_pieces(whole, local_gradient, entry), entry)
+        return _LocalCopy(parameter, *_pieces(whole, local_gradient, entry), entry)
     _give(whole, local_gradient)
-    return _Twin(parameter, (whole,), (entry,), entry)
+    return _LocalCopy(parameter, (whole,), (entry,), entry)
 
 
 def _lie_alike(whole: torch.Tensor, gradient: torch.Tensor, entry: Entry) -> bool:
@@ -140,7 +140,7 @@ def _give(twin: torch.Tensor, gradient: torch.Tensor) -> None:
     twin.grad = gradient
 
 
-def _joined(twin: _Twin, new: Sequence[Entry]) -> Entry:
+def _joined(twin: _LocalCopy, new: Sequence[Entry]) -> Entry:
     """The state of the whole parameter, where the pieces came out of the update with ``new``."""
     if len(twin.pieces) == 1:
         return new[0]

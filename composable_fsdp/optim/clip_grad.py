@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable_fsdp._runtime.shard_extent import units_below
+from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.errors import ConfigurationError, GradientError, MeshError
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
@@ -111,7 +111,7 @@ def _parameters(parameters: nn.Module | Tensors) -> list[torch.Tensor]:
 
 def _parameters_at_rest(module: nn.Module) -> list[torch.Tensor]:
     """Each parameter once; where a unit shows its unsharded ones, the sharded ones, which have the gradients."""
-    at_rest = {id(p.unsharded): p.sharded for unit in units_below(module) for p in unit.group.parameters}
+    at_rest = {id(p.unsharded): p.sharded for state in states_below(module) for p in state.group.parameters}
     return list(dict.fromkeys(at_rest.get(id(p), p) for p in module.parameters()))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from composable_fsdp.errors import ConfigurationError, LifecycleError
-from composable_fsdp.optim._local_step import twins_of
+from composable_fsdp.optim._local_step import local_copies_of
 
 __all__ = ["ELEMENTWISE", "local_optimizer"]
 
@@ -127,11 +127,11 @@ def _on_shards(update: Step) -> Step:
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         cuts = type(self) in ELEMENTWISE  # of whose state it is known what belongs to an element
         if closure is None:
-            with twins_of(self, cuts=cuts):
+            with local_copies_of(self, cuts=cuts):
                 return update(self, **options)
         with torch.enable_grad():
             loss = closure()
-        with twins_of(self, cuts=cuts):
+        with local_copies_of(self, cuts=cuts):
             update(self, **options)
         return loss
 

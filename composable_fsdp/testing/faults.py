@@ -26,7 +26,7 @@ from torch import nn
 
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._runtime.groups.state import find_unit
+from composable_fsdp._runtime.groups.state import find_state
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp.errors import ConfigurationError
 
@@ -224,26 +224,24 @@ def inject_faults(model: nn.Module, *faults: Fault) -> Iterator[list[str]]:
     Raises:
         ConfigurationError: ``model`` is not sharded.
     """
-    unit = find_unit(model)
-    if unit is None:
+    state = find_state(model)
+    if state is None:
         raise ConfigurationError(f"inject_faults: {type(model).__name__} is not sharded. Call fully_shard on it first.")
-    channels = [channel for each in iteration_of(unit).units.values() for channel in each.group.channels]
-    before = [(channel.axes, channel.gather, channel.scatter, channel.exchange) for channel in channels]
+    process_groups = [pgs for each in iteration_of(state).states.values() for pgs in each.group.process_groups]
+    before = [(pgs.axes, pgs.gather, pgs.scatter, pgs.exchange) for pgs in process_groups]
     labels: list[str] = []
 
     def faulty(communicator: Communicator) -> Communicator:
         return FaultyCommunicator(communicator, faults, labels) if communicator.size > 1 else communicator
 
-    for channel in channels:
-        channel.axes = dataclasses.replace(channel.axes, replicate=faulty(channel.axes.replicate))
-        channel.gather, channel.scatter, channel.exchange = map(
-            faulty, (channel.gather, channel.scatter, channel.exchange)
-        )
+    for pgs in process_groups:
+        pgs.axes = dataclasses.replace(pgs.axes, replicate=faulty(pgs.axes.replicate))
+        pgs.gather, pgs.scatter, pgs.exchange = map(faulty, (pgs.gather, pgs.scatter, pgs.exchange))
     try:
         yield labels
     finally:
-        for channel, original in zip(channels, before, strict=True):
-            channel.axes, channel.gather, channel.scatter, channel.exchange = original
+        for pgs, original in zip(process_groups, before, strict=True):
+            pgs.axes, pgs.gather, pgs.scatter, pgs.exchange = original
 
 
 @dataclass(frozen=True, slots=True)

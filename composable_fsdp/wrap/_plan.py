@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import find_unit
+from composable_fsdp._runtime.groups.state import find_state
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["READ_WITHOUT_CALLS", "Group", "Policy", "Scope", "plan_groups"]
@@ -61,8 +61,8 @@ class Scope:
         self, model: nn.Module, ignored_modules: Collection[int] = (), ignored_parameters: Collection[int] = ()
     ) -> None:
         self.model = model
-        units = (unit for module in model.modules() if (unit := find_unit(module)) is not None)
-        self._held = {id(p) for unit in units for p in unit.registered_parameters()} | set(ignored_parameters)
+        states = (state for module in model.modules() if (state := find_state(module)) is not None)
+        self._held = {id(p) for state in states for p in state.registered_parameters()} | set(ignored_parameters)
         self._left_out = ignored_modules
         self.modules = {
             module: name
@@ -76,7 +76,7 @@ class Scope:
         seen.add(module)
         if not isinstance(module, READ_WITHOUT_CALLS):
             for attribute, child in module.named_children():
-                if child not in seen and id(child) not in self._left_out and find_unit(child) is None:
+                if child not in seen and id(child) not in self._left_out and find_state(child) is None:
                     yield from self._bottom_up(child, f"{name}.{attribute}" if name else attribute, seen)
         yield name, module
 

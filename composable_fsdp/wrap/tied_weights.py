@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import Unit, find_unit, holding_unit
+from composable_fsdp._runtime.groups.state import FSDPState, find_state, holding_state
 from composable_fsdp._runtime.params.sharded_param import find_taken
 from composable_fsdp.errors import ConfigurationError
 
@@ -34,7 +34,7 @@ def tie_groups(modules: Sequence[nn.Module]) -> None:
     if len(modules) < 2 or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigurationError("tie_groups takes a list of two or more modules that share parameters.")
     for module in modules:
-        if any(find_unit(below) is not None for below in module.modules()):
+        if any(find_state(below) is not None for below in module.modules()):
             raise ConfigurationError(
                 f"tie_groups: this {_class_name(module)} has been sharded already. Call it before "
                 "fully_shard, or name the module that owns the parameters: fully_shard(..., shared_from=[owner])."
@@ -54,13 +54,13 @@ def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def tied_holders(modules: Iterable[nn.Module]) -> list[Unit]:
+def tied_holders(modules: Iterable[nn.Module]) -> list[FSDPState]:
     """Units that have what ``modules``, or those below them, share by :func:`tie_groups`."""
     return holders(below for m in modules for below in m.modules() if vars(below).get(_TIED_ATTRIBUTE))
 
 
-def holders(modules: Iterable[nn.Module]) -> list[Unit]:
+def holders(modules: Iterable[nn.Module]) -> list[FSDPState]:
     """Units that took parameters of which ``modules``, or those below them, still have the original."""
     taken = [find_taken(parameter) for module in modules for parameter in module.parameters()]
-    units = (holding_unit(each.parameter()) for each in taken if each is not None)
-    return list(dict.fromkeys(unit for unit in units if unit is not None))
+    states = (holding_state(each.parameter()) for each in taken if each is not None)
+    return list(dict.fromkeys(state for state in states if state is not None))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import find_unit
+from composable_fsdp._runtime.groups.state import find_state
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.wrap._plan import READ_WITHOUT_CALLS, Group, Policy, Scope
 
@@ -196,7 +196,7 @@ def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
     if blocks:
         yield blocks
     for child in children:
-        if child not in blocks and find_unit(child) is None:
+        if child not in blocks and find_state(child) is None:
             yield from _stacks(child, scope)
 
 

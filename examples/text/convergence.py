@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from .options import UsageError
-from .variants import PLAIN, Traffic
+from .variants import PLAIN, WireBytes
 
 WINDOW = 20  # steps over which drawn losses are averaged
 DIGITS = 5  # of a loss in the file
@@ -53,7 +53,7 @@ class Comparison:
 
     settings: dict[str, Any]
     origin: dict[str, Any]
-    traffic: dict[str, Traffic] = field(default_factory=dict)
+    traffic: dict[str, WireBytes] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
 
     def has(self, variant: str, seed: int) -> bool:
@@ -156,7 +156,7 @@ def _joined(found: dict[str, Any], fresh: Comparison, path: Path) -> Comparison:
         Run(**{**run, "validation": {int(step): loss for step, loss in run["validation"].items()}})
         for run in found["runs"]
     ]
-    traffic = {name: Traffic(**each) for name, each in found["traffic"].items()}
+    traffic = {name: WireBytes(**each) for name, each in found["traffic"].items()}
     origin = {**fresh.origin, "commands": [*found["origin"]["commands"], *fresh.origin["commands"]]}
     return Comparison(fresh.settings, origin, traffic, runs)
 

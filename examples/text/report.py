@@ -95,7 +95,7 @@ class Reporter:
     def print(self, table: Table) -> None:
         self._console.print(table)
 
-    def watch(self, title: str, total: int) -> Watcher:
+    def watchdog(self, title: str, total: int) -> Watcher:
         """Something to tell about ``total`` steps."""
         if not self._speaks:
             return Silence()

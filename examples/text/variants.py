@@ -23,14 +23,14 @@ VARIANTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class WireBytes:
     """Bytes that one rank sends in one training step, and those that it would send without codecs."""
 
     sent: int
     plain: int
 
 
-def traffic_of(model: nn.Module) -> Traffic:
+def traffic_of(model: nn.Module) -> WireBytes:
     """What a rank of a sharded model sends in one step of training."""
     report = communication_report(model)
-    return Traffic(sent=report.bytes, plain=report.plain_bytes)
+    return WireBytes(sent=report.bytes, plain=report.plain_bytes)

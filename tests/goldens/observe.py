@@ -108,7 +108,7 @@ def event_line(event: TraceEvent) -> str:
         ranks = () if event.position is None else event.position.ranks
         return f"{kind_of(event)} {event.bytes} bytes, ranks {','.join(map(str, ranks))}"
     plain = "" if event.plain_bytes == event.bytes else f", plain {event.plain_bytes}"
-    stream = f", stream {event.lane}" if event.lane else ""
+    stream = f", stream {event.stream}" if event.stream else ""
     return f"{kind_of(event)} {event.group} {event.bytes} bytes{plain}{stream}"
 
 

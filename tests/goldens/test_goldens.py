@@ -21,8 +21,8 @@ from tests.transports import SOCKETS, TRANSPORTS
 SOME = {name: program for name, program in known_programs().items() if program.world_size == 2 and int(name) < 12}
 
 
-def free_after_every_forward(self: Unsharding, unit: Any, **_: object) -> None:
-    unit.group.reshard()  # so that backward gathers also what should have stayed
+def free_after_every_forward(self: Unsharding, state: Any, **_: object) -> None:
+    state.group.reshard()  # so that backward gathers also what should have stayed
 
 
 def fuse_nothing(*args: object) -> dict[str, tuple[str, ...]]:

@@ -25,13 +25,13 @@ from tests.parity.programs import (
     WHENS,
     Again,
     Block,
+    FSDPState,
     Leaf,
     Node,
     Placing,
     Precision,
     Program,
     Step,
-    Unit,
     completed,
 )
 
@@ -76,7 +76,7 @@ def _placings(draw: Draw) -> Placing:
 
 
 def _is_sharded(tree: Node) -> bool:
-    return not isinstance(tree, Again) and tree.unit is not None
+    return not isinstance(tree, Again) and tree.state is not None
 
 
 def _maybe(draw: Draw, strategy: st.SearchStrategy[T], default: T, one_in: int = 4) -> T:
@@ -84,15 +84,15 @@ def _maybe(draw: Draw, strategy: st.SearchStrategy[T], default: T, one_in: int =
     return draw(strategy) if draw(st.integers(0, one_in - 1)) == one_in - 1 else default
 
 
-def _units(draw: Draw, shards: int, one_in: int = 2, *, is_root: bool = False) -> Unit | None:
-    return _maybe(draw, _some_unit(shards), Unit() if is_root else None, one_in)
+def _states(draw: Draw, shards: int, one_in: int = 2, *, is_root: bool = False) -> FSDPState | None:
+    return _maybe(draw, _some_unit(shards), FSDPState() if is_root else None, one_in)
 
 
 @st.composite
-def _some_unit(draw: Draw, shards: int) -> Unit:
+def _some_unit(draw: Draw, shards: int) -> FSDPState:
     lists = st.lists(st.integers(0, 5), max_size=3).map(tuple)
     smaller = [n for n in (1, 2, 4) if n <= shards]
-    return Unit(
+    return FSDPState(
         reshard=draw(st.sampled_from([None, True, False, *smaller])),
         dim=_maybe(draw, st.sampled_from([1, -1, 2, -2]), 0),
         precision=_maybe(draw, _precisions(), Precision()),
@@ -128,7 +128,7 @@ def _leaves(draw: Draw, shards: int) -> Leaf:
         absent=_maybe(draw, SOME_STEPS, (), 10),
         returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
         uses_all=draw(st.booleans()),
-        unit=_units(draw, shards, 3),
+        state=_states(draw, shards, 3),
     )
 
 
@@ -142,10 +142,10 @@ def _blocks(draw: Draw, depth: int, shards: int, *, is_root: bool = False) -> Bl
         absent=() if is_root else _maybe(draw, SOME_STEPS, (), 10),
         returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
         uses_all=draw(st.booleans()),
-        together=_units(draw, shards),
-        unit=draw(st.sampled_from([Unit(), None]))
+        together=_states(draw, shards),
+        state=draw(st.sampled_from([FSDPState(), None]))
         if is_root and draw(st.booleans())
-        else _units(draw, shards, is_root=is_root),
+        else _states(draw, shards, is_root=is_root),
     )
 
 

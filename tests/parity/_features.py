@@ -21,10 +21,10 @@ from tests.parity.programs import (
     WHENS,
     Again,
     Block,
+    FSDPState,
     Leaf,
     Program,
     Step,
-    Unit,
     borrowed,
     groups,
     places,
@@ -41,8 +41,8 @@ def _any_leaf(test: Callable[[Leaf], object]) -> Callable[[Program], bool]:
     return _any_node(lambda node: isinstance(node, Leaf) and test(node))
 
 
-def _any_unit(test: Callable[[Unit], object]) -> Callable[[Program], bool]:
-    return lambda program: any(test(unit) for unit in groups(program.tree).values())
+def _any_unit(test: Callable[[FSDPState], object]) -> Callable[[Program], bool]:
+    return lambda program: any(test(state) for state in groups(program.tree).values())
 
 
 def _any_step(test: Callable[[Step], object]) -> Callable[[Program], bool]:
@@ -61,7 +61,7 @@ def _mixes_dtypes(program: Program) -> bool:
     found: dict[object, set[str]] = {}
     for place in places(program.tree):
         if isinstance(place.node, Leaf):
-            found.setdefault(place.unit, set()).add(place.node.dtype)
+            found.setdefault(place.state, set()).add(place.node.dtype)
     return any(len(dtypes) > 1 for dtypes in found.values())
 
 
@@ -70,7 +70,7 @@ def _lists(program: Program) -> Iterable[list[Leaf | Block]]:
     found: dict[object, list[Leaf | Block]] = {}
     for place in places(program.tree):
         if place.is_listed and not isinstance(place.node, Again):
-            found.setdefault(place.unit, []).append(place.node)
+            found.setdefault(place.state, []).append(place.node)
     return [nodes for nodes in found.values() if len(nodes) > 1]
 
 
@@ -104,7 +104,7 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "dp_mesh_dims and a tensor-parallel dim": _full_mesh(lambda p: p.tensor_ranks > 1),
     "tensor-parallel mesh": lambda p: p.placing is not None and not p.placing.full,
     "tensor-parallel sums with reduce_dtype": lambda p: (
-        p.tensor_ranks > 1 and any(unit.precision.reduce for unit in groups(p.tree).values())
+        p.tensor_ranks > 1 and any(state.precision.reduce for state in groups(p.tree).values())
     ),
     "initialised by seed": lambda p: p.by_seed,
     "two threads": lambda p: p.beside is not None,
@@ -142,12 +142,12 @@ FEATURES: Mapping[str, Callable[[Program], bool]] = {
     "registered method": _any_unit(lambda u: u.method),
     "list of modules": lambda p: any(_lists(p)),
     "list of blocks": lambda p: any(any(isinstance(n, Block) for n in nodes) for nodes in _lists(p)),
-    "list that is a root": lambda p: any(place.is_listed and place.unit == place.root for place in places(p.tree)),
+    "list that is a root": lambda p: any(place.is_listed and place.state == place.root for place in places(p.tree)),
     "took no part in its list": lambda p: any(any(0 < len(n.absent) < STEPS for n in nodes) for nodes in _lists(p)),
     "parameter of another group": lambda p: bool(borrowed(p.tree)),
     "one unit": lambda p: len(groups(p.tree)) == 1,
     "several units": lambda p: len(groups(p.tree)) > 1,
-    "units in units": lambda p: any(place.unit != place.root for place in places(p.tree)),
+    "units in units": lambda p: any(place.state != place.root for place in places(p.tree)),
     "several roots": lambda p: len({place.root for place in places(p.tree)} - {None}) > 1,
 }
 """What programs can be made of; ``test_fuzz`` sees to it that each occurs."""

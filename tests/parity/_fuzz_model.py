@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.programs import Block, Leaf, Program, Unit, borrowed, groups, places
+from tests.parity.programs import Block, FSDPState, Leaf, Program, borrowed, groups, places
 
 __all__ = [
     "BlockModule",
@@ -31,7 +31,7 @@ __all__ = [
     "freeze",
     "parts",
     "randomise",
-    "units",
+    "states",
 ]
 
 
@@ -65,13 +65,13 @@ class Group:
     """The group that a module's own parameters belong to: where its unit is in the tree, and which."""
 
     path: tuple[int, ...] | None = None
-    unit: Unit | None = None
+    state: FSDPState | None = None
 
 
 class Part(nn.Module):
     """What ``LeafModule`` and ``BlockModule`` share: the container of the outputs, and the call of another part.
 
-    ``unit`` is how it is sharded, by itself or in a list.
+    ``state`` is how it is sharded, by itself or in a list.
     """
 
     node: Leaf | Block
@@ -79,7 +79,7 @@ class Part(nn.Module):
     def __init__(self, node: Leaf | Block, group: Group, clock: Clock) -> None:
         super().__init__()
         self.node, self.group, self.clock = node, group, clock
-        self.unit: Unit | None = None
+        self.state: FSDPState | None = None
 
     def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
@@ -100,8 +100,8 @@ def run(part: Part, x: torch.Tensor) -> torch.Tensor:
     """Calls ``part`` as its node says, and takes of the outputs what that says."""
     if part.clock.step in part.node.absent:
         return x
-    unit = part.unit
-    first, rest = first_and_rest(part.other(x) if unit is not None and unit.method else part(x=x))
+    state = part.state
+    first, rest = first_and_rest(part.other(x) if state is not None and state.method else part(x=x))
     if part.node.returns == "view":
         return first.mul_(0.5)
     return first + 0.25 * rest if rest is not None and part.node.uses_all else first
@@ -249,13 +249,13 @@ def build(program: Program, clock: Clock) -> Part:
     found, unit_at = places(program.tree), groups(program.tree)
     built: dict[tuple[int, ...], Part] = {}
     for number, place in reversed(list(enumerate(found))):  # children before their parents
-        node, group = place.node, Group(place.unit, None if place.unit is None else unit_at[place.unit])
+        node, group = place.node, Group(place.state, None if place.state is None else unit_at[place.state])
         if isinstance(node, Leaf):
             built[place.path] = LeafModule(node, group, clock, program.width, number)
         elif isinstance(node, Block):
             built[place.path] = BlockModule(node, group, clock)
-        if place.path in built and (place.is_listed or place.path == place.unit):
-            built[place.path].unit = group.unit
+        if place.path in built and (place.is_listed or place.path == place.state):
+            built[place.path].state = group.state
     for place in found:
         if place.path:
             above = built[place.path[:-1]]
@@ -271,8 +271,8 @@ def build(program: Program, clock: Clock) -> Part:
 def _tie(leaves: list[LeafModule]) -> None:
     first: dict[object, nn.Parameter] = {}
     for leaf in leaves:
-        unit, node = leaf.group.unit, leaf.node
-        if unit is not None and unit.tied and node.kind == "linear" and not node.ignored:
+        state, node = leaf.group.state, leaf.node
+        if state is not None and state.tied and node.kind == "linear" and not node.ignored:
             leaf.weight = first.setdefault((leaf.group.path, node.dtype), leaf.weight)
 
 
@@ -289,9 +289,9 @@ def parts(model: nn.Module) -> Iterator[Part]:
     return (module for module in model.modules() if isinstance(module, Part))
 
 
-def units(model: nn.Module) -> list[Part]:
+def states(model: nn.Module) -> list[Part]:
     """Those that are given to ``fully_shard``."""
-    return [part for part in parts(model) if part.unit is not None]
+    return [part for part in parts(model) if part.state is not None]
 
 
 @torch.no_grad()

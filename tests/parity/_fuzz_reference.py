@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.parity._fuzz_model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, units
+from tests.parity._fuzz_model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, states
 from tests.parity._fuzz_run import (
     OPTIMIZERS,
     SEED,
@@ -63,13 +63,13 @@ class Reference(Driver):
         for name, parameter in self.computing.items():
             dtype = dtype_of(precision_of(self.groups[name]).param)
             parameter.data = parameter.data.to(dtype or parameter.dtype)
-        for part in units(self.model):
+        for part in states(self.model):
             cast_around(part)
         found = places(program.tree)
-        everything = {p.unit for p in found}
+        everything = {p.state for p in found}
         self.holding = {"none": set(), "roots": {p.root for p in found}}
         self.holding |= dict.fromkeys(("all", "no_sync", "no_sync, sharded"), everything)
-        self.holding["no_sync of a part"] = {part.group.path for part in units(units(self.model)[-1])}
+        self.holding["no_sync of a part"] = {part.group.path for part in states(states(self.model)[-1])}
         self.rank = 0
         self.data_ranks = prod(program.mesh)
         self.held: list[dict[str, torch.Tensor]] = [{} for _ in range(program.world_size)]
@@ -106,15 +106,15 @@ class Reference(Driver):
 
 
 def precision_of(group: Group) -> Precision:
-    return Precision() if group.unit is None else group.unit.precision
+    return Precision() if group.state is None else group.state.precision
 
 
 def cast_around(part: Part) -> None:
     """Casts inputs and outputs of every call as the policy of the part's unit asks for."""
-    unit, forward = part.unit, part.forward
-    assert unit is not None
-    into = dtype_of(unit.precision.param) if unit.precision.cast_inputs else None
-    out_of = dtype_of(unit.precision.output)
+    state, forward = part.state, part.forward
+    assert state is not None
+    into = dtype_of(state.precision.param) if state.precision.cast_inputs else None
+    out_of = dtype_of(state.precision.output)
 
     def casting(x: torch.Tensor, depth: int = 1) -> Any:
         return cast(forward(x if into is None else x.to(into), depth), out_of)
@@ -162,17 +162,17 @@ def train_reference(program: Program) -> list[Run]:
 
 def part_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> torch.Tensor:
     """What ``rank`` holds of it, by the rule of ``torch.chunk``; all of it where no group took it."""
-    if group.unit is None:
+    if group.state is None:
         return tensor
-    dim, shards = group.unit.dim if has_dim(tensor, group.unit) else 0, program.mesh[-1]
+    dim, shards = group.state.dim if has_dim(tensor, group.state) else 0, program.mesh[-1]
     pieces, index = tensor.chunk(shards, dim), rank // program.tensor_ranks % shards
     return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
 
 
 def tolerance(program: Program) -> tuple[float, float]:
     used = {"float64"} | {place.node.dtype for place in places(program.tree) if isinstance(place.node, Leaf)}
-    for unit in groups(program.tree).values():
-        precision = unit.precision
+    for state in groups(program.tree).values():
+        precision = state.precision
         used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
     if program.feedback:
         used.add("bfloat16")  # what gradients travel as

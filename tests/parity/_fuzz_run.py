@@ -29,7 +29,7 @@ from composable_fsdp import (
     register_fsdp_forward_method,
 )
 from composable_fsdp.trace import Recorder, TraceEvent, listeners
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.parity._fuzz_model import (
     BlockModule,
     Clock,
@@ -40,9 +40,9 @@ from tests.parity._fuzz_model import (
     freeze,
     parts,
     randomise,
-    units,
+    states,
 )
-from tests.parity.programs import Leaf, Placing, Program, Step, Unit, groups
+from tests.parity.programs import FSDPState, Leaf, Placing, Program, Step, groups
 
 __all__ = [
     "OPTIMIZERS",
@@ -203,7 +203,7 @@ class Sharded(Driver):
             root.set_reshard_after_backward(step.keep == "never" or (step.keep == "until last" and is_last))
             root.set_is_last_backward(is_last or not step.is_last)
         if step.hold.startswith("no_sync") and not is_last:
-            part = units(self.model)[-1] if step.hold == "no_sync of a part" else self.model
+            part = states(self.model)[-1] if step.hold == "no_sync of a part" else self.model
             self.contexts.enter_context(no_sync(part, sharded=step.hold.endswith("sharded")))
         if step.by_hand == "reshard between":
             for module in self.modules:
@@ -222,7 +222,7 @@ class Sharded(Driver):
 
     def generate(self, x: torch.Tensor, forwards: int) -> None:
         """Nothing is communicated in these forwards."""
-        chosen = {unit_of(module): unit_of(module).reshard for module in self.modules}
+        chosen = {state_of(module): state_of(module).reshard for module in self.modules}
         for module in self.modules:
             module.unshard()
         for root in self.roots:
@@ -230,9 +230,9 @@ class Sharded(Driver):
         with torch.no_grad():
             for _ in range(forwards):
                 self.model(x)
-        for unit, reshard in chosen.items():
-            unit.group.reshard()
-            unit.reshard = reshard
+        for state, reshard in chosen.items():
+            state.group.reshard()
+            state.reshard = reshard
 
     def before_optimizer(self, step: Step) -> None:
         if self.is_clean:
@@ -286,47 +286,47 @@ def mesh_options(program: Program, mesh: DeviceMesh) -> dict[str, Any]:
 
 def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
     """The ``fully_shard`` calls and setters that the program asks for. Returns the outermost units."""
-    sharded, options = units(model), mesh_options(program, mesh)
+    sharded, options = states(model), mesh_options(program, mesh)
     if program.placing is not None:
         place(model, program.placing, mesh)
     ignored = {
         p for part in parts(model) if isinstance(part.node, Leaf) and part.node.ignored for p in part.parameters()
     }
     for modules in bottom_up(model):
-        unit = modules[0].unit
-        assert unit is not None
+        state = modules[0].state
+        assert state is not None
         fully_shard(
-            modules if modules[0].node.unit is None else modules[0],
+            modules if modules[0].node.state is None else modules[0],
             **options,
-            reshard_after_forward=unit.reshard,
-            shard_placement_fn=lambda p, unit=unit: Shard(unit.dim) if has_dim(p, unit) else None,  # type: ignore[misc]
-            mp_policy=policy_of(unit),
+            reshard_after_forward=state.reshard,
+            shard_placement_fn=lambda p, state=state: Shard(state.dim) if has_dim(p, state) else None,  # type: ignore[misc]
+            mp_policy=policy_of(state),
             ignored_params=ignored,
             shared_from=lenders(model, modules[0]),
             comm_policy=FEEDBACK if program.feedback else None,
         )
-        if unit.method:
+        if state.method:
             for part in modules:
                 register_fsdp_forward_method(part, "other")
     inner = {id(m) for part in sharded for m in part.modules() if m is not part}
     roots = [part for part in sharded if id(part) not in inner]
     for root in roots:
-        below = units(root)
+        below = states(root)
         for part in below:
-            unit = part.unit
-            assert unit is not None
+            state = part.state
+            assert state is not None
             assert isinstance(part, FSDPModule)
-            if unit.forward_prefetch is not None:
-                part.set_modules_to_forward_prefetch([below[i % len(below)] for i in unit.forward_prefetch])  # type: ignore[misc]
-            if unit.backward_prefetch is not None:
-                part.set_modules_to_backward_prefetch([below[i % len(below)] for i in unit.backward_prefetch])  # type: ignore[misc]
+            if state.forward_prefetch is not None:
+                part.set_modules_to_forward_prefetch([below[i % len(below)] for i in state.forward_prefetch])  # type: ignore[misc]
+            if state.backward_prefetch is not None:
+                part.set_modules_to_backward_prefetch([below[i % len(below)] for i in state.backward_prefetch])  # type: ignore[misc]
     return roots  # type: ignore[return-value]
 
 
 def bottom_up(model: nn.Module) -> list[list[Part]]:
     """The modules to shard, by group, each after all that it contains; a list after all of the block that holds it."""
     members: dict[object, list[Part]] = {}
-    for part in units(model):
+    for part in states(model):
         members.setdefault(part.group.path, []).append(part)
     found: dict[object, list[Part]] = {}
 
@@ -334,9 +334,9 @@ def bottom_up(model: nn.Module) -> list[list[Part]]:
         for child in module.children():
             visit(child)
         for part in module.parts if isinstance(module, BlockModule) else ():
-            if isinstance(part, Part) and part.unit is not None:
+            if isinstance(part, Part) and part.state is not None:
                 found.setdefault(part.group.path, members[part.group.path])
-        if isinstance(module, Part) and module.node.unit is not None:
+        if isinstance(module, Part) and module.node.state is not None:
             found.setdefault(module.group.path, [module])
 
     visit(model)
@@ -345,7 +345,7 @@ def bottom_up(model: nn.Module) -> list[list[Part]]:
 
 def lenders(model: nn.Module, borrower: Part) -> list[nn.Module]:
     """A module of each group from which that of ``borrower`` borrows."""
-    sharded = {part.group.path: part for part in reversed(units(model))}
+    sharded = {part.group.path: part for part in reversed(states(model))}
     paths = (
         part.lender
         for part in parts(model)
@@ -354,16 +354,16 @@ def lenders(model: nn.Module, borrower: Part) -> list[nn.Module]:
     return [sharded[path] for path in dict.fromkeys(paths)]
 
 
-def has_dim(tensor: torch.Tensor, unit: Unit) -> bool:
-    return -tensor.ndim <= unit.dim < tensor.ndim
+def has_dim(tensor: torch.Tensor, state: FSDPState) -> bool:
+    return -tensor.ndim <= state.dim < tensor.ndim
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def policy_of(unit: Unit) -> MixedPrecisionPolicy:
-    p = unit.precision
+def policy_of(state: FSDPState) -> MixedPrecisionPolicy:
+    p = state.precision
     return MixedPrecisionPolicy(dtype_of(p.param), dtype_of(p.reduce), dtype_of(p.output), p.cast_inputs)
 
 
@@ -429,7 +429,7 @@ def made_in_order(program: Program, makes: Sequence[Make]) -> list[Make]:
     """``makes``, called now where models must be made in one order on all ranks: where making one takes the default
     random generator, which all threads share, or makes process groups.
     """
-    smaller = any(type(unit.reshard) is int for unit in groups(program.tree).values())
+    smaller = any(type(state.reshard) is int for state in groups(program.tree).values())
     return [partial(next, iter([make()])) for make in makes] if program.by_seed or smaller else list(makes)
 
 

@@ -1,7 +1,7 @@
 """Programs of the fuzzer: which module, how it is grouped, what three training steps do with it. Values, no tensors.
 
 A program is a tree of frozen dataclasses that can be pickled, compared and pasted: its ``repr`` leaves out what has its
-default value. A module that ``fully_shard`` is called on has a :class:`Unit`. What a word in a field means is said
+default value. A module that ``fully_shard`` is called on has a :class:`FSDPState`. What a word in a field means is said
 where it is carried out: modules in ``_fuzz_model``, steps in ``_fuzz_run``. A new feature is a field with a default
 here, a draw in ``_draw``, a row in ``_features``, and its meaning for the sharded run and for the reference.
 """
@@ -29,6 +29,7 @@ __all__ = [
     "WHENS",
     "Again",
     "Block",
+    "FSDPState",
     "Leaf",
     "Node",
     "Place",
@@ -36,7 +37,6 @@ __all__ = [
     "Precision",
     "Program",
     "Step",
-    "Unit",
     "borrowed",
     "completed",
     "groups",
@@ -77,7 +77,7 @@ class Precision(_Short):
 
 
 @dataclass(frozen=True, repr=False)
-class Unit(_Short):
+class FSDPState(_Short):
     """A ``fully_shard`` call.
 
     Args:
@@ -128,7 +128,7 @@ class Leaf(_Short):
     absent: tuple[int, ...] = ()
     returns: str = "tensor"
     uses_all: bool = False
-    unit: Unit | None = None
+    state: FSDPState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,8 +144,8 @@ class Block(_Short):
     absent: tuple[int, ...] = ()
     returns: str = "tensor"
     uses_all: bool = False
-    together: Unit | None = None
-    unit: Unit | None = None
+    together: FSDPState | None = None
+    state: FSDPState | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -255,7 +255,7 @@ class Program(_Short):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node is: ``path`` are indices of children from the tree's top, ``unit`` and ``root`` paths of the unit
+    """Where a node is: ``path`` are indices of children from the tree's top, ``state`` and ``root`` paths of the unit
     that takes its parameters and of the outermost one around it; ``target`` the path of what an ``Again`` repeats.
 
     The path of a list is that of a child ``LIST`` of the block that holds its modules.
@@ -263,14 +263,14 @@ class Place:
 
     path: tuple[int, ...]
     node: Node
-    unit: tuple[int, ...] | None
+    state: tuple[int, ...] | None
     root: tuple[int, ...] | None
     target: tuple[int, ...] | None = None
 
     @property
     def is_listed(self) -> bool:
         """Whether it is given to ``fully_shard`` in a list."""
-        return self.unit == (*self.path[:-1], LIST)
+        return self.state == (*self.path[:-1], LIST)
 
 
 def places(tree: Node) -> list[Place]:
@@ -278,17 +278,17 @@ def places(tree: Node) -> list[Place]:
     complete: list[tuple[int, ...]] = []
 
     def walk(node: Node, path: tuple[int, ...], outer: Place | None) -> Iterator[Place]:
-        unit, root = (outer.unit, outer.root) if outer is not None else (None, None)
+        state, root = (outer.state, outer.root) if outer is not None else (None, None)
         if isinstance(node, Again):
             target = complete[node.which % len(complete)] if complete else None
-            yield Place(path, node, unit, root, target)
+            yield Place(path, node, state, root, target)
             return
-        if node.unit is not None:
-            unit = path
+        if node.state is not None:
+            state = path
         elif outer is not None and isinstance(outer.node, Block) and outer.node.together is not None:
-            unit = (*outer.path, LIST)
-        root = unit if root is None else root
-        place = Place(path, node, unit, root)
+            state = (*outer.path, LIST)
+        root = state if root is None else root
+        place = Place(path, node, state, root)
         yield place
         for i, child in enumerate(node.children if isinstance(node, Block) else ()):
             yield from walk(child, (*path, i), place)
@@ -297,15 +297,15 @@ def places(tree: Node) -> list[Place]:
     return list(walk(tree, (), None))
 
 
-def groups(tree: Node) -> dict[tuple[int, ...], Unit]:
+def groups(tree: Node) -> dict[tuple[int, ...], FSDPState]:
     """How units are sharded, by their paths."""
     found = {}
     for place in places(tree):
-        if not isinstance(place.node, Again) and place.node.unit is not None:
-            found[place.path] = place.node.unit
+        if not isinstance(place.node, Again) and place.node.state is not None:
+            found[place.path] = place.node.state
         if isinstance(place.node, Block) and place.node.together is not None:
             found[(*place.path, LIST)] = place.node.together
-    return {path: found[path] for path in dict.fromkeys(p.unit for p in places(tree)) if path is not None}
+    return {path: found[path] for path in dict.fromkeys(p.state for p in places(tree)) if path is not None}
 
 
 def borrowed(tree: Node) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -313,13 +313,13 @@ def borrowed(tree: Node) -> dict[tuple[int, ...], tuple[int, ...]]:
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     unit_at, before = groups(tree), list[Place]()
     for place in places(tree):
-        if not isinstance(place.node, Leaf) or place.node.kind != "linear" or place.node.ignored or place.unit is None:
+        if not isinstance(place.node, Leaf) or place.node.kind != "linear" or place.node.ignored or place.state is None:
             continue
-        if place.node.borrows and not unit_at[place.unit].tied:
+        if place.node.borrows and not unit_at[place.state].tied:
             for owner in before:
                 assert isinstance(owner.node, Leaf)
-                assert owner.unit is not None
-                around = owner.unit[:-1] if owner.unit[-1:] == (LIST,) else owner.unit
+                assert owner.state is not None
+                around = owner.state[:-1] if owner.state[-1:] == (LIST,) else owner.state
                 is_complete = place.path[: len(around)] != around
                 if is_complete and owner.root == place.root and owner.node.dtype == place.node.dtype:
                     found[place.path] = owner.path
@@ -337,12 +337,12 @@ def completed(tree: Node) -> Node:
     """
     while missing := [p.path for p in places(tree) if isinstance(p.node, Again) and p.target is None]:
         tree = _with(tree, missing[0], lambda _: Leaf())
-    if not isinstance(tree, Again) and tree.unit is None and any(isinstance(p.node, Again) for p in places(tree)):
-        tree = replace(tree, unit=Unit())  # a module in two roots is none of the library's promises
+    if not isinstance(tree, Again) and tree.state is None and any(isinstance(p.node, Again) for p in places(tree)):
+        tree = replace(tree, state=FSDPState())  # a module in two roots is none of the library's promises
     while True:
         found = places(tree)
         by_path = {place.path: place for place in found}
-        lacking = [p.path for p in found if isinstance(p.node, Leaf) and p.unit is None]
+        lacking = [p.path for p in found if isinstance(p.node, Leaf) and p.state is None]
         for place in found:
             target = by_path[place.target] if place.target is not None else None
             if target is None:
@@ -350,12 +350,14 @@ def completed(tree: Node) -> Node:
             if target.is_listed:  # who is repeated beside its list may be in a unit that must come before that
                 is_fine = place.path[:-1] == target.path[:-1] or place.path[: len(target.path) - 1] != target.path[:-1]
             else:
-                is_fine = target.unit in (place.unit, target.path)
+                is_fine = target.state in (place.state, target.path)
             if not is_fine:
                 lacking.append(target.path)
         if not lacking:
             return tree
-        tree = _with(tree, lacking[0], lambda node: node if isinstance(node, Again) else replace(node, unit=Unit()))
+        tree = _with(
+            tree, lacking[0], lambda node: node if isinstance(node, Again) else replace(node, state=FSDPState())
+        )
 
 
 def _with(node: Node, path: tuple[int, ...], change: Callable[[Node], Node]) -> Node:

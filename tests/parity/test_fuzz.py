@@ -31,11 +31,19 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp.testing import RanksError, run_ranks
-from tests._internals import Bucket, GradientScatter, GroupGradients, Iteration, ModelParallel, Reduction, Steps
+from tests._internals import (
+    Bucket,
+    GradientScatter,
+    GroupGradients,
+    Iteration,
+    ModelParallel,
+    OptimizerSteps,
+    Reduction,
+)
 from tests.parity._draw import programs
 from tests.parity._features import FEATURES, features
 from tests.parity._fuzz_reference import differences
-from tests.parity.programs import Block, Leaf, Program, Step, Unit
+from tests.parity.programs import Block, FSDPState, Leaf, Program, Step
 from tests.transports import IN_COMMON, SOCKETS, Environment
 
 ROUND = 1000
@@ -218,8 +226,8 @@ def test_the_programs_of_ci_make_use_of_every_feature() -> None:
 def _reentrant(times: int, *before: Leaf, reshard: bool | None = None) -> Program:
     segment = Block(kind="repeat", times=times, children=(Block(kind="reentrant checkpoint", children=(Leaf(),)),))
     if not before:
-        return Program(tree=replace(segment, unit=Unit(reshard=reshard)), width=2)
-    return Program(tree=Block(kind="chain", children=(*before, segment), unit=Unit(reshard=reshard)), width=2)
+        return Program(tree=replace(segment, state=FSDPState(reshard=reshard)), width=2)
+    return Program(tree=Block(kind="chain", children=(*before, segment), state=FSDPState(reshard=reshard)), width=2)
 
 
 FOUND = {
@@ -229,8 +237,8 @@ FOUND = {
     "a frozen group that is kept, thawed while it is being gathered by hand": Program(
         tree=Block(
             kind="chain",
-            children=(Block(kind="chain", children=(Leaf(frozen=(0,)),), unit=Unit()), Leaf(), Leaf()),
-            unit=Unit(),
+            children=(Block(kind="chain", children=(Leaf(frozen=(0,)),), state=FSDPState()), Leaf(), Leaf()),
+            state=FSDPState(),
         ),
         width=2,
         steps=(Step(keep="always", by_hand="unshard before"),) * 3,
@@ -256,8 +264,8 @@ def forget_to_divide(self: GradientScatter, *args: object) -> object:
 
 def forget_what_is_kept(self: Iteration, *args: object) -> object:
     WHOLE["end_backward"](self, *args)
-    for unit in self.units.values():
-        unit.kept_version = None
+    for state in self.states.values():
+        state.kept_version = None
     return None
 
 
@@ -283,7 +291,7 @@ def divide_replicated_gradients(self: ModelParallel, *args: object) -> object:
     return local / prod(self.mesh.size(a) for a in self.data_axes if gradient.placements[a].is_replicate())
 
 
-def count_steps_of_all_threads(self: Steps) -> None:
+def count_steps_of_all_threads(self: OptimizerSteps) -> None:
     vars(STEPS).setdefault("number", 0)
     self.__dict__ = STEPS.__dict__
 
@@ -296,7 +304,7 @@ BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "hold": (GroupGradients, forget_what_was_held, "hold all", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all", SOCKETS),
     "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated", SOCKETS),
-    "__init__": (Steps, count_steps_of_all_threads, "two threads", IN_COMMON),
+    "__init__": (OptimizerSteps, count_steps_of_all_threads, "two threads", IN_COMMON),
 }
 """By the method that is replaced: by what, the feature with which that shows, and the transport."""
 

@@ -12,7 +12,7 @@ from torch.distributed import fsdp as peer
 
 import composable_fsdp
 from composable_fsdp.testing import run_ranks
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 from tests.ranks._models import TASKS, shard_layers
 
@@ -46,7 +46,7 @@ def sharded(
 def check_how_parameters_travel() -> None:
     """What the tests below rely on: this model has large parameters, even and uneven, as well as small ones."""
     model = shard_layers(TASKS["wide"].build(), composable_fsdp.fully_shard)
-    even, uneven = (unit_of(model.get_submodule(f"layers.{i}")).group.plan.buckets[0] for i in (0, 1))
+    even, uneven = (state_of(model.get_submodule(f"layers.{i}")).group.plan.buckets[0] for i in (0, 1))
     for bucket in (even, uneven):
         assert (bucket.gather.direct, bucket.gather.packed) == ((0,), (1,))
     assert (even.reduce.direct, uneven.reduce.direct) == ((0,), ())

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load, load_safetensors, save, save_safetensors
 from composable_fsdp.testing import run_ranks
-from tests._internals import ExtendedBucket, unit_of, verify
+from tests._internals import ExtendedBucket, state_of, verify
 
 pytestmark = [
     pytest.mark.behaviour("E-11"),
@@ -242,7 +242,7 @@ def trains_as_on_the_peer(name: str) -> None:
                 model = sharded(library, recipe.convert(build()), mp_policy=policy, reshard_after_forward=reshard)
                 runs.append(play(model, rank, recipe))
                 if library is ours:
-                    kinds = [isinstance(b, ExtendedBucket) for b in unit_of(model[0]).group.buckets]
+                    kinds = [isinstance(b, ExtendedBucket) for b in state_of(model[0]).group.buckets]
                     assert (True in kinds) == (recipe.rests_as != "Tensor")
             assert_same(runs[0], runs[1], recipe, f"{name}, {dtype}, reshard_after_forward={reshard}")
             seen.add(tuple(runs[0].numbers))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
 from composable_fsdp import CheckpointError, CPUOffloadPolicy, fully_shard
-from tests._internals import extent_of, gather, like, shardings_of, units_below
+from tests._internals import extent_of, gather, like, shardings_of, states_below
 from tests.ranks._model_parallel import Pair, named_mesh, parallelize_pairs
 
 __all__ = ["WORLDS", "Everything", "adamw", "assert_holds", "fill", "local", "raising_alike", "zeroed"]
@@ -134,7 +134,7 @@ def whole(name: str, like: torch.Tensor) -> torch.Tensor:
 
 def tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """All tensors with a value to check, with the sharding of their parameter."""
-    shardings = shardings_of(units_below(model))
+    shardings = shardings_of(states_below(model))
     for name, parameter in model.named_parameters():
         yield name, parameter, shardings.get(id(parameter))
         state = {} if optimizer is None else optimizer.state.get(parameter, {})

@@ -28,7 +28,7 @@ from composable_fsdp import (
     unsharded_params,
 )
 from composable_fsdp.checkpoint import load, save
-from tests._internals import Bucket, find_unit
+from tests._internals import Bucket, find_state
 from tests.ranks._extensions import Pair, with_weights
 
 __all__ = ["CASES", "survivors"]
@@ -63,13 +63,13 @@ def _parts(dropped: object) -> list[tuple[str, Any]]:
         return [(type(dropped).__name__, dropped)]
     parts: list[tuple[str, Any]] = []
     for name, module in dropped.named_modules():
-        unit = find_unit(module)
+        state = find_state(module)
         parts.append((f"module {name!r}", module))
-        if unit is not None:
-            stores = [bucket.store.flat for bucket in unit.group.buckets if isinstance(bucket, Bucket)]
-            parts += [(f"unit {name!r}", unit), *((f"shards of {name!r}", store) for store in stores)]
-            if unit.iteration is not None:
-                parts.append((f"iteration of {name!r}", unit.iteration))
+        if state is not None:
+            stores = [bucket.store.flat for bucket in state.group.buckets if isinstance(bucket, Bucket)]
+            parts += [(f"unit {name!r}", state), *((f"shards of {name!r}", store) for store in stores)]
+            if state.iteration is not None:
+                parts.append((f"iteration of {name!r}", state.iteration))
     return parts
 
 

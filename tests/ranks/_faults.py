@@ -116,10 +116,10 @@ def _raises_in_forward(model: Any) -> Callable[[], None]:
 
 
 def _raises_in_backward(model: Any) -> Callable[[], None]:
-    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    def watchdog(module: nn.Module, args: object, output: torch.Tensor) -> None:
         output.register_hook(_fail)
 
-    return cast(Callable[[], None], model.layers[0].register_forward_hook(watch).remove)
+    return cast(Callable[[], None], model.layers[0].register_forward_hook(watchdog).remove)
 
 
 def _routed(model: Any, *route: int) -> Callable[[], None]:

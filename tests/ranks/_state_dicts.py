@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import fully_shard
-from tests._internals import gather, plain_name, shardings_of, units_below
+from tests._internals import gather, plain_name, shardings_of, states_below
 from tests.ranks._models import seeded
 from tests.ranks._sharding import exactly
 
@@ -110,7 +110,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range = range(2)) -> No
 
 def wholes_of(model: nn.Module) -> dict[str, Any]:
     """Copies of everything in ``model.state_dict()``, tensors whole. Independent of the forms under test."""
-    shardings, state = shardings_of(units_below(model)), model.state_dict(keep_vars=True)
+    shardings, state = shardings_of(states_below(model)), model.state_dict(keep_vars=True)
     return {
         plain_name(name): gather(value, shardings.get(id(value))).detach().clone()
         if isinstance(value, torch.Tensor)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Accumulation, find_unit
+from tests._internals import Accumulation, find_state
 from tests.parity.training import Play, assert_equal_runs, check_parity, local_part, train
 from tests.ranks._models import TASKS, Routed, shard_layers
 from tests.ranks._spy import counted_collectives
@@ -135,8 +135,8 @@ def accumulate(mesh_shape: tuple[int, ...], reshard_after_forward: bool | int | 
         model.set_max_merged_bytes(0)  # layers that took no part would travel along with their neighbours
         ours = train(model, accumulating(setting), ranks=[rank], watched=rank)
         assert_equal_runs(ours, expected, what=setting.__name__)
-        units = [unit for module in model.modules() if (unit := find_unit(module)) is not None]
-        assert {unit.accumulation for unit in units} == {Accumulation.REDUCE}
+        states = [state for module in model.modules() if (state := find_state(module)) is not None]
+        assert {state.accumulation for state in states} == {Accumulation.REDUCE}
 
 
 @pytest.mark.behaviour("C-07", "A-07")
@@ -245,7 +245,7 @@ def drop_what_was_accumulated() -> None:
     model.set_is_last_backward(True)
     with pytest.raises(RuntimeError, match="in the body"), no_sync(model):
         raise RuntimeError("in the body")
-    assert all(u.accumulation is Accumulation.REDUCE for m in model.modules() if (u := find_unit(m)) is not None)
+    assert all(u.accumulation is Accumulation.REDUCE for m in model.modules() if (u := find_state(m)) is not None)
 
 
 @pytest.mark.behaviour("C-07", "H-01")

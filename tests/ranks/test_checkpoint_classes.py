@@ -175,7 +175,7 @@ def test_what_a_class_does_not_support_is_an_error_that_names_the_parameter(tmp_
     run_ranks(closed, 2, tmp_path)
 
 
-def misfit(folder: Path, model: nn.Module, expected: Sequence[str]) -> None:
+def mismatch(folder: Path, model: nn.Module, expected: Sequence[str]) -> None:
     with pytest.raises(CheckpointError) as raised:
         load(folder, model)
     text = str(raised.value)
@@ -192,15 +192,15 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
     """Without process groups."""
     save(tmp_path, model_of(["coded"], 1))
     plain = nn.ModuleDict({"coded": nn.Linear(3, 6)})
-    misfit(tmp_path, plain, [TITLE, f"coded.weight: a {PREFIX}_tensor_classes.Coded, expected a torch.Tensor"])
+    mismatch(tmp_path, plain, [TITLE, f"coded.weight: a {PREFIX}_tensor_classes.Coded, expected a torch.Tensor"])
     kind = model_of(["coded"], 2)
     coded: Any = kind["coded"]  # type: ignore[index]
     coded.weight.kind = "unsigned"
     wrong = f"coded.weight: a {PREFIX}_tensor_classes.Coded with signed, expected one with unsigned"
-    misfit(tmp_path, kind, [TITLE, wrong])
+    mismatch(tmp_path, kind, [TITLE, wrong])
     coded.weight.kind, coded.weight.note = "signed", torch.ones(2)
     has = f"coded.weight.note: not saved, but this {PREFIX}_tensor_classes.Coded has it"
-    misfit(tmp_path, kind, [TITLE, has])
+    mismatch(tmp_path, kind, [TITLE, has])
     save(tmp_path, kind)
     fresh = model_of(["coded"], 3)
     load(tmp_path, fresh)
@@ -208,7 +208,7 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
     wide = nn.ModuleDict({"coded": nn.Linear(3, 8)})
     wide["coded"].weight = nn.Parameter(Coded.made(torch.zeros(8, 3), has_blocks=False), requires_grad=False)
     wide["coded"].bias = coded.bias
-    misfit(tmp_path, wide, ["of another shape (1):", "coded.weight: (6, 3), expected (8, 3)"])
+    mismatch(tmp_path, wide, ["of another shape (1):", "coded.weight: (6, 3), expected (8, 3)"])
 
 
 def test_a_class_that_another_tool_pickled_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:

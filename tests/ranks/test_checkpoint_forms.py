@@ -178,7 +178,7 @@ def test_full_dicts_go_to_and_from_the_unsharded_model() -> None:
     run_ranks(to_and_from_the_unsharded_model, 2)
 
 
-def misfits() -> list[str]:
+def mismatches() -> list[str]:
     model = shard(build(), wrap="before")
     before = wholes_of(model)
     full, local = state_dict(model, Full()), copy.deepcopy(state_dict(model, Local()))
@@ -217,7 +217,7 @@ def misfits() -> list[str]:
 
 @pytest.mark.behaviour("F-04")
 def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_loaded() -> None:
-    first, second = run_ranks(misfits, 2)
+    first, second = run_ranks(mismatches, 2)
     assert first == second
     wrong, lax, some, some_lax, parts, whole_parts, sharded, plain, no_dict, meta, alike, other, contradiction = first
     assert wrong.splitlines() == [
@@ -299,7 +299,7 @@ def from_rank_0(shape: tuple[int, ...]) -> list[str]:
         fresh = scramble(shard(build(), mesh, wrap="after"))
         with patch.context() as patches:
             if rank != 0:
-                patches.setattr(holders.Holders, "send", method(OneAtATime(holders.Holders.send)))
+                patches.setattr(holders.OwnerRanks, "send", method(OneAtATime(holders.OwnerRanks.send)))
             load_state_dict(fresh, full or others, **options)
         same_values(wholes_of(fresh), expected)
         other = scramble(build())

@@ -183,7 +183,7 @@ def everything_else() -> list[str]:
     train(model, optimizer)
     before = copy.deepcopy(optimizer_state_dict(model, optimizer, Full()))
     return [
-        *misfits(model, optimizer, before),
+        *mismatches(model, optimizer, before),
         *from_rank_0(model, optimizer, before),
         *numbered(model, optimizer, before),
         saved_to_disk(model, optimizer, before),
@@ -191,7 +191,7 @@ def everything_else() -> list[str]:
     ]
 
 
-def misfits(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
+def mismatches(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
     def load(state: Any, form: Form | None = None, it: Optimizer = optimizer) -> str:
         return message(lambda: load_optimizer_state_dict(model, it, state, form))
 

@@ -29,7 +29,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import latest, load, save
 from composable_fsdp.testing import run_ranks
-from tests._internals import SavePlanner, known_watch
+from tests._internals import SavePlanner, known_watchdog
 from tests._internals import rank_group as meetings
 from tests.ranks._checkpoint_worlds import WORLDS, adamw, assert_holds, fill, local, raising_alike, zeroed
 from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
@@ -201,9 +201,9 @@ def only_some(folder: Path) -> None:
         train(model, optimizer, task, range(1, 2), 2)
         assert save(folder, model, step=3).path == latest(folder)
         if rank == 1:
-            watch = known_watch()
-            assert watch is not None
-            watch.leave()  # as at the end of its program
+            watchdog = known_watchdog()
+            assert watchdog is not None
+            watchdog.leave()  # as at the end of its program
             return
         with pytest.raises(CheckpointError, match=r"more\.\n  rank 1 has come to the end of its program \(2 steps d"):
             save(folder, model, step=4)

@@ -23,7 +23,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.testing import run_ranks
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.transports import SOCKETS
 
 CODECS = (Int8(), Int8(block=7), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
@@ -97,16 +97,16 @@ def test_codecs_work_in_hybrid_sharding_and_with_a_smaller_mesh() -> None:
 def count_bytes() -> None:
     model: Any = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 3))
     fully_shard(model, comm_policy=CommunicationPolicy(all_gather=Int8(block=256), min_numel=1000))
-    group = unit_of(model).group
+    group = state_of(model).group
     sent: list[int] = []
-    original = group.channels[0].gather.all_gather
+    original = group.process_groups[0].gather.all_gather
 
     def counting(transfers: Any, label: str = "") -> Any:
         if not label.startswith("comparison of"):
             sent.extend(transfer.input.nbytes for transfer in transfers)
         return original(transfers, label)
 
-    group.channels[0].gather.all_gather = counting  # type: ignore[method-assign]
+    group.process_groups[0].gather.all_gather = counting  # type: ignore[method-assign]
     model.unshard()
     world_size = dist.get_world_size()
     encoded = Int8(block=256).payload_bytes(64 * 96 // world_size)
@@ -129,7 +129,7 @@ def choose() -> None:
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     chosen = CommunicationPolicy(all_gather=Int8(), min_numel=1)
     fully_shard(model, comm_policy=lambda p: chosen if p.ndim == 2 else None)
-    assert [bucket.codec for bucket in unit_of(model).group.plan.buckets] == [Int8(), None]
+    assert [bucket.codec for bucket in state_of(model).group.plan.buckets] == [Int8(), None]
     for nonsense in (Int8(), "int8"):
         with pytest.raises(
             ConfigurationError, match="comm_policy must be a CommunicationPolicy, or a function of a par"

@@ -25,7 +25,7 @@ from composable_fsdp import (
     no_sync,
 )
 from composable_fsdp.testing import run_ranks
-from tests._internals import Communicator, Encoder, Lane, ShardedParameter
+from tests._internals import CommStream, Communicator, Encoder, ShardedParameter
 from tests.ranks._spy import COMMUNICATORS
 from tests.transports import SOCKETS
 
@@ -184,7 +184,7 @@ def watch_gradients() -> None:
     """What backward wrote is read by the stream that wrote it: before the lane runs, and then let go."""
     happened: list[str] = []
     taken: list[weakref.ref[torch.Tensor]] = []
-    take, encode, run = ShardedParameter.take_gradient, Encoder.encode, Lane.run
+    take, encode, run = ShardedParameter.take_gradient, Encoder.encode, CommStream.run
 
     def watched_take(self: ShardedParameter, sum_dtype: torch.dtype) -> torch.Tensor | None:
         gradient = take(self, sum_dtype)
@@ -196,7 +196,7 @@ def watch_gradients() -> None:
         happened.append("encode")
         encode(self, values, out)
 
-    def watched_run(self: Lane, *args: Any, **options: Any) -> Any:
+    def watched_run(self: CommStream, *args: Any, **options: Any) -> Any:
         if taken:
             happened.append(self.name)
             assert all(gradient() is None for gradient in taken)
@@ -205,7 +205,7 @@ def watch_gradients() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedParameter, "take_gradient", watched_take)
         patch.setattr(Encoder, "encode", watched_encode)
-        patch.setattr(Lane, "run", watched_run)
+        patch.setattr(CommStream, "run", watched_run)
         model = fully_shard(nn.Linear(6, 5), comm_policy=CommunicationPolicy(reduce_scatter=Int8(), min_numel=1))
         backward(model)
     assert happened == ["encode", "reduce"]

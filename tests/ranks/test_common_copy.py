@@ -17,7 +17,7 @@ from composable_fsdp import CommunicationPolicy, FSDPModule, MixedPrecisionPolic
 from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.testing import run_ranks
-from tests._internals import Residence, unit_of
+from tests._internals import Residence, state_of
 from tests.ranks._models import TASKS, Routed, Task, shard_layers
 from tests.ranks._sharding import sharded
 from tests.ranks._spy import counted_collectives
@@ -93,7 +93,7 @@ def change_before_backward(model: nn.Module, task: Task, step: int) -> list[torc
     sharded(model).set_version_check(False)
     loss = own_loss(model, task, step)
     with torch.no_grad():
-        for parameter in unit_of(model.get_submodule("layers.1")).group.parameters:
+        for parameter in state_of(model.get_submodule("layers.1")).group.parameters:
             local(parameter.sharded).mul_(1.25)
     loss.backward()
     return [loss]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, to_empty
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.testing import run_ranks
-from tests._internals import Bucket, unit_of
+from tests._internals import Bucket, state_of
 from tests.parity.training import OPTIMIZERS, check_parity, play_task
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._spy import counted_collectives
@@ -24,7 +24,9 @@ from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
 
 def buckets_of(model: nn.Module) -> list[Bucket]:
-    buckets = [b for module in model.modules() if isinstance(module, FSDPModule) for b in unit_of(module).group.buckets]
+    buckets = [
+        b for module in model.modules() if isinstance(module, FSDPModule) for b in state_of(module).group.buckets
+    ]
     return [bucket for bucket in buckets if isinstance(bucket, Bucket)]
 
 

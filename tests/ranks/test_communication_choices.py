@@ -19,7 +19,7 @@ import composable_fsdp as ours
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import GroupCommunicator, find_unit, unit_of
+from tests._internals import GroupCommunicator, find_state, state_of
 from tests.parity.training import check_parity, local_part, play_task
 from tests.ranks._models import TASKS, shard_layers
 from tests.ranks._sharding import sharded
@@ -212,7 +212,7 @@ def move_bytes_by_hand(mesh_shape: tuple[int, ...]) -> None:
 
         with counted_collectives() as counts:
             model = check_parity(TASKS[task].build, play_task(task), shard=shard, what=task, steps=2)
-        if unit_of(model).group.channels[0].axes.shard.size > 1:
+        if state_of(model).group.process_groups[0].axes.shard.size > 1:
             assert counts["all_gather"] == counts["reduce_scatter"] == 0
             assert gather.calls == len(gather.allocated) > 0, "everything in one message"
             assert 2 * scatter.calls == len(scatter.allocated) > 0, "its input and its output"
@@ -251,17 +251,17 @@ def separate_and_pool() -> None:
         shard_layers(model, fully_shard, mesh=mesh_of((2, 2)))
         root, first, *others = sharded_modules(model)
         root.set_separate_reduce_scatter_group()
-        channels = [unit_of(m).group.channels[0] for m in model.modules() if find_unit(m) is not None]
-        for channel in channels:
-            gather, scatter = group_of(channel.gather), group_of(channel.scatter)
+        process_groups = [state_of(m).group.process_groups[0] for m in model.modules() if find_state(m) is not None]
+        for pgs in process_groups:
+            gather, scatter = group_of(pgs.gather), group_of(pgs.scatter)
             assert gather is not scatter
             assert dist.get_process_group_ranks(gather) == dist.get_process_group_ranks(scatter)
-        separate = {id(group_of(channel.scatter)) for channel in channels}
+        separate = {id(group_of(pgs.scatter)) for pgs in process_groups}
         assert len(separate) == 1, "one more for all of them"
         root.set_separate_reduce_scatter_group()  # twice is once
-        assert {id(group_of(channel.scatter)) for channel in channels} == separate
+        assert {id(group_of(pgs.scatter)) for pgs in process_groups} == separate
         first.set_separate_reduce_scatter_group(False)
-        assert channels[1].scatter is channels[1].gather
+        assert process_groups[1].scatter is process_groups[1].gather
         for module in others:
             module.set_allocate_memory_from_process_group_for_comm(True)
         others[0].set_allocate_memory_from_process_group_for_comm(False)

@@ -27,7 +27,7 @@ from composable_fsdp import (
 from composable_fsdp.policies import ReshardKind
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 from tests.ranks._models import TASKS, Chain, Transformer, seeded, shard_layers
 
@@ -148,11 +148,11 @@ def everything_is_kept() -> None:
                 assert p.grad is not q.grad
         assert twin.get_parameter("head.weight").tag == "mine"  # type: ignore[attr-defined]
         assert twin.get_buffer("steps") is not model.get_buffer("steps")
-        unit, others = unit_of(twin.layers[1]), unit_of(twin.layers[0])
-        assert (unit.group.gradients.divide_factor, unit.reshard_after_backward) == (5.0, False)
-        assert (unit.reshard.kind, unit.reductions_in_flight) == (ReshardKind.NEVER, 7)
-        assert others.forward_prefetch == [ref(unit)]
-        assert unit.precision == policy
+        state, others = state_of(twin.layers[1]), state_of(twin.layers[0])
+        assert (state.group.gradients.divide_factor, state.reshard_after_backward) == (5.0, False)
+        assert (state.reshard.kind, state.reductions_in_flight) == (ReshardKind.NEVER, 7)
+        assert others.forward_prefetch == [ref(state)]
+        assert state.precision == policy
         model = twin
         task.loss(model, task.batch_of(1, rank)).backward()
 
@@ -178,7 +178,7 @@ def copy_parts() -> None:
         copy.deepcopy(listed[0])
     model = fully_shard(nn.Sequential(*listed))
     both = copy.deepcopy(model)
-    assert unit_of(both.get_submodule("0")) is unit_of(both.get_submodule("1")) is not unit_of(listed[0])
+    assert state_of(both.get_submodule("0")) is state_of(both.get_submodule("1")) is not state_of(listed[0])
     torch.testing.assert_close(both(torch.ones(1, 4)), model(torch.ones(1, 4)))
     tied = TASKS["tied"].build()
     assert isinstance(tied, Transformer)

@@ -23,7 +23,7 @@ from tests._internals import (
     ProcessGroupCommunicator,
     Transfer,
     file_name,
-    known_watch,
+    known_watchdog,
     read,
     sequences,
     waits,
@@ -123,9 +123,9 @@ def wait_long() -> None:
     if dist.get_rank() == 1:
         time.sleep(2 * PATIENCE)
     step(model, optimizer)
-    watch = known_watch()
-    assert watch is not None
-    assert watch.report().waiting is None
+    watchdog = known_watchdog()
+    assert watchdog is not None
+    assert watchdog.report().waiting is None
 
 
 @OVER

@@ -1,4 +1,4 @@
-"""As ``tests/unit/test_dropped_models.py``, with what ranks send each other."""
+"""As ``tests/state/test_dropped_models.py``, with what ranks send each other."""
 
 from __future__ import annotations
 

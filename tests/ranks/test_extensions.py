@@ -25,7 +25,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.testing import run_ranks
-from tests._internals import ExtendedBucket, unit_of
+from tests._internals import ExtendedBucket, state_of
 from tests.ranks._extensions import Pair, Scaled, calls, with_weights
 from tests.ranks._model_parallel import PAIRS, Pairs, named_mesh, parallelize_pairs
 from tests.ranks._models import seeded, shard_layers
@@ -213,7 +213,7 @@ def patch_after_to_empty(width: int, mixed: bool) -> None:
     torch.stack([reference(batch_of(0, r)).square().mean() for r in range(world_size)]).mean().backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-    kinds = [isinstance(b, ExtendedBucket) for b in unit_of(model[0]).group.buckets]
+    kinds = [isinstance(b, ExtendedBucket) for b in state_of(model[0]).group.buckets]
     assert sorted(kinds) == [False, True]  # the bias beside the weight
 
 
@@ -232,16 +232,16 @@ def gather_mixed() -> None:
     """Plain fp32, plain bf16 and extended parameters of one group."""
     model: Any = with_weights(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, dtype=torch.bfloat16)), Pair)
     fully_shard(model)
-    group = unit_of(model).group
+    group = state_of(model).group
     sent: list[int] = []
-    original = group.channels[0].gather.all_gather
+    original = group.process_groups[0].gather.all_gather
 
     def counting(transfers: Any, label: str = "") -> Any:
         if not label.startswith("comparison of"):
             sent.append(len(transfers))
         return original(transfers, label)
 
-    group.channels[0].gather.all_gather = counting  # type: ignore[method-assign]
+    group.process_groups[0].gather.all_gather = counting  # type: ignore[method-assign]
     model.unshard()
     assert len(group.buckets) == 3
     assert sent == [1]

@@ -259,11 +259,11 @@ def each_rank_has_a_loss() -> None:
             assert isinstance(gradient, DTensor)
             arrived[name] = gradient.placements
 
-        def watch(module: nn.Module, _: object, note: Callable[[str, torch.Tensor], None] = note) -> None:
+        def watchdog(module: nn.Module, _: object, note: Callable[[str, torch.Tensor], None] = note) -> None:
             for name, parameter in module.named_parameters():
                 parameter.register_hook(partial(note, name))
 
-        model.register_forward_pre_hook(watch)
+        model.register_forward_pre_hook(watchdog)
         own = DTensor.from_local(x.chunk(2)[rank], mesh, [Shard(0)])
         model(own).full_tensor().backward()
         assert arrived == {"seen": (Partial(),), "unseen": (Replicate(),)}

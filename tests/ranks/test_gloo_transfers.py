@@ -118,7 +118,7 @@ def wait_again_after_a_failure() -> None:
     group = dist.group.WORLD
     assert group is not None
     communicator = over_gloo(group)
-    line, transfer = communicator._line, Transfer(torch.empty(communicator.size * 10), torch.ones(10))
+    line, transfer = communicator._connection, Transfer(torch.empty(communicator.size * 10), torch.ones(10))
     works = [communicator.all_gather([transfer])] if communicator.rank == 0 else []
     for work in works:
         line._give_up("rank 1 is gone.")

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.parity.training import check_parity
 from tests.ranks._spy import counted_collectives
 from tests.transports import SOCKETS, TRANSPORTS, Environment
@@ -52,19 +52,19 @@ def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 def reduce_in_batches() -> None:
     model = Tower()
     fully_shard(model)
-    gradients = unit_of(model).group.gradients
+    gradients = state_of(model).group.gradients
     alive: list[int] = []
 
-    def watch(_: torch.Tensor) -> None:
-        weights = (p for p in unit_of(model).group.parameters if p.unsharded.dim() == 2)
+    def watchdog(_: torch.Tensor) -> None:
+        weights = (p for p in state_of(model).group.parameters if p.unsharded.dim() == 2)
         alive.append(sum(weight.unsharded.grad is not None for weight in weights))
 
     for step in range(2):
         play(model, step, dist.get_rank())
         if step == 0:
-            for p in unit_of(model).group.parameters:
-                p.unsharded.register_post_accumulate_grad_hook(watch)
-    assert len(unit_of(model).group.plan.batches) == 4
+            for p in state_of(model).group.parameters:
+                p.unsharded.register_post_accumulate_grad_hook(watchdog)
+    assert len(state_of(model).group.plan.batches) == 4
     assert max(alive) <= 1, "never a second weight"
     assert not gradients.are_held
     with Recorder() as recorder:
@@ -120,7 +120,7 @@ def freeze_whole_batches() -> None:
             play(model, 0, dist.get_rank())
         return sum(e.operation is Operation.REDUCE for e in recorder)
 
-    assert unit_of(model).group.plan.batches == (0, 1, 0, 5), "biases go with the last one"
+    assert state_of(model).group.plan.batches == (0, 1, 0, 5), "biases go with the last one"
     assert reductions() == 2
     model.floors[0].weight.requires_grad_(False)
     assert reductions() == 1, "biases are not worth one of their own"
@@ -255,7 +255,7 @@ def run_twice_before_backward() -> None:
         model.zero_grad()
         two_forwards(model, rank)
     check_gradients(model, reference, size)
-    assert [unit_of(tower).runs for tower in model.towers] == [0, 0], "so that the next step's batches leave ahead"
+    assert [state_of(tower).runs for tower in model.towers] == [0, 0], "so that the next step's batches leave ahead"
 
 
 def check_gradients(model: nn.Module, reference: nn.Module, size: int) -> None:
@@ -304,7 +304,7 @@ def go_around_on_one_rank() -> None:
     model.zero_grad()
     with no_sync(model):
         step(model, 0, rank)
-    assert unit_of(model.first).runs == unit_of(model.second).runs == 0, "or ranks decide differently in the next one"
+    assert state_of(model.first).runs == state_of(model.second).runs == 0, "or ranks decide differently in the next one"
     step(model, 1, rank)
     for other in range(size):
         for microbatch in range(2):
@@ -321,11 +321,11 @@ def test_what_one_rank_does_not_come_back_to_leaves_nothing_behind(transport: En
 def cut_where_it_is_worth_it() -> None:
     listed = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     fully_shard(listed)
-    assert (len(unit_of(listed[0]).group.plan.batches), unit_of(listed[0]).sends_batches) == (2, False)
+    assert (len(state_of(listed[0]).group.plan.batches), state_of(listed[0]).sends_batches) == (2, False)
     replicated = nn.Sequential(*(nn.Linear(WIDTH // 2, WIDTH) for _ in range(2)))  # 1 MiB each, 2 are worth a batch
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(replicated, mesh=mesh)
-    assert len(unit_of(replicated).group.plan.batches) == 1, "as the all-reduce has it, not the axis of one rank"
+    assert len(state_of(replicated).group.plan.batches) == 1, "as the all-reduce has it, not the axis of one rank"
 
 
 def test_batches_are_cut_where_they_are_worth_it_and_leave_ahead_where_ranks_cannot_part() -> None:

@@ -29,7 +29,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.testing import run_ranks
-from tests._internals import Encoder, GradientCodec, unit_of
+from tests._internals import Encoder, GradientCodec, state_of
 from tests.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
@@ -288,12 +288,12 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
 
     loss_of_model = model(torch.randn(4, 64)).square().mean()  # builds what is built lazily
     loss_of_model.backward()
-    channels = [unit_of(module).group.channels[0] for module in (model, model[0], model[2])]
-    for communicator in {id(channel.axes.shard): channel.axes.shard for channel in channels}.values():
+    process_groups = [state_of(module).group.process_groups[0] for module in (model, model[0], model[2])]
+    for communicator in {id(pgs.axes.shard): pgs.axes.shard for pgs in process_groups}.values():
         count(communicator, "all_gather", "all-gather", 1)
         count(communicator, "reduce_scatter", "reduce-scatter", 1)
         count(communicator, "all_to_all", "reduce-scatter", 1)
-    replicas = {id(channel.replicate): channel.replicate for channel in channels}
+    replicas = {id(pgs.replicate): pgs.replicate for pgs in process_groups}
     for communicator in replicas.values() if replicate > 1 else ():
         count(communicator, "all_gather", "all-reduce", 1)
         count(communicator, "all_to_all", "all-reduce", 1)
@@ -451,7 +451,7 @@ def copies_stay_alike() -> None:
     others = [torch.empty_like(bias) for _ in range(2)]
     dist.all_gather(others, bias.contiguous(), group=mesh.get_group("tp"))
     assert torch.equal(*others)
-    codecs = {p.name: b.plan.gradient_codecs.shard for b in unit_of(model).group.buckets for p in b.parameters}
+    codecs = {p.name: b.plan.gradient_codecs.shard for b in state_of(model).group.buckets for p in b.parameters}
     assert codecs == {"0.weight": Int4(), "0.bias": Int4(), "1.weight": Int4(), "1.bias": EXACT}
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from composable_fsdp import CommunicationPolicy, Int4, Int8, MixedPrecisionPolicy, ParameterError, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.ranks._extensions import Pair
 
 
@@ -110,7 +110,7 @@ def one_message() -> None:
     fully_shard(model, comm_policy=lambda p: policy if p.shape == (5, 8) else None)
     hang(model[0].weight._local_tensor, [])
     launched: list[str] = []
-    communicator: Any = unit_of(model).group.channels[0].scatter
+    communicator: Any = state_of(model).group.process_groups[0].scatter
     for method in ("reduce_scatter", "all_to_all", "all_reduce"):
         original = getattr(communicator, method)
 

@@ -14,19 +14,19 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import RanksError, run_ranks
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
-from tests._internals import Unit, find_unit, unit_of
+from tests._internals import FSDPState, find_state, state_of
 from tests.parity.training import OPTIMIZERS
 from tests.ranks._models import TASKS, shard_layers
 from tests.transports import COPIES, SOCKETS, Environment
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    return [unit for module in model.modules() if (unit := find_unit(module)) is not None]
+def states_of(model: nn.Module) -> list[FSDPState]:
+    return [state for module in model.modules() if (state := find_state(module)) is not None]
 
 
-def unsharded_bytes(unit: Unit) -> int:
+def unsharded_bytes(state: FSDPState) -> int:
     """Bytes that the storages of the group's unsharded parameters really have."""
-    storages = {s._cdata: s.nbytes() for p in unit.group.parameters for s in [p.unsharded.untyped_storage()]}
+    storages = {s._cdata: s.nbytes() for p in state.group.parameters for s in [p.unsharded.untyped_storage()]}
     return sum(storages.values())
 
 
@@ -79,18 +79,18 @@ def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
     for step in range(3):
         loss = task.loss(model, task.batch_of(step, rank))
         live.check("between forward and backward", least=FULL, expected=kept)
-        between = [unit for unit in units_of(model) if unsharded_bytes(unit)]
+        between = [state for state in states_of(model) if unsharded_bytes(state)]
         if reshard_after_forward is False:
-            assert between == units_of(model)
+            assert between == states_of(model)
         else:
-            assert between == ([unit_of(model)] if reshard_after_forward is None else [])
+            assert between == ([state_of(model)] if reshard_after_forward is None else [])
         if type(reshard_after_forward) is int:
             slices = [nbytes // reshard_after_forward for nbytes in WEIGHTS]
             live.check("slices", least=FULL // reshard_after_forward, expected=slices)
         loss.backward()
         del loss
         live.check("after backward", least=FULL, expected=[])
-        assert [unsharded_bytes(unit) for unit in units_of(model)] == [0, 0, 0]
+        assert [unsharded_bytes(state) for state in states_of(model)] == [0, 0, 0]
         check_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -124,13 +124,13 @@ class CheckedLedger:
     """Compares, at every event, what the trace says is allocated with the storages themselves."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._units = units_of(model)
+        self._states = states_of(model)
         self.events: list[TraceEvent] = []
         self.most_unsharded = 0
 
     def __call__(self, event: TraceEvent) -> None:
         self.events.append(event)
-        real = {unit.name: nbytes for unit in self._units if (nbytes := unsharded_bytes(unit))}
+        real = {state.name: nbytes for state in self._states if (nbytes := unsharded_bytes(state))}
         assert real == ledger(self.events), f"after {event}"
         self.most_unsharded = max(self.most_unsharded, len(real))
 
@@ -149,8 +149,8 @@ def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy
             task.build(), fully_shard, merges=False, reshard_after_forward=reshard, mp_policy=precision
         )
         task.loss(model, task.batch_of(0, rank)).backward()  # names the groups
-        for unit in units_of(model):
-            unit.group.reshard()
+        for state in states_of(model):
+            state.group.reshard()
         with CheckedLedger(model) as checked:
             for step in range(2):
                 task.loss(model, task.batch_of(step, rank)).backward()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import run_ranks
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, Routed, Task, seeded, shard_layers, squared_error, vectors
 from tests.ranks._spy import counted_collectives
@@ -132,7 +132,7 @@ def train_with(choose: Callable[[Sequence[FSDPModule], int], None], messages: Se
     for step, expected in enumerate(messages):
         for model in (merged, alone):
             model.zero_grad()
-            choose([unit for unit in model.modules() if isinstance(unit, FSDPModule)][1:], step)
+            choose([state for state in model.modules() if isinstance(state, FSDPModule)][1:], step)
             with counted_collectives() as counts:
                 for microbatch in range(1 if step < 3 else 2):
                     model.set_is_last_backward(microbatch == (0 if step < 3 else 1))  # type: ignore[operator]
@@ -235,7 +235,7 @@ def set_limits() -> None:
         with pytest.raises(ConfigurationError, match=f"^limit must be an int of at least 0, not {bad!r}"):
             model.set_prefetch_limit(bad)  # type: ignore[arg-type]
     model.set_max_unsharded_bytes(10)
-    assert unit_of(model).max_unsharded_bytes == 10
+    assert state_of(model).max_unsharded_bytes == 10
 
 
 def test_limits_are_numbers() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import ConfigurationError, FSDPModule, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import find_unit, unit_of
+from tests._internals import find_state, state_of
 from tests.parity.training import Play, check_parity, play_task
 from tests.ranks._models import TASKS, Chain, Transformer, seeded
 from tests.transports import SOCKETS
@@ -203,11 +203,11 @@ def one_unit_for_all() -> None:
     model = towers_with_what_is_in_them(seeded(Towers)())
     assert isinstance(model, Towers)
     listed = [model.left, model.left.layers[1], model.right]
-    assert len({unit_of(each) for each in listed}) == 1
+    assert len({state_of(each) for each in listed}) == 1
     assert all(isinstance(each, FSDPModule) for each in listed)
-    assert unit_of(model.left).modules == (model.left, model.right)
-    assert find_unit(model.left.layers[0]) is None
-    assert len(unit_of(model.left).group.parameters) == 6
+    assert state_of(model.left).modules == (model.left, model.right)
+    assert find_state(model.left.layers[0]) is None
+    assert len(state_of(model.left).group.parameters) == 6
     linears = [nn.Linear(2, 2), nn.Linear(2, 2)]
     assert fully_shard(linears) is linears
     with pytest.raises(ConfigurationError, match="empty list"):

@@ -18,7 +18,7 @@ from torch import nn
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import ParameterState, unit_of
+from tests._internals import ParameterState, state_of
 from tests._internals import reduce_queue as reductions
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, shard_layers
@@ -46,7 +46,7 @@ def towers() -> nn.Sequential:
 def shard_towers(model: nn.Module, ahead: int = 1) -> None:
     for tower in model.children():
         fully_shard(tower)
-        assert len(unit_of(tower).group.plan.batches) == 4
+        assert len(state_of(tower).group.plan.batches) == 4
     fully_shard(model)
     assert isinstance(model, FSDPModule)
     model.set_prefetch_limit(ahead)
@@ -141,7 +141,7 @@ def keep_for_backward() -> None:
         model = towers()
         shard_towers(model)
         assert isinstance(model, FSDPModule)
-        groups = [unit_of(tower).group for tower in model.children()]
+        groups = [state_of(tower).group for tower in model.children()]
 
         def kept() -> list[int]:
             loss = model(batch(0, 0)).sum()

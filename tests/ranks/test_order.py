@@ -75,10 +75,10 @@ def raise_in_forward(model: Two) -> Callable[[], None]:
 
 
 def raise_in_backward(model: Two) -> Callable[[], None]:
-    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    def watchdog(module: nn.Module, args: object, output: torch.Tensor) -> None:
         output.register_hook(_fail)
 
-    return model.first.register_forward_hook(watch).remove
+    return model.first.register_forward_hook(watchdog).remove
 
 
 def _fail(*_: object) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests._internals import ShardPlacementResult, unit_of
+from tests._internals import ShardPlacementResult, state_of
 from tests.parity.training import OPTIMIZERS, Play, assert_equal_runs, train
 from tests.ranks._model_parallel import named_mesh, play, whole_run
 from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
@@ -113,7 +113,7 @@ def trains_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **op
     for name, value in values_of(model).items():
         exactly(value, values[name], name)
     if not options:
-        assert len(unit_of(model.get_submodule("layers.0")).group.channels) == 2
+        assert len(state_of(model.get_submodule("layers.0")).group.process_groups) == 2
 
     step = play(MIXTURE)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, tie_groups
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import PolicyLike, balanced, by_class, by_size, every_module, transformer_blocks
-from tests._internals import find_unit, unit_of
+from tests._internals import find_state, state_of
 from tests.parity.training import OPTIMIZERS, check_parity, play_task
 from tests.ranks._models import TASKS, Block, Transformer, seeded
 from tests.ranks._sharding import exactly, values_of
@@ -72,7 +72,7 @@ def train_shared_modules() -> None:
         assert isinstance(model, Recurrent)
         assert model.layers[0] is model.layers[2]
         (cell, _) = model.first.children()
-        assert unit_of(cell).name == "first.0"
+        assert state_of(cell).name == "first.0"
 
 
 @pytest.mark.behaviour("B-01")
@@ -93,13 +93,13 @@ def options_reach_all_groups() -> None:
 
     frozen = model.get_parameter("norm.bias")
     assert fully_shard(model, policy=choose, mesh=mesh, mp_policy=precision, ignored_params={frozen}) is model
-    sharded = {name: unit for name, module in model.named_modules() if (unit := find_unit(module)) is not None}
+    sharded = {name: state for name, module in model.named_modules() if (state := find_state(module)) is not None}
     assert list(sharded) == ["", "embedding", "layers.0", "layers.1", "head"]
-    assert all(unit.group.axes.mesh == mesh for unit in sharded.values())
-    assert {name: unit.precision.param_dtype for name, unit in sharded.items()} == {
+    assert all(state.group.axes.mesh == mesh for state in sharded.values())
+    assert {name: state.precision.param_dtype for name, state in sharded.items()} == {
         name: torch.float32 if name == "layers.1" else torch.bfloat16 for name in sharded
     }
-    assert [name for name, unit in sharded.items() if unit.reshard.kind.value == "never"] == ["layers.1"]
+    assert [name for name, state in sharded.items() if state.reshard.kind.value == "never"] == ["layers.1"]
     assert model.get_parameter("norm.bias") is frozen
     assert sharded["head"].lenders == (sharded["embedding"],)
 

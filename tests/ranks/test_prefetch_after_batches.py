@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import iteration_of, unit_of
+from tests._internals import iteration_of, state_of
 from tests.ranks._peak import peak_above_idle
 from tests.ranks.test_gradient_batches import WIDTH, Tower, batch, play
 from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment
@@ -116,7 +116,7 @@ def bound_several() -> None:
     """Each of those that wait for a batch would fit by itself."""
     model = towers(4)
     model.set_prefetch_limit(3)
-    model.set_max_unsharded_bytes(2 * unit_of(model[0]).group.plan.unsharded_bytes)
+    model.set_max_unsharded_bytes(2 * state_of(model[0]).group.plan.unsharded_bytes)
     loss = model(batch(1, dist.get_rank())).square().mean()
     with Recorder() as recorder:
         loss.backward()
@@ -292,7 +292,7 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
 def fail_while_one_waits() -> None:
     """The backward dies before the batch that the next group waits for; the next one may not find that group."""
     model = towers(3)
-    root = unit_of(model)
+    root = state_of(model)
     unsharding = iteration_of(root)._unsharding
     seen = []
 
@@ -300,7 +300,7 @@ def fail_while_one_waits() -> None:
         seen.append(unsharding._postponed)
         raise ArithmeticError("in a hook")
 
-    last = unit_of(model[2]).group.parameters[-1]
+    last = state_of(model[2]).group.parameters[-1]
     handle = last.unsharded.register_hook(fail)
     with pytest.raises(ArithmeticError, match="in a hook"):
         play(model, 0, dist.get_rank())
@@ -322,7 +322,7 @@ def take_over() -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    assert [len(unit_of(layer).group.plan.batches) for layer in model] == [2, 2]
+    assert [len(state_of(layer).group.plan.batches) for layer in model] == [2, 2]
     x = torch.randn(2, 740, requires_grad=True)
     for each in (model, reference):
         (each[1](x).sum() + each(x).sum()).backward()

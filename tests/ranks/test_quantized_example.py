@@ -46,7 +46,7 @@ def comparison_of(finals: dict[str, list[float]], steps: int) -> Any:
     convergence, variants = (importlib.import_module(f"text.{name}") for name in ("convergence", "variants"))
     comparison = convergence.Comparison({"steps": steps}, {"commands": ["first"], "machine": "", "torch": ""})
     for variant, losses in finals.items():
-        comparison.traffic[variant] = variants.Traffic(sent=1, plain=4)
+        comparison.traffic[variant] = variants.WireBytes(sent=1, plain=4)
         for seed, loss in enumerate(losses):
             comparison.runs.append(convergence.Run(variant, seed, {0: 5.0, steps: loss}, [loss] * steps, 0.5))
     return comparison

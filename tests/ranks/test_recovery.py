@@ -20,15 +20,15 @@ from composable_fsdp.testing import run_ranks
 from tests._internals import (
     Arrival,
     GlooCommunicator,
+    GlooConnection,
     GroupCommunicator,
-    Line,
     OrderCheck,
     ParameterGroup,
     Place,
     Transfer,
     disconnect,
     reconnect,
-    unit_of,
+    state_of,
 )
 from tests._internals import factory as choose
 from tests.ranks._failing_steps import Plan, assert_same, counting_all, fault_of, pair, step
@@ -131,10 +131,10 @@ def memory_is_given_back_last() -> None:
     abandon = ParameterGroup.abandon
 
     def watched(group: ParameterGroup) -> None:
-        communicator = group.channels[0].axes.shard
+        communicator = group.process_groups[0].axes.shard
         assert isinstance(communicator, GroupCommunicator)
         line = choose._known[communicator.group]
-        assert isinstance(line, Line)
+        assert isinstance(line, GlooConnection)
         found.add((line.position, len(line._kept)))
         abandon(group)
 
@@ -158,22 +158,22 @@ class Interrupted:
         raise KeyboardInterrupt
 
 
-def new_line() -> Line:
+def new_line() -> GlooConnection:
     group = dist.new_group()
-    return Line(group, None, OrderCheck.OFF)
+    return GlooConnection(group, None, OrderCheck.OFF)
 
 
 def lines_are_closed_before_anyone_is_told() -> None:
     """Otherwise a thread that finds a line broken frees memory while another thread is still closing the line."""
     seen: list[str] = []
-    close = Line._close
+    close = GlooConnection._close
 
-    def watched(line: Line) -> None:
+    def watched(line: GlooConnection) -> None:
         seen.append(line.position)
         close(line)
         seen.append(line.position)
 
-    with mock.patch.object(Line, "_close", watched):
+    with mock.patch.object(GlooConnection, "_close", watched):
         line = new_line()
         with pytest.raises(KeyboardInterrupt):
             line.wait(Place(line.ranks, 1, "all-gather"), [Interrupted()])
@@ -202,7 +202,7 @@ def memory_of_an_abandoned_operation_lives_until_its_line_is_closed() -> None:
     dist.barrier()
 
 
-def line_group(line: Line) -> dist.ProcessGroup:
+def line_group(line: GlooConnection) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     assert line.size == world.size()
@@ -214,19 +214,19 @@ def unsharded_memory_stays_while_it_may_be_written_to() -> None:
     model: Any = nn.Linear(512, 1024, bias=False)
     fully_shard(model)
     model(torch.ones(1, 512)).sum().backward()
-    unit = unit_of(model)
-    group, lanes = unit.group, unit.iteration.lanes
+    state = state_of(model)
+    group, streams = state.group, state.iteration.streams
     assert group.plan.unsharded_bytes == 512 * 1024 * 4
-    group.unshard(lanes)
+    group.unshard(streams)
     with mock.patch.object(Arrival, "wait", Interrupted.wait), pytest.raises(KeyboardInterrupt):
         group.wait()
     group.reshard()
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == group.plan.unsharded_bytes
     dist.barrier()
-    disconnect([unit])
+    disconnect([state])
     group.abandon()
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == 0
-    reconnect([unit])
+    reconnect([state])
     model(torch.ones(1, 512)).sum().backward()
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == 0
 

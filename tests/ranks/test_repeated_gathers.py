@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.ranks._models import TASKS, seeded, shard_layers
 from tests.ranks._sharding import values_of
 from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment
@@ -62,9 +62,9 @@ def shrink_a_root_without_parameters() -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=2)
     for _ in range(2):
         output = model(torch.randn(2, 8))
-        assert [channel.smaller is None for channel in unit_of(model).group.channels] == [False]
+        assert [pgs.smaller is None for pgs in state_of(model).group.process_groups] == [False]
         output.sum().backward()
-        assert [channel.smaller is None for channel in unit_of(model).group.channels] == [True]
+        assert [pgs.smaller is None for pgs in state_of(model).group.process_groups] == [True]
 
 
 @pytest.mark.behaviour("C-01")

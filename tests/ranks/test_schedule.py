@@ -10,7 +10,7 @@ from torch import nn
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.parity.training import check_parity
 from tests.ranks._models import TASKS, Routed, shard_layers
 from tests.transports import SOCKETS
@@ -202,7 +202,7 @@ def bound_what_is_gathered_ahead() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, merges=False)
     assert isinstance(model, FSDPModule)
-    layer_bytes = max(e.group.plan.unsharded_bytes for e in map(unit_of, model.get_submodule("layers").children()))
+    layer_bytes = max(e.group.plan.unsharded_bytes for e in map(state_of, model.get_submodule("layers").children()))
 
     def most_at_once() -> int:
         with Recorder() as recorder:

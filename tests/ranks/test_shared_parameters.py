@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import LifecycleError, ParameterError, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.parity.training import OPTIMIZERS, check_parity, play_task
 from tests.ranks._models import TASKS, Transformer, seeded
 from tests.transports import SOCKETS
@@ -166,8 +166,8 @@ def a_lent_parameter_stays_one() -> None:
     assert isinstance(model, Transformer)
     assert model.head.weight is model.embedding.weight
     assert isinstance(model.head.weight, DTensor)
-    assert unit_of(model.head).group.parameters  # those of the norm
-    assert [p.name for p in unit_of(model.embedding).group.parameters] == ["weight"]
+    assert state_of(model.head).group.parameters  # those of the norm
+    assert [p.name for p in state_of(model.embedding).group.parameters] == ["weight"]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.testing.assert_close(state["head.weight"].to_local(), state["embedding.weight"].to_local())
     state["head.weight"].to_local().fill_(2.0)
@@ -182,7 +182,7 @@ def a_lent_parameter_stays_one() -> None:
     assert loss.dtype is torch.float64
     loss.backward()
     assert isinstance(model.head.weight.grad, DTensor)
-    assert unit_of(model.embedding).is_lent is False
+    assert state_of(model.embedding).is_lent is False
 
 
 @pytest.mark.behaviour("A-10")

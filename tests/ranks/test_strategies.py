@@ -17,7 +17,7 @@ from composable_fsdp import ConfigurationError, MeshError, ShardingStrategy, cli
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import by_class
-from tests._internals import ParameterState, unit_of
+from tests._internals import ParameterState, state_of
 from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 from tests.ranks._models import TASKS, Block
 from tests.ranks._sharding import exactly, sharded, values_of
@@ -55,9 +55,9 @@ def train_all_strategies(task: str) -> None:
     expected = train_on_this_rank(DistributedDataParallel(TASKS[task].build()), task)
     for strategy, (replicas, shards, stays) in MEANING.items():
         model = fully_shard(TASKS[task].build(), policy={Block}, strategy=strategy)
-        block = unit_of(model.get_submodule("layers.0"))
-        (channel,) = block.group.channels
-        assert (channel.replicate.size, channel.axes.shard.size) == (replicas, shards), strategy
+        block = state_of(model.get_submodule("layers.0"))
+        (pgs,) = block.group.process_groups
+        assert (pgs.replicate.size, pgs.axes.shard.size) == (replicas, shards), strategy
         TASKS[task].loss(model, TASKS[task].batch_of(0, 0))
         kept = block.group.parameter_state is ParameterState.UNSHARDED
         assert kept == stays, strategy

@@ -158,10 +158,10 @@ def decoders_are_decoders() -> None:
                     fully_shard(layers.get_submodule(name), mesh=data_mesh)
         fully_shard(model, mesh=mesh["dp"])
 
-        def watch(module: nn.Module, _: object) -> None:
+        def watchdog(module: nn.Module, _: object) -> None:
             module.get_parameter("weight").register_hook(lambda gradient: seen.update(gradient.placements))
 
-        model.get_submodule("norm").register_forward_pre_hook(watch)
+        model.get_submodule("norm").register_forward_pre_hook(watchdog)
         assert_trains_alike(model, reference, rank, 2, play(DECODER), what=f"checkpointing {checkpointed}")
     assert Partial() in seen, "no gradient was partial, so the test shows nothing"
 

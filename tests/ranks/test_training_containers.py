@@ -76,7 +76,7 @@ class ReadOnly(Mapping):
         return len(self._values)
 
 
-class Registered:
+class ParamPlace:
     """A container that its author registered with pytree."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -84,7 +84,7 @@ class Registered:
         self.b = b
 
 
-pytree.register_pytree_node(Registered, lambda r: ([r.a, r.b], None), lambda children, _: Registered(*children))
+pytree.register_pytree_node(ParamPlace, lambda r: ([r.a, r.b], None), lambda children, _: ParamPlace(*children))
 
 CONTAINERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], Pair]]] = {
     "tuple": (lambda a, b: (a, b), lambda c: (c[0], c[1])),
@@ -99,7 +99,7 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callabl
     "dataclass in a tuple": (lambda a, b: (Frozen(a, b),), lambda c: (c[0].a, c[0].b)),
     "dict subclass": (lambda a, b: ModelOutput(a=a, b=b), lambda c: (c["a"], c["b"])),
     "UserDict": (lambda a, b: UserDict(a=a, b=b), lambda c: (c["a"], c["b"])),
-    "registered": (Registered, lambda c: (c.a, c.b)),
+    "registered": (ParamPlace, lambda c: (c.a, c.b)),
     "read-only mapping": (lambda a, b: ReadOnly(a=a, b=b), lambda c: (c["a"], c["b"])),
     "mapping proxy": (lambda a, b: MappingProxyType({"a": a, "b": b}), lambda c: (c["a"], c["b"])),
 }

@@ -17,8 +17,8 @@ from composable_fsdp import MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.testing import FakeWorld
 from tests._internals import (
     NEVER_DIRECT,
+    CommStreams,
     DataParallelAxes,
-    Lanes,
     ParameterGroup,
     ParameterSource,
     ParameterState,
@@ -87,13 +87,13 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
 ) -> None:
     precision = MixedPrecisionPolicy(param_dtype=dtype)
     world = FakeWorld(size, direct_bytes=direct_bytes, whole_bytes=whole_bytes)
-    lanes = Lanes(torch.device("cpu"))
+    streams = CommStreams(torch.device("cpu"))
     values = originals()
     with simulated_mesh(size) as mesh:
         groups = groups_of_all_ranks(mesh, world, precision)
         for _ in range(2):
             for group in groups:
-                group.unshard(lanes)
+                group.unshard(streams)
             for group in groups:
                 group.wait()
                 for parameter in group.parameters:
@@ -104,7 +104,7 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
                 torch.stack(products).sum().mul(rank + 1).backward()
                 group.reshard()
                 assert group.parameter_state is ParameterState.SHARDED
-            pending = [launch.run() for group in groups for launch in reduce_together((group.gradients,), lanes)]
+            pending = [launch.run() for group in groups for launch in reduce_together((group.gradients,), streams)]
             assert len(pending) == size
             for reduction in pending:
                 reduction.complete()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import LifecycleError, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.transports import SOCKETS
 
 STEPS = 6
@@ -299,7 +299,7 @@ def bound_memory_while_one_rank_skips() -> None:
     for module in (*model.skippable.parts, model.skippable, model):
         fully_shard(module)
     model.set_reduce_scatter_unused_params(True)
-    nbytes = unit_of(model.skippable).group.plan.unsharded_bytes
+    nbytes = state_of(model.skippable).group.plan.unsharded_bytes
     model.set_max_unsharded_bytes(3 * nbytes)  # the root, which stays, and two of the other three
     for step in range(3):
         model(batch_of(step, dist.get_rank()), dist.get_rank() == 0).square().mean().backward()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.parity.training import assert_equal_runs, train
 from tests.ranks._models import seeded
 from tests.ranks._spy import COMMUNICATORS
@@ -135,7 +135,7 @@ def train_unequally_with_direct_messages() -> None:
             for communicator in COMMUNICATORS:
                 patch.setattr(communicator, "direct_bytes", Always(direct_bytes), raising=False)
             model = shard(Model(), (2,), True)
-            (bucket,) = unit_of(model.layers[0]).group.plan.buckets
+            (bucket,) = state_of(model.layers[0]).group.plan.buckets
             assert len(bucket.reduce.direct) == (10 if direct_bytes == 1 else 5)
             train_unequally((2,), 8, 4)
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_fsdp import PeerError, fully_shard
 from composable_fsdp.testing import Delay, Fault, inject_faults, run_ranks
-from tests._internals import PATIENCE, known_watch
+from tests._internals import PATIENCE, known_watchdog
 from tests.ranks._faults import Layers, build, inflict, is_last, step, told_by
 from tests.slack import slack
 from tests.transports import IN_COMMON, SOCKETS, Environment
@@ -54,9 +54,9 @@ def late_with_a_batch(kind: type[Layers]) -> None:
         if number == 2 and is_last():
             time.sleep(LATE)
         step(model)
-    watch = known_watch()
-    assert watch is not None
-    assert not watch.report().failure
+    watchdog = known_watchdog()
+    assert watchdog is not None
+    assert not watchdog.report().failure
 
 
 @pytest.mark.behaviour("G-03", "H-03")
@@ -75,9 +75,9 @@ def late_after_a_recovery() -> None:
     with inject_faults(model) as labels:
         step(model)
     for number in range(len(labels)):
-        watch = known_watch()
-        assert watch is not None
-        assert watch.here.waiting is None
+        watchdog = known_watchdog()
+        assert watchdog is not None
+        assert watchdog.here.waiting is None
         with inject_faults(model, Fault(Delay(LATE), rank=0, number=number) if number % 4 == 0 else Fault(Delay(0.0))):
             step(model)
 
@@ -152,10 +152,10 @@ def two_roots() -> None:
         fully_shard(root)
     for _ in range(3):
         roots[1](roots[0](torch.ones(1, 4))).sum().backward()
-    watch = known_watch()
-    assert watch is not None
-    assert watch.here.steps == 3
-    assert not watch.here.passes
+    watchdog = known_watchdog()
+    assert watchdog is not None
+    assert watchdog.here.steps == 3
+    assert not watchdog.here.passes
 
 
 @pytest.mark.behaviour("H-03")

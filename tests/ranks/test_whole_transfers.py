@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import MixedPrecisionPolicy, communication_report, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import Channel, PlanOptions, unit_of
+from tests._internals import PlanOptions, ProcessGroups, state_of
 from tests.ranks._peak import peak_above_idle
 from tests.ranks._spy import COMMUNICATORS
 from tests.transports import COPIES, IN_COMMON, SOCKETS
@@ -59,14 +59,14 @@ class Stack(nn.Module):
 @contextmanager
 def whole_from(nbytes: int) -> Iterator[None]:
     """Padding of ``nbytes`` is worth an all-reduce, over whatever communicator."""
-    original = Channel.plan_options
+    original = ProcessGroups.plan_options
 
-    def patched(self: Channel, *, offloaded: bool) -> PlanOptions:
+    def patched(self: ProcessGroups, *, offloaded: bool) -> PlanOptions:
         options = original(self, offloaded=offloaded)
         return dataclasses.replace(options, whole_bytes=nbytes, reduce_whole_bytes=nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Channel, "plan_options", patched)
+        patch.setattr(ProcessGroups, "plan_options", patched)
         yield
 
 
@@ -160,7 +160,7 @@ def train(variant: str) -> tuple[Any, list[torch.Tensor]]:
 def check_whole(model: Any, expected: set[str]) -> None:
     """That these travel whole both ways, or nothing does, and never what all ranks have rows of."""
     for layer in model.layers:
-        plan = unit_of(layer).group.plan
+        plan = state_of(layer).group.plan
         gathered = {plan.specs[b.indices[i]].name for b in plan.buckets for i in b.gather.whole}
         reduced = {plan.specs[b.indices[b.reduce.indices[k]]].name for b in plan.buckets for k in b.reduce.whole}
         assert gathered == reduced
@@ -197,7 +197,7 @@ def test_over_gloo_only_the_order_of_sums_differs(variant: str) -> None:
 
 def in_common_the_gather_moves_nothing() -> None:
     with whole_from(0):
-        plans = [bucket.plan for layer in plain().layers for bucket in unit_of(layer).group.buckets]
+        plans = [bucket.plan for layer in plain().layers for bucket in state_of(layer).group.buckets]
     assert all(plan.aliased and not plan.gather.whole and plan.reduce.whole for plan in plans)
 
 

@@ -22,7 +22,7 @@ from composable_fsdp import (
     fully_shard,
     share_comm_ctx,
 )
-from tests._internals import Lane, iteration_of, unit_of
+from tests._internals import CommStream, iteration_of, state_of
 from tests.ranks._sharding import single_rank
 
 T = TypeVar("T")
@@ -215,17 +215,17 @@ def test_chunks_of_a_pipeline_share_their_streams(monkeypatch: pytest.MonkeyPatc
     inner = fully_shard(nn.Linear(2, 2))
     outer = fully_shard(nn.Sequential(inner))
     share_comm_ctx([first, second])
-    assert iteration_of(unit_of(first)).lanes is iteration_of(unit_of(second)).lanes
-    used: list[Lane] = []
-    run = Lane.run
+    assert iteration_of(state_of(first)).streams is iteration_of(state_of(second)).streams
+    used: list[CommStream] = []
+    run = CommStream.run
 
-    def note(lane: Lane, *args: Any, **options: Any) -> Any:
-        used.append(lane)
-        return run(lane, *args, **options)
+    def note(stream: CommStream, *args: Any, **options: Any) -> Any:
+        used.append(stream)
+        return run(stream, *args, **options)
 
-    monkeypatch.setattr(Lane, "run", note)
+    monkeypatch.setattr(CommStream, "run", note)
     second(first(torch.ones(1, 2))).sum().backward()
-    shared = iteration_of(unit_of(first)).lanes
+    shared = iteration_of(state_of(first)).streams
     assert set(used) == {shared.gather, shared.reduce}
     assert first.weight.grad is not None
     with pytest.raises(ConfigurationError, match="share_comm_ctx takes sharded modules, not Linear"):

@@ -166,7 +166,7 @@ def test_gradients_that_leave_early_are_hidden_and_in_16_bits_only_the_first_gat
 ) -> None:
     exposure: Any = importlib.import_module("exposure")
     monkeypatch.setattr(exposure, "LAYERS", 4)
-    wire = exposure.Wire(gbit=400.0, shared=True)
+    wire = exposure.ShmSocket(gbit=400.0, shared=True)
     ((narrow,), (wide,), (peer,)) = (
         exposure.steps(exposure.VARIANTS[name], 64, [wire]) for name in ("ours, 16-bit gradients", "ours", "fsdp2")
     )

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from composable_fsdp.errors import CheckpointError
-from tests._internals import Misfit, joined, leave_common_unexpected, refuse, said, told
+from tests._internals import Mismatch, joined, leave_common_unexpected, refuse, said, told
 
 
 def test_one_text_of_all_ranks_is_said_once_and_others_say_whose_they_are() -> None:
@@ -17,8 +17,8 @@ def test_one_text_of_all_ranks_is_said_once_and_others_say_whose_they_are() -> N
 
 
 def test_differences_are_told_by_kind_with_the_ranks_that_have_them() -> None:
-    first = Misfit(missing={"a": "x"}, unexpected={"b": "y", "c": "z"}, others=["same", "own"])
-    second = Misfit(missing={"a": "x"}, unexpected={"c": "z", "e": "v"}, others=["same"], dtypes={"f": "u"})
+    first = Mismatch(missing={"a": "x"}, unexpected={"b": "y", "c": "z"}, others=["same", "own"])
+    second = Mismatch(missing={"a": "x"}, unexpected={"c": "z", "e": "v"}, others=["same"], dtypes={"f": "u"})
     leave_common_unexpected([first, second])
     assert told({0: first, 2: second}).splitlines() == [
         "  missing (1):",
@@ -31,8 +31,8 @@ def test_differences_are_told_by_kind_with_the_ranks_that_have_them() -> None:
         "  own (on rank 0)",
     ]
     with pytest.raises(CheckpointError, match=r"^it does not fit\. Nothing was loaded\.\n  missing \(1\):\n    a: x$"):
-        refuse("it does not fit", {0: Misfit(missing={"a": "x"})})
-    refuse("it does not fit", {0: Misfit(), 1: Misfit()})
+        refuse("it does not fit", {0: Mismatch(missing={"a": "x"})})
+    refuse("it does not fit", {0: Mismatch(), 1: Mismatch()})
 
 
 def test_errors_are_told_whole_and_without_colours_or_stacks() -> None:
@@ -50,7 +50,7 @@ def test_errors_are_told_whole_and_without_colours_or_stacks() -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    lines = told({0: Misfit(missing={f"layers.{i}.weight": "float32 (2,)" for i in range(33)})}).splitlines()
+    lines = told({0: Mismatch(missing={f"layers.{i}.weight": "float32 (2,)" for i in range(33)})}).splitlines()
     assert lines[0] == "  missing (33):"
     assert lines[1:3] == ["    layers.0.weight: float32 (2,)", "    layers.1.weight: float32 (2,)"]
     assert lines[21:] == ["    and 13 more"]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import Gather, Lanes, LastGather, Transfer, launch_gather
+from tests._internals import CommStreams, Gather, LastGather, Transfer, launch_gather
 
 CPU = torch.device("cpu")
 
 
-class Wire:
+class ShmSocket:
     """A communicator on which everything is under way for ever, or one that cannot launch."""
 
     aliases = False
@@ -22,16 +22,16 @@ class Wire:
     def __init__(self, *, works: bool) -> None:
         self._works = works
 
-    def all_gather(self, transfers: Sequence[Transfer], label: str) -> Wire:
+    def all_gather(self, transfers: Sequence[Transfer], label: str) -> ShmSocket:
         if not self._works:
             raise MemoryError(label)
         return self
 
 
-class Channel:
+class ProcessGroups:
     smaller = None
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: ShmSocket) -> None:
         self.gather = self.gathers_over = wire
 
 
@@ -41,8 +41,8 @@ class Bucket:
     as_it_lies = None
     awaits_readers = False
 
-    def __init__(self, wire: Wire) -> None:
-        self.channel = Channel(wire)
+    def __init__(self, wire: ShmSocket) -> None:
+        self.pgs = ProcessGroups(wire)
         self.is_freed = False
 
     def prepare_gather(self) -> Gather:
@@ -55,7 +55,7 @@ class Bucket:
 @pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("first_works", [True, False])
 def test_memory_is_given_back_after_a_failed_launch_unless_part_of_it_is_under_way(first_works: bool) -> None:
-    buckets: list[Any] = [Bucket(Wire(works=first_works)), Bucket(Wire(works=False))]
+    buckets: list[Any] = [Bucket(ShmSocket(works=first_works)), Bucket(ShmSocket(works=False))]
     with pytest.raises(MemoryError, match="all-gather of a"):
-        launch_gather(Lanes(CPU), buckets, CPU, "all-gather of a", LastGather())
+        launch_gather(CommStreams(CPU), buckets, CPU, "all-gather of a", LastGather())
     assert [bucket.is_freed for bucket in buckets] == [not first_works] * 2

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, UnsupportedError, fully_shard
 from composable_fsdp.policies import ReshardKind
-from tests._internals import ClientState, ParameterState, iteration_of, unit_of
+from tests._internals import ClientState, ParameterState, iteration_of, state_of
 from tests.ranks._sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
@@ -89,7 +89,7 @@ def test_a_client_can_end_the_accumulation_of_microbatches() -> None:
     for each in state._state_ctx.all_states:
         for group in each._fsdp_param_groups:
             group.post_backward()
-            assert unit_of(model[0]).group.parameter_state is ParameterState.SHARDED
+            assert state_of(model[0]).group.parameter_state is ParameterState.SHARDED
     state._root_post_backward_final_callback()
     expected.set_requires_gradient_sync(True)
     (2 * expected(torch.ones(2, 3)).sum()).backward()
@@ -98,8 +98,8 @@ def test_a_client_can_end_the_accumulation_of_microbatches() -> None:
 
 
 def sharded_parameters(model: nn.Module) -> list[Any]:
-    units = {unit_of(module): None for module in model.modules() if isinstance(module, FSDPModule)}
-    return [parameter.sharded for unit in units for parameter in unit.group.parameters]
+    states = {state_of(module): None for module in model.modules() if isinstance(module, FSDPModule)}
+    return [parameter.sharded for state in states for parameter in state.group.parameters]
 
 
 def test_gradients_that_a_client_put_on_unsharded_parameters_are_reduced() -> None:
@@ -163,14 +163,14 @@ def test_torchs_own_registration_of_forward_methods_works_on_ours() -> None:
     for _ in range(2):
         model.score(torch.ones(2, 3)).sum().backward()
         assert torch.equal(model.inner.weight.grad.to_local(), torch.full((3, 3), 4.0))
-        assert unit_of(model).group.parameter_state is ParameterState.SHARDED
+        assert state_of(model).group.parameter_state is ParameterState.SHARDED
         model.zero_grad()
 
 
 def test_torchs_own_share_comm_ctx_works_on_ours() -> None:
     first, second = chain(), chain()
     torch_fsdp.share_comm_ctx([first, second])
-    assert iteration_of(unit_of(first)).lanes is iteration_of(unit_of(second)).lanes
+    assert iteration_of(state_of(first)).streams is iteration_of(state_of(second)).streams
 
 
 def test_a_copy_has_a_state_of_its_own() -> None:
@@ -250,7 +250,7 @@ def test_a_model_is_moved_to_the_host_between_rollouts() -> None:
         state._fsdp_param_group._training_state = TrainingState.IDLE
     model.reshard()
     model.cpu()
-    assert unit_of(model[0]).group.parameter_state is ParameterState.SHARDED
+    assert state_of(model[0]).group.parameter_state is ParameterState.SHARDED
     with pytest.raises(UnsupportedError, match="_training_state cannot be set to FORWARD here"):
         torch_state(model[0])._fsdp_param_group._training_state = TrainingState.FORWARD
 
@@ -269,7 +269,7 @@ def test_whether_parameters_stay_after_forward_can_be_set_through_mesh_infos() -
         assert group._reshard_after_forward is not stays
         assert (group.post_forward_mesh_info is None) is stays
         model(torch.ones(2, 3)).sum().backward()
-        assert unit_of(model[0]).reshard.kind is (ReshardKind.NEVER if stays else ReshardKind.ALWAYS)
+        assert state_of(model[0]).reshard.kind is (ReshardKind.NEVER if stays else ReshardKind.ALWAYS)
 
     root: Any = fully_shard(nn.Sequential(nn.Linear(3, 3)))
     state = root._get_fsdp_state()
@@ -282,7 +282,7 @@ def test_whether_parameters_stay_after_forward_can_be_set_through_mesh_infos() -
     assert not state._fsdp_param_group._reshard_after_forward
     state._fsdp_param_group.post_forward_mesh_info = before
     root(torch.ones(2, 3)).sum()
-    assert unit_of(root).group.parameter_state is ParameterState.SHARDED
+    assert state_of(root).group.parameter_state is ParameterState.SHARDED
 
 
 def test_gradient_choices_are_read_and_set_on_groups() -> None:
@@ -293,8 +293,8 @@ def test_gradient_choices_are_read_and_set_on_groups() -> None:
         setattr(group, name, False)
         assert getattr(group, name) is False
     model(torch.ones(2, 3)).sum().backward()
-    assert unit_of(model[0]).group.parameter_state is ParameterState.UNSHARDED
-    assert all(p.sharded.grad is None for p in unit_of(model[0]).group.parameters)
+    assert state_of(model[0]).group.parameter_state is ParameterState.UNSHARDED
+    assert all(p.sharded.grad is None for p in state_of(model[0]).group.parameters)
     model.set_requires_gradient_sync(True)
     assert group.reduce_grads
     assert group.all_reduce_grads

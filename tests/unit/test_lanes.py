@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import Lane, Lanes
+from tests._internals import CommStream, CommStreams
 
 
 class Buffer:
@@ -79,13 +79,13 @@ def launch(log: list[str], name: str) -> LoggedWork:
 
 def test_on_null_streams_work_is_launched_at_once_and_finished_by_whoever_waits() -> None:
     log: list[str] = []
-    lane = Lane("gather", torch.cpu, priority=-1)
+    stream = CommStream("gather", torch.cpu, priority=-1)
 
     def finish() -> int:
         log.append("finish a")
         return 7
 
-    pending = lane.run(lambda: launch(log, "a"), finish)
+    pending = stream.run(lambda: launch(log, "a"), finish)
     assert log == ["launch a"]
     assert pending.wait() == 7
     assert pending.wait() == 7, "waiting twice is waiting once"
@@ -94,9 +94,9 @@ def test_on_null_streams_work_is_launched_at_once_and_finished_by_whoever_waits(
 
 def test_on_null_streams_work_after_other_work_is_launched_when_that_is_done() -> None:
     log: list[str] = []
-    lanes = Lanes(torch.device("cpu"))
-    scatter = lanes.reduce.run(lambda: launch(log, "scatter"), lambda: log.append("finish scatter"))
-    reduce = lanes.replicate.run(lambda: launch(log, "reduce"), lambda: log.append("finish reduce"), after=scatter)
+    streams = CommStreams(torch.device("cpu"))
+    scatter = streams.reduce.run(lambda: launch(log, "scatter"), lambda: log.append("finish scatter"))
+    reduce = streams.replicate.run(lambda: launch(log, "reduce"), lambda: log.append("finish reduce"), after=scatter)
     assert log == ["launch scatter"]
     reduce.start()
     assert log == ["launch scatter", "work of scatter done", "finish scatter", "launch reduce"]
@@ -108,7 +108,7 @@ def test_on_null_streams_work_after_other_work_is_launched_when_that_is_done() -
 def test_on_real_streams_the_host_never_waits_and_the_current_stream_waits_for_the_run() -> None:
     device = SimulatedDevice()
     log = device.log
-    first, second = Lane("first", device, priority=-1), Lane("second", device, priority=-1)
+    first, second = CommStream("first", device, priority=-1), CommStream("second", device, priority=-1)
 
     def launched(name: str) -> Any:
         log.append(f"launch {name} on {device.current.name}")
@@ -135,12 +135,12 @@ def test_on_real_streams_the_host_never_waits_and_the_current_stream_waits_for_t
 
 @pytest.mark.parametrize("simulated", [False, True])
 def test_buffers_live_until_the_work_has_been_waited_for(simulated: bool) -> None:
-    lane = Lane("gather", SimulatedDevice() if simulated else torch.cpu, priority=-1)
+    stream = CommStream("gather", SimulatedDevice() if simulated else torch.cpu, priority=-1)
     buffer = Buffer()
     alive = weakref.ref(buffer)
 
     def start(held: Buffer) -> Any:
-        return lane.run(lambda: LoggedWork([], str(held)), lambda: None)
+        return stream.run(lambda: LoggedWork([], str(held)), lambda: None)
 
     pending = start(buffer)
     del buffer
@@ -153,7 +153,7 @@ def test_buffers_live_until_the_work_has_been_waited_for(simulated: bool) -> Non
 
 def test_buffers_of_earlier_work_live_until_the_later_has_been_waited_for() -> None:
     device = SimulatedDevice()
-    first, second = Lane("first", device, priority=-1), Lane("second", device, priority=-1)
+    first, second = CommStream("first", device, priority=-1), CommStream("second", device, priority=-1)
     buffer = Buffer()
     alive = weakref.ref(buffer)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from composable_fsdp import ConfigurationError, LifecycleError, fully_shard
-from tests._internals import _MOST_FORWARDS, unit_of
+from tests._internals import _MOST_FORWARDS, state_of
 from tests.ranks._models import Chain
 from tests.ranks._sharding import sharded, single_rank
 
@@ -23,7 +23,7 @@ def group() -> Iterator[None]:
 
 
 def onto_meta(layer: Any) -> None:
-    group = unit_of(layer).group
+    group = state_of(layer).group
     group.axes = replace(group.axes, device=torch.device("meta"))
 
 
@@ -72,10 +72,10 @@ def test_after_the_first_forward_a_module_inside_refuses_what_only_the_root_is_t
     model = fully_shard(Chain(), policy={nn.Linear})
     model(torch.ones(1, 8)).sum().backward()
     choice = setter.removeprefix("set_")
-    before = getattr(unit_of(model.layers[1]), choice)
+    before = getattr(state_of(model.layers[1]), choice)
     with pytest.raises(ConfigurationError, match=rf"the {choice} of 'layers\.1' .* is 7, .*Call {setter} on the root"):
         getattr(model.layers[1], setter)(7)
-    assert getattr(unit_of(model.layers[1]), choice) == before
+    assert getattr(state_of(model.layers[1]), choice) == before
     getattr(model, setter)(7)
     model(torch.ones(1, 8)).sum().backward()
 
@@ -133,6 +133,6 @@ def test_what_the_root_is_told_counts_for_all_and_an_error_that_is_mended_is_ove
 def test_forwards_that_nobody_comes_back_to_are_not_kept_for_ever() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     outputs = [model(torch.ones(1, 8)) for _ in range(_MOST_FORWARDS + 3)]
-    assert {unit_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS}
+    assert {state_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS}
     outputs[-1].sum().backward()
-    assert {unit_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS - 1}
+    assert {state_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS - 1}

@@ -66,14 +66,14 @@ def test_an_event_carries_what_was_emitted() -> None:
         emit(Operation.REDUCE, "layers.0", 4096, "reduce", begin=begin)
         emit(Operation.REDUCED, "layers.0")
     launched, done = recorder
-    assert (launched.operation, launched.group, launched.bytes, launched.lane) == (
+    assert (launched.operation, launched.group, launched.bytes, launched.stream) == (
         Operation.REDUCE,
         "layers.0",
         4096,
         "reduce",
     )
     assert launched.begin == begin <= launched.end <= now()
-    assert (done.bytes, done.lane) == (0, "")
+    assert (done.bytes, done.stream) == (0, "")
     assert done.begin == done.end >= launched.end
 
 

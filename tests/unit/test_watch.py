@@ -24,19 +24,19 @@ from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerErro
 from composable_fsdp.testing import PartitionableStore
 from tests._internals import (
     CONTEXT,
-    Agreement,
     EndOfRun,
     OrderCheck,
+    OrderChecker,
     Place,
     Report,
     RunningPass,
-    Watch,
+    Watchdog,
+    diagnose,
     has_ended,
     interrupt,
-    judge,
     order_check_from,
 )
-from tests._internals import watchdog as watch
+from tests._internals import watchdog as watchdog
 from tests.threads import together
 
 OWN = Place((0, 1, 2), 7, "all-gather of layers.2 in forward")
@@ -62,15 +62,15 @@ def test_reports_survive_the_store() -> None:
 
 @pytest.mark.behaviour("H-03")
 def test_ranks_that_work_or_wait_for_the_same_are_waited_for() -> None:
-    assert judge(OWN, reports(a=WAITING, b=Report(1, 3, last=OWN), c=Report(2, 3, OWN, 0.4))) is None
+    assert diagnose(OWN, reports(a=WAITING, b=Report(1, 3, last=OWN), c=Report(2, 3, OWN, 0.4))) is None
     other_line = Place(OWN.ranks, OWN.number, "reduce-scatter of layers.3", "another group of the same ranks")
     for elsewhere in (Place((1, 2), 3, "all-gather of experts in forward"), other_line):
-        assert judge(OWN, reports(a=WAITING, b=Report(1, 3, elsewhere, 5.0))) is None
+        assert diagnose(OWN, reports(a=WAITING, b=Report(1, 3, elsewhere, 5.0))) is None
 
 
 @pytest.mark.behaviour("G-01")
 def test_ranks_that_wait_for_something_else_have_parted() -> None:
-    error = judge(OWN, reports(a=WAITING, b=Report(1, 3, OTHER, 1.0)))
+    error = diagnose(OWN, reports(a=WAITING, b=Report(1, 3, OTHER, 1.0)))
     assert isinstance(error, DivergenceError)
     assert str(error).startswith("Forward order differs across ranks")
     assert "rank 0: all-gather of layers.2 in forward\n  rank 1: all-gather of layers.3 in forward" in str(error)
@@ -79,7 +79,7 @@ def test_ranks_that_wait_for_something_else_have_parted() -> None:
 @pytest.mark.behaviour("H-03", "H-05")
 def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
     failed = Report(2, 3, failure="raised ValueError: boom in the forward of layers.1")
-    error = judge(OWN, reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=failed))
+    error = diagnose(OWN, reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=failed))
     assert isinstance(error, PeerError)
     assert "cannot be done: rank 2 raised ValueError: boom in the forward of layers.1 (3 steps done)" in str(error)
 
@@ -87,13 +87,13 @@ def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
 @pytest.mark.behaviour("H-03", "H-05")
 def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
     told = reports(a=WAITING, b=Report(1, 3, OWN, 1.0))
-    assert "cannot be done: rank 2 is gone." in str(judge(OWN, told, lost="closed"))
+    assert "cannot be done: rank 2 is gone." in str(diagnose(OWN, told, lost="closed"))
     late = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2))
-    assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, late, lost="timed out"))
-    assert judge(OWN, late) is None
+    assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, late, lost="timed out"))
+    assert diagnose(OWN, late) is None
     back = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2, OWN, 0.1))
-    assert "cannot be done: rank 2 did not come to it in time." in str(judge(OWN, back, lost="late", timed_out=True))
-    assert "cannot be done: a connection was lost." in str(judge(OWN, back, lost="closed"))
+    assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, back, lost="late", timed_out=True))
+    assert "cannot be done: a connection was lost." in str(diagnose(OWN, back, lost="closed"))
 
 
 @pytest.mark.behaviour("H-03", "H-05")
@@ -103,37 +103,37 @@ def test_the_last_operation_of_a_rank_that_is_gone_is_named() -> None:
     without_it = Place((0, 1), 90, "all-gather of experts in forward")
     other_line = Place((1, 2), 80, "all-gather of norm in forward", "another group")
     told = reports(a=Report(0, 3, OWN, 1.2, last=done[0]), b=Report(1, 3, OWN, 1.0, last=done[1]))
-    assert f"\n  rank 2 last took part in {done[1]}\n  closed" in str(judge(OWN, told, lost="closed"))
+    assert f"\n  rank 2 last took part in {done[1]}\n  closed" in str(diagnose(OWN, told, lost="closed"))
     told = reports(a=Report(0, 3, OWN, 1.2, last=without_it), b=Report(1, 3, OWN, 1.0, last=other_line))
-    assert f"rank 2 last took part in {other_line}" in str(judge(OWN, told, lost="closed"))
+    assert f"rank 2 last took part in {other_line}" in str(diagnose(OWN, told, lost="closed"))
     told = reports(a=Report(0, 3, OWN, 1.2, last=done[0]), b=Report(1, 3, OWN, 1.0, last=other_line))
-    assert f"rank 2 last took part in {done[0]}" in str(judge(OWN, told, lost="closed"))
+    assert f"rank 2 last took part in {done[0]}" in str(diagnose(OWN, told, lost="closed"))
 
 
 @pytest.mark.behaviour("H-05")
 def test_all_ranks_say_what_the_first_one_found_out() -> None:
-    error = judge(OWN, reports(a=WAITING, b=Report(1, verdict="Forward order differs", diverged=True)))
+    error = diagnose(OWN, reports(a=WAITING, b=Report(1, verdict="Forward order differs", diverged=True)))
     assert type(error) is DivergenceError
     assert str(error) == "Forward order differs"
-    assert type(judge(OWN, reports(b=Report(1, verdict="rank 2 is gone")))) is PeerError
+    assert type(diagnose(OWN, reports(b=Report(1, verdict="rank 2 is gone")))) is PeerError
 
 
 @pytest.mark.behaviour("H-03")
 def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
     store = PartitionableStore(dist.HashStore())
-    watches = [Watch(dist.PrefixStore("watch", store), rank, 2) for rank in range(2)]
+    watchdogs = [Watchdog(dist.PrefixStore("watch", store), rank, 2) for rank in range(2)]
     try:
-        assert set(watches[0].call_roll([0, 1])) == {0, 1}
+        assert set(watchdogs[0].collect_reports([0, 1])) == {0, 1}
         begin = time.monotonic()
         with store.cut_off():
-            assert set(watches[0].call_roll([0, 1])) == {0}
+            assert set(watchdogs[0].collect_reports([0, 1])) == {0}
             with pytest.raises(PeerError, match=r"all must come, but they cannot meet: the store of the job does not"):
-                watches[0].meet([0, 1], "here", 1.0, "all must come")
+                watchdogs[0].meet([0, 1], "here", 1.0, "all must come")
         assert time.monotonic() - begin < 10
-        assert set(watches[0].call_roll([0, 1], 10.0)) == {0, 1}
+        assert set(watchdogs[0].collect_reports([0, 1], 10.0)) == {0, 1}
     finally:
-        for watch in watches:
-            watch.stop()
+        for watchdog in watchdogs:
+            watchdog.stop()
 
 
 class SlowStore:
@@ -153,14 +153,14 @@ class SlowStore:
 
 @pytest.mark.behaviour("H-03")
 def test_ranks_meet_over_a_store_that_is_slower_than_a_roll_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_STORE_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
     store = dist.HashStore()
-    watches = [Watch(SlowStore(store, 0.5), rank, 2) for rank in range(2)]
+    watchdogs = [Watchdog(SlowStore(store, 0.5), rank, 2) for rank in range(2)]
     try:
-        calls = [partial(each.meet, [0, 1], f"of {each.rank}", 30.0, "all must come") for each in watches]
+        calls = [partial(each.meet, [0, 1], f"of {each.rank}", 30.0, "all must come") for each in watchdogs]
         assert together(calls, 5e-3) == [["of 0", "of 1"]] * 2
     finally:
-        for each in watches:
+        for each in watchdogs:
             each.stop()
 
 
@@ -168,9 +168,9 @@ def test_ranks_meet_over_a_store_that_is_slower_than_a_roll_call_waits(monkeypat
 def test_ranks_that_cannot_meet_as_the_store_never_answers_say_so_after_their_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "_STORE_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
     store = SlowStore(dist.HashStore(), None)
-    alone = Watch(store, 0, 2)
+    alone = Watchdog(store, 0, 2)
     begin = time.monotonic()
     try:
         with pytest.raises(PeerError) as caught:
@@ -185,15 +185,15 @@ def test_ranks_that_cannot_meet_as_the_store_never_answers_say_so_after_their_ti
 @pytest.mark.behaviour("H-03", "H-05")
 def test_a_rank_that_is_gone_is_not_waited_for_once_another_one_has_said_so() -> None:
     store = dist.HashStore()
-    watches = [Watch(dist.PrefixStore("watch", store), rank, 3) for rank in range(2)]
+    watchdogs = [Watchdog(dist.PrefixStore("watch", store), rank, 3) for rank in range(2)]
     try:
-        watches[1].give_up(PeerError("rank 2 is gone"))
+        watchdogs[1].give_up(PeerError("rank 2 is gone"))
         begin = time.monotonic()
-        assert watches[0].call_roll([0, 1, 2], 30.0)[1].verdict == "rank 2 is gone"
+        assert watchdogs[0].collect_reports([0, 1, 2], 30.0)[1].verdict == "rank 2 is gone"
         assert time.monotonic() - begin < 10.0
     finally:
-        for watch in watches:
-            watch.stop()
+        for watchdog in watchdogs:
+            watchdog.stop()
 
 
 class UnreliableStore:
@@ -214,15 +214,15 @@ class UnreliableStore:
 @pytest.mark.parametrize("failures", [2, 30])
 def test_a_store_that_fails_for_a_moment_is_asked_again(failures: int) -> None:
     store = UnreliableStore(dist.HashStore())
-    watches = [Watch(store, 0, 2), Watch(store._store, 1, 2)]
+    watchdogs = [Watchdog(store, 0, 2), Watchdog(store._store, 1, 2)]
     try:
         store.failures = failures
         time.sleep(1.2)
-        answers = set(watches[1].call_roll([0, 1], 1.0))
+        answers = set(watchdogs[1].collect_reports([0, 1], 1.0))
         assert answers == ({0, 1} if failures == 2 else {1})
     finally:
-        for watch in watches:
-            watch.stop()
+        for watchdog in watchdogs:
+            watchdog.stop()
 
 
 def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
@@ -239,13 +239,13 @@ def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
 
 BUSY_TO_THE_END = """
 import torch.distributed as dist
-from tests._internals import watchdog as watch
+from tests._internals import watchdog
 
-watch._PERIOD = 0.0
+watchdog._PERIOD = 0.0
 store = dist.TCPStore("localhost", 0, 1, True)
-watches = [watch.Watch(dist.PrefixStore(str(i), store.clone()), 0, 2) for i in range(16)]
-watches[0].stop()
-print(sorted(watches[1].call_roll([0])))
+watchdogs = [watchdog.Watchdog(dist.PrefixStore(str(i), store.clone()), 0, 2) for i in range(16)]
+watchdogs[0].stop()
+print(sorted(watchdogs[1].collect_reports([0])))
 """
 
 
@@ -364,7 +364,7 @@ class Ranks:
     def __init__(self, size: int, level: OrderCheck) -> None:
         self.asked: list[int] = []
         self.exchanged: Sequence[int] = ()
-        self.agreements = [Agreement(self._exchange, self._tell, level) for _ in range(size)]
+        self.agreements = [OrderChecker(self._exchange, self._tell, level) for _ in range(size)]
 
     def _exchange(self, own: int) -> Sequence[int]:
         self.asked.append(own)

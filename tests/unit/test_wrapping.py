@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, FSDPModule, describe, fully_shard, tie_groups
 from composable_fsdp.wrap import by_class, every_module
-from tests._internals import unit_of
+from tests._internals import state_of
 from tests.ranks._models import Block, Chain, Transformer
 from tests.ranks._sharding import single_rank
 
@@ -74,8 +74,8 @@ def test_groups_borrow_from_elsewhere_what_they_use() -> None:
     model.layers[1].weight = owned.weight
     fully_shard(owned)
     fully_shard(model, policy={nn.Linear}, shared_from=[owner, owned])
-    lenders = [unit_of(layer).lenders for layer in model.layers]
-    assert lenders == [(), (unit_of(owned),)]
+    lenders = [state_of(layer).lenders for layer in model.layers]
+    assert lenders == [(), (state_of(owned),)]
 
 
 @pytest.mark.behaviour("B-01", "A-14")

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp._comm.comm_debug import show
 from composable_fsdp._comm.communicator import Transfer, Work
-from composable_fsdp._consistency.order_check import Agreement, OrderCheck
+from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import Place
-from composable_fsdp._consistency.watchdog import Watch
+from composable_fsdp._consistency.watchdog import Watchdog
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["Line", "exchange"]
+__all__ = ["GlooConnection", "exchange"]
 
 _NUMBER, _TEXT, _CLOSE, _DATA = 0x46534451, 0x46534452, 0x46534453, 0x46540000
 """Tags of our messages: what ranks compare, what they tell when it differs, one that is never sent; and the first of
@@ -47,22 +47,22 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 """Of the lines over a process group, since what one has in the store stays there."""
 
 
-class Line:
+class GlooConnection:
     """What the communicators over one process group share on this rank: connections, and what was agreed on. Final.
 
     Args:
         group: of the user.
-        watch: of this process; ``None`` has nobody asked.
+        watchdog: of this process; ``None`` has nobody asked.
         level: how much ranks compare before they begin.
     """
 
-    def __init__(self, group: dist.ProcessGroup, watch: Watch | None, level: OrderCheck) -> None:
+    def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog | None, level: OrderCheck) -> None:
         ranks = dist.get_process_group_ranks(group)
         self.ranks = tuple(ranks)
         self.rank, self.size = dist.get_rank(group), len(ranks)
         options = cast(Any, group._get_backend(torch.device("cpu"))).options
         self._timeout: timedelta = options._timeout
-        self._watch, self._level = watch, level
+        self._watchdog, self._level = watchdog, level
         self._name, self._numbers = group.group_name, _numbers.setdefault(group, count())
         self._closing = threading.Lock()
         self._open()
@@ -72,7 +72,7 @@ class Line:
         self._place_name = f"{self._name}/{self._connection}"
         store = dist.PrefixStore(f"composable_fsdp/line/{self._place_name}", dist.distributed_c10d._get_default_store())
         self.backend: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
-        self._agreement = Agreement(self._compare, self._tell, self._level)
+        self._order_checker = OrderChecker(self._compare, self._tell, self._level)
         self._broken = ""
         self._kept: dict[Place, Sequence[Work]] = {}
         """Works that nobody has waited for, by their operation."""
@@ -90,16 +90,16 @@ class Line:
     @property
     def position(self) -> str:
         """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
-        return "broken" if self._broken else str(self._agreement.number)
+        return "broken" if self._broken else str(self._order_checker.number)
 
     @property
     def compared(self) -> int:
         """Operations before which ranks have compared what they are about to do."""
-        return self._agreement.compared
+        return self._order_checker.compared
 
     def compare(self, level: OrderCheck) -> None:
         """How much is compared from now on. The same on every rank."""
-        self._level = self._agreement.level = level
+        self._level = self._order_checker.level = level
 
     def begin(self, label: str, transfers: Sequence[Transfer]) -> Place:
         """The next operation, once all ranks are about to do it.
@@ -112,12 +112,14 @@ class Line:
             raise PeerError(f"ranks {list(self.ranks)} cannot go on together, since {self._broken}")
         sizes = tuple(transfer.input.numel() * transfer.input.itemsize for transfer in transfers)
         self._label = label
-        place = Place(self.ranks, self._agreement.number + 1, label, self._place_name)
+        place = Place(self.ranks, self._order_checker.number + 1, label, self._place_name)
         show(label)
         if trace.listeners:
             trace.emit(trace.Operation.COLLECTIVE, label, sum(sizes), position=self._position_of(place))
         try:
-            self._agreement.begin(f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})")
+            self._order_checker.begin(
+                f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})"
+            )
         except DivergenceError as error:
             trace.tell_fault(error, str(place), self._position_of(place))
             raise
@@ -134,8 +136,8 @@ class Line:
             DivergenceError: a rank is about to do something else.
         """
         begin = time.monotonic()
-        if self._watch is not None:
-            self._watch.begin_wait(place, self._give_up)
+        if self._watchdog is not None:
+            self._watchdog.begin_wait(place, self._give_up)
         done = False
         try:
             for work in works:
@@ -147,8 +149,8 @@ class Line:
             self._give_up(f"the wait for {place} was ended by {type(error).__name__}")
             raise
         finally:
-            if self._watch is not None:
-                self._watch.end_wait(done=done)
+            if self._watchdog is not None:
+                self._watchdog.end_wait(done=done)
 
     def tag(self, place: Place) -> int:
         """Of the messages of the operation ``place``, so that none is taken for another's."""
@@ -178,10 +180,10 @@ class Line:
 
     def explained(self, place: Place, error: RuntimeError, seconds: float) -> FSDPError:
         """What to raise where gloo has failed after ``seconds`` of waiting. The line is of no use any more."""
-        watch, found = self._watch, None
-        if watch is not None:
+        watchdog, found = self._watchdog, None
+        if watchdog is not None:
             timed_out = seconds >= self._timeout.total_seconds()
-            found = watch.find(place, f"After {seconds:.1f} s gloo says: {error}", timed_out=timed_out)
+            found = watchdog.find(place, f"After {seconds:.1f} s gloo says: {error}", timed_out=timed_out)
         if found is None:
             found = PeerError(
                 f"{place} failed after {seconds:.1f} s of waiting: a rank is gone, or did not answer within the "
@@ -224,7 +226,7 @@ class Line:
         return dict(zip(self.ranks, texts, strict=True))
 
     def _swap(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
-        place = Place(self.ranks, self._agreement.number, self._label, self._place_name)
+        place = Place(self.ranks, self._order_checker.number, self._label, self._place_name)
         with self.launching(place):
             works = exchange(self.backend, self.rank, [sent] * self.size, received, tag)
         self.wait(place, works)
@@ -234,7 +236,7 @@ class Line:
 class Launching:
     """While gloo is told to begin an operation; its errors become ours."""
 
-    line: Line
+    connection: GlooConnection
     place: Place
 
     def __enter__(self) -> None:
@@ -247,9 +249,9 @@ class Launching:
             DivergenceError: a rank is about to do something else.
         """
         if isinstance(error, RuntimeError):
-            raise self.line.explained(self.place, error, 0.0) from error
+            raise self.connection.explained(self.place, error, 0.0) from error
         if error is not None:  # part of the operation may be under way
-            self.line._give_up(f"{type(error).__name__} ended the launch of {self.place}")
+            self.connection._give_up(f"{type(error).__name__} ended the launch of {self.place}")
 
 
 def exchange(

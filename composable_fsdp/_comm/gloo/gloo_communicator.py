@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer, Work
-from composable_fsdp._comm.gloo.connection import Line, exchange
+from composable_fsdp._comm.gloo.connection import GlooConnection, exchange
 from composable_fsdp._comm.ordered_sum import add_up
 from composable_fsdp._consistency.rank_report import Place
 from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
@@ -49,10 +49,12 @@ class Arrival:
     The line keeps the works until somebody waits: gloo stops a connection on which the receiver of a message is gone.
     """
 
-    def __init__(self, line: Line, place: Place, works: Sequence[Work], finish: Callable[[], None] = _nothing) -> None:
-        self._line, self._place, self._finish = line, place, finish
+    def __init__(
+        self, connection: GlooConnection, place: Place, works: Sequence[Work], finish: Callable[[], None] = _nothing
+    ) -> None:
+        self._connection, self._place, self._finish = connection, place, finish
         self._has_come = False
-        line.keep(place, works)
+        connection.keep(place, works)
 
     def wait(self) -> None:
         """
@@ -61,7 +63,7 @@ class Arrival:
             DivergenceError: a rank is about to do something else.
         """
         if not self._has_come:
-            self._line.wait_for(self._place)
+            self._connection.wait_for(self._place)
             self._has_come = True
         self._finish()
         self._finish = _nothing
@@ -86,11 +88,13 @@ class GlooCommunicator:
     times as long.
     """
 
-    def __init__(self, group: dist.ProcessGroup, line: Line) -> None:
+    def __init__(self, group: dist.ProcessGroup, connection: GlooConnection) -> None:
         self.group = group
-        self.rank, self.size = line.rank, line.size
-        self.direct_bytes = max(min(line.size * _DIRECT_PART_BYTES, _DIRECT_BYTES), line.size * _LEAST_PART_BYTES)
-        self._line = line
+        self.rank, self.size = connection.rank, connection.size
+        self.direct_bytes = max(
+            min(connection.size * _DIRECT_PART_BYTES, _DIRECT_BYTES), connection.size * _LEAST_PART_BYTES
+        )
+        self._connection = connection
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
@@ -110,26 +114,28 @@ class GlooCommunicator:
 
     @profiled
     def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
-        place = self._line.begin(label, transfers)
+        place = self._connection.begin(label, transfers)
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._line.launching(place):
+        with self._connection.launching(place):
             for output, shard in transfers:
                 places = output.view(self.size, shard.numel()).unbind(0)
-                works += exchange(self._line.backend, self.rank, [shard] * self.size, places, self._line.tag(place))
+                works += exchange(
+                    self._connection.backend, self.rank, [shard] * self.size, places, self._connection.tag(place)
+                )
                 own.append((places[self.rank], shard))
         _copy(own)  # while the wire works
-        return Arrival(self._line, place, works)
+        return Arrival(self._connection, place, works)
 
     @profiled
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
         _check_sum(op)
         messages = [(outputs, full.unbind(0), self._summands(full)) for outputs, full in self._messages(transfers)]
-        place = self._line.begin(label, transfers)
+        place = self._connection.begin(label, transfers)
         works: list[Work] = []
-        with self._line.launching(place):
+        with self._connection.launching(place):
             for _, parts, summands in messages:
-                works += exchange(self._line.backend, self.rank, parts, summands, self._line.tag(place))
+                works += exchange(self._connection.backend, self.rank, parts, summands, self._connection.tag(place))
 
         def finish() -> None:
             for outputs, _, summands in messages:
@@ -138,7 +144,7 @@ class GlooCommunicator:
                 for output, column in zip(outputs, columns, strict=True):
                     add_up(column, output)
 
-        return Arrival(self._line, place, works, finish)
+        return Arrival(self._connection, place, works, finish)
 
     def _summands(self, full: torch.Tensor) -> list[torch.Tensor]:
         """A place for what each rank has for this one; its own part is where it lies."""
@@ -162,24 +168,24 @@ class GlooCommunicator:
 
     @profiled
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
-        place = self._line.begin(label, transfers)
+        place = self._connection.begin(label, transfers)
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._line.launching(place):
+        with self._connection.launching(place):
             for output, full in transfers:
                 places, parts = self._rows(output).unbind(0), self._rows(full).unbind(0)
-                works += exchange(self._line.backend, self.rank, parts, places, self._line.tag(place))
+                works += exchange(self._connection.backend, self.rank, parts, places, self._connection.tag(place))
                 own.append((places[self.rank], parts[self.rank]))
         _copy(own)  # while the wire works
-        return Arrival(self._line, place, works)
+        return Arrival(self._connection, place, works)
 
     @profiled
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
         _check_sum(op)
-        place = self._line.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
-        with self._line.launching(place):
-            works = [self._line.backend.allreduce([tensor]) for tensor in tensors]
-        return Arrival(self._line, place, cast(list[Work], works))
+        place = self._connection.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
+        with self._connection.launching(place):
+            works = [self._connection.backend.allreduce([tensor]) for tensor in tensors]
+        return Arrival(self._connection, place, cast(list[Work], works))
 
 
 def _check_sum(op: ReduceOp) -> None:

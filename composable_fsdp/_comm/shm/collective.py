@@ -10,9 +10,9 @@ import torch
 from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._comm.ordered_sum import add_up
 from composable_fsdp._comm.shm.segment import SLOT_BYTES, Segment
-from composable_fsdp._comm.shm.staging import Extent, Piece, Round, plan_rounds
+from composable_fsdp._comm.shm.staging import Piece, Round, StagedRange, plan_rounds
 
-__all__ = ["Collective", "Meeting", "Operation", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+__all__ = ["Barrier", "Collective", "Operation", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 
 class Operation(Protocol):
@@ -79,7 +79,7 @@ class Collective:
         # Data are written below autograd, as backends do: version counters stay.
         self._moved = [_Moved(m.output.data, m.input.data, m.numel) for m in moved]
         rows = size - 1 if to_each else 1
-        extents = tuple(Extent(m.numel, m.input.itemsize, rows) for m in moved)
+        extents = tuple(StagedRange(m.numel, m.input.itemsize, rows) for m in moved)
         self._rounds: tuple[Round, ...] = plan_rounds(extents, SLOT_BYTES)
         self.nbytes = sum(numel * itemsize for numel, itemsize, _ in extents)
         self.shape = hash(extents)
@@ -156,7 +156,7 @@ def all_reduce(rank: int, size: int, tensors: Sequence[torch.Tensor], label: str
     return Collective(label, rank, size, moved, to_each=False, sums=True)
 
 
-class Meeting:
+class Barrier:
     """Ranks wait until all have come; rank 0 may bring memory for all of them. Final.
 
     Attributes:

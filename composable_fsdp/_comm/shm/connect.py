@@ -21,11 +21,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.shm.engine import Engine
+from composable_fsdp._comm.shm.engine import ShmEngine
 from composable_fsdp._comm.shm.peer_errors import Peers
 from composable_fsdp._comm.shm.segment import Segment
-from composable_fsdp._comm.shm.shm_socket import Wire
-from composable_fsdp._consistency.watchdog import watch_of_job
+from composable_fsdp._comm.shm.shm_socket import ShmSocket
+from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.errors import PeerError
 
 __all__ = ["SWITCH", "connect", "host_identity", "reconnect"]
@@ -61,7 +61,7 @@ def host_identity() -> str:
     return f"{socket.gethostname()} {boot} {namespace.st_dev}:{namespace.st_ino}"
 
 
-def connect(group: dist.ProcessGroup) -> Engine | None:
+def connect(group: dist.ProcessGroup) -> ShmEngine | None:
     """An engine for the ranks of ``group``, or None where not all of them are on this host and want it.
 
     All ranks must call it together, and get the same: where it fails on one, all get None and the first one warns.
@@ -74,10 +74,10 @@ def connect(group: dist.ProcessGroup) -> Engine | None:
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     aliases = not any(each.copies for each in offers)
     rank, name = dist.get_rank(group), group.group_name
-    return Engine(rank, wire, timeout, peers, aliases=aliases, watch=watch_of_job(), name=name)
+    return ShmEngine(rank, wire, timeout, peers, aliases=aliases, watchdog=job_watchdog(), name=name)
 
 
-def reconnect(group: dist.ProcessGroup, engine: Engine) -> None:
+def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
     """Begins anew with the ranks of ``group``, to which ``engine`` has lost its connection. All must call it together.
 
     Raises:
@@ -91,7 +91,7 @@ def reconnect(group: dist.ProcessGroup, engine: Engine) -> None:
     engine.reopen(connected[0])
 
 
-def _connect(group: dist.ProcessGroup) -> tuple[Wire, list[_Offer]] | None:
+def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_Offer]] | None:
     with ExitStack() as stack:
         listener = _listener(stack)
         host = host_identity() if listener is not None else ""
@@ -111,7 +111,7 @@ def _connect(group: dist.ProcessGroup) -> tuple[Wire, list[_Offer]] | None:
         if rank == 0:
             _warn(problems)
         return None
-    return Wire(dict(sorted(sockets.items()))), offers
+    return ShmSocket(dict(sorted(sockets.items()))), offers
 
 
 def _listener(stack: ExitStack) -> socket.socket | None:

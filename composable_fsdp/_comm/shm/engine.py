@@ -25,13 +25,13 @@ from composable_fsdp._comm.comm_debug import show
 from composable_fsdp._comm.shm.collective import Operation
 from composable_fsdp._comm.shm.peer_errors import Peers
 from composable_fsdp._comm.shm.segment import Blocks, Segment
-from composable_fsdp._comm.shm.shm_socket import NO_BLOCK, Message, Wire
+from composable_fsdp._comm.shm.shm_socket import NO_BLOCK, Message, ShmSocket
 from composable_fsdp._consistency.rank_report import Place
 from composable_fsdp._consistency.running_pass import said_of
-from composable_fsdp._consistency.watchdog import PATIENCE, Watch
+from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
 from composable_fsdp.errors import FSDPError
 
-__all__ = ["Engine", "Launched"]
+__all__ = ["Launched", "ShmEngine"]
 
 _LAST = 1 << 62
 
@@ -59,7 +59,7 @@ class _Running:
 class Launched:
     """The work of one operation."""
 
-    engine: Engine
+    engine: ShmEngine
     sequence: int
 
     def wait(self) -> None:
@@ -71,7 +71,7 @@ class Launched:
         self.engine.complete(self.sequence)
 
 
-class Engine:
+class ShmEngine:
     """This rank's end. Final.
 
     Every rank sends every other one message per round. That for round r says that the sender's part of round r is
@@ -83,29 +83,29 @@ class Engine:
         timeout: seconds for which a rank waits for another.
         peers: how to call the ranks.
         aliases: whether shards may lie in memory that ranks have in common.
-        watch: tells where ranks are that do not come.
+        watchdog: tells where ranks are that do not come.
         name: of the process group.
     """
 
     def __init__(
         self,
         rank: int,
-        wire: Wire,
+        wire: ShmSocket,
         timeout: float,
         peers: Peers,
         *,
         aliases: bool = True,
-        watch: Watch | None = None,
+        watchdog: Watchdog | None = None,
         name: str = "",
     ) -> None:
         self.aliases = aliases
         self.rank, self.size = rank, len(peers.ranks)
-        self._timeout, self._peers, self._watch = timeout, peers, watch
+        self._timeout, self._peers, self._watchdog = timeout, peers, watchdog
         self._name, self._connection = name, -1
         self.reopen(wire)
         _engines.add(self)
 
-    def reopen(self, wire: Wire) -> None:
+    def reopen(self, wire: ShmSocket) -> None:
         """Begins anew over ``wire``, after the one before was given up. All ranks must do so together."""
         self._connection += 1
         self.completed = 0
@@ -185,9 +185,9 @@ class Engine:
         try:
             self._wait(sequence)
         finally:
-            if self._looks and self._watch is not None:
+            if self._looks and self._watchdog is not None:
                 self._looks = False
-                self._watch.end_wait(done=self.completed > sequence)
+                self._watchdog.end_wait(done=self.completed > sequence)
 
     def _wait(self, sequence: int) -> None:
         reached, since, patience = None, 0.0, PATIENCE
@@ -271,7 +271,7 @@ class Engine:
         ended = {peer: self._wire.ended[peer] for peer in missing if peer in self._wire.ended}
         if ended:
             first = min(ended, key=lambda peer: ended[peer] != "")  # one that is gone, not one that gave up for that
-            told = self._watch.failure_of(self._peers.ranks[first]) if self._watch is not None else ""
+            told = self._watchdog.failure_of(self._peers.ranks[first]) if self._watchdog is not None else ""
             raise self._peers.gone(first, ended[first] or told, running, self._last_known(first))
 
     def _last_known(self, peer: int) -> str:
@@ -282,7 +282,7 @@ class Engine:
         return launched or self._last_done
 
     def _time_out(self) -> None:
-        reports = self._watch.call_roll(self._peers.ranks) if self._watch is not None else {}
+        reports = self._watchdog.collect_reports(self._peers.ranks) if self._watchdog is not None else {}
         known = {peer: self._last_known(peer) for peer in self._silent()}
         error = self._peers.silent(known, self._timeout, self._running[0], reports)
         self._give_up(error)
@@ -290,15 +290,15 @@ class Engine:
 
     def _look(self, seconds: float) -> None:
         """Asks where the others are after ``seconds`` of waiting, and gives up if they will not come."""
-        if self._watch is None or not self._running:
+        if self._watchdog is None or not self._running:
             return
         line, first = f"{self._name}/{self._connection}", self._running[0]
         place = Place(tuple(self._peers.ranks), first.sequence, first.operation.label, line)
         self._looks = True
-        self._watch.begin_wait(place, seconds=seconds)
-        error = self._watch.look(place)
+        self._watchdog.begin_wait(place, seconds=seconds)
+        error = self._watchdog.look(place)
         if error is not None:
-            self._watch.give_up(error)
+            self._watchdog.give_up(error)
             self._give_up(error)
             raise error
 
@@ -336,19 +336,19 @@ class Engine:
         self._wire.close()
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
 _in_thread = threading.local()
 
 
-def _mine() -> weakref.WeakSet[Engine]:
+def _mine() -> weakref.WeakSet[ShmEngine]:
     """Those with operations under way that this thread launched."""
     if not hasattr(_in_thread, "engines"):
         _in_thread.engines = weakref.WeakSet()
-    engines: weakref.WeakSet[Engine] = _in_thread.engines
+    engines: weakref.WeakSet[ShmEngine] = _in_thread.engines
     return engines
 
 
-def _sleep(engines: Sequence[Engine], seconds: float) -> None:
+def _sleep(engines: Sequence[ShmEngine], seconds: float) -> None:
     """Until one of ``engines`` has something to do."""
     poll = select.poll()
     for engine in engines:

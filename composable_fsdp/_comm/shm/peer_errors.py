@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from composable_fsdp._consistency.rank_report import Report, order_text, roll_text
+from composable_fsdp._consistency.rank_report import Report, order_text, reports_text
 from composable_fsdp._consistency.running_pass import said_of
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -69,7 +69,9 @@ class Peers(NamedTuple):
         )
 
     def _roll(self, reports: Mapping[int, Report], last_known: Mapping[int, str]) -> str:
-        return roll_text(reports, {self.ranks[peer]: operation for peer, operation in last_known.items() if operation})
+        return reports_text(
+            reports, {self.ranks[peer]: operation for peer, operation in last_known.items() if operation}
+        )
 
     def stopped(self, reason: str) -> PeerError:
         """For calls after the first that failed."""

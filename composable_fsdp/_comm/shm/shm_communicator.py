@@ -11,7 +11,7 @@ import torch.distributed as dist
 from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._comm.shm import collective as operation
-from composable_fsdp._comm.shm.engine import Engine
+from composable_fsdp._comm.shm.engine import ShmEngine
 from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import UnsupportedError
@@ -48,7 +48,7 @@ class SharedMemoryCommunicator:
     times as long.
     """
 
-    def __init__(self, group: dist.ProcessGroup, engine: Engine) -> None:
+    def __init__(self, group: dist.ProcessGroup, engine: ShmEngine) -> None:
         self.group = group
         self.rank, self.size = engine.rank, engine.size
         self.aliases = engine.aliases
@@ -93,7 +93,7 @@ class SharedMemoryCommunicator:
         return self._engine.partings
 
     def barrier(self, name: str) -> Work:
-        return self._engine.launch(operation.Meeting(name))
+        return self._engine.launch(operation.Barrier(name))
 
     def part(self, name: str) -> Work:
         self._engine.partings += 1
@@ -108,7 +108,7 @@ class SharedMemoryCommunicator:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         segment = self._engine.segment(nbytes) if self.rank == 0 else None
-        meeting = operation.Meeting("sharing of memory", nbytes, segment)
+        meeting = operation.Barrier("sharing of memory", nbytes, segment)
         self._engine.launch(meeting).wait()
         assert meeting.memory is not None
         return meeting.memory

@@ -16,7 +16,7 @@ import torch
 
 from composable_fsdp._comm.shm.segment import Segment, map_segment
 
-__all__ = ["NO_BLOCK", "Message", "Wire"]
+__all__ = ["NO_BLOCK", "Message", "ShmSocket"]
 
 NO_BLOCK = -1
 _GIVES_UP = -1
@@ -53,7 +53,7 @@ class Message(NamedTuple):
         return _HEADER.pack(*self[:6]) + self.label.encode()[: _LONGEST - _HEADER.size]
 
 
-class Wire:
+class ShmSocket:
     """One socket to every peer.
 
     Args:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Extent", "Piece", "Round", "plan_rounds"]
+__all__ = ["Piece", "Round", "StagedRange", "plan_rounds"]
 
 _ALIGNMENT = 64
 """Bytes: a cache line, so that what one rank writes is not in the line of what another reads."""
 
 
-class Extent(NamedTuple):
+class StagedRange(NamedTuple):
     """How much of one tensor is staged: ``rows`` (one for all peers, or one for each) of ``numel`` elements."""
 
     numel: int
@@ -33,7 +33,7 @@ Round = tuple[Piece, ...]
 
 
 @lru_cache(maxsize=1024)
-def plan_rounds(extents: tuple[Extent, ...], capacity: int) -> tuple[Round, ...]:
+def plan_rounds(extents: tuple[StagedRange, ...], capacity: int) -> tuple[Round, ...]:
     """Cuts tensors into pieces such that those of a round fit into ``capacity`` bytes together.
 
     Invariant: the pieces of a tensor, in order, tile its elements exactly. There is a round even if there is nothing to

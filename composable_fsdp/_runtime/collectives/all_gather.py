@@ -10,7 +10,7 @@ import torch
 from composable_fsdp._comm.c10d import Together
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
 from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._memory.streams import Lanes, Pending, Work
+from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AnyBucket, Gather
 from composable_fsdp._runtime.collectives.cached_gather import RepeatedGather, Repetition, repeated_gather
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
@@ -32,10 +32,10 @@ class LastGather:
 
     def of(self, buckets: Sequence[AnyBucket]) -> RepeatedGather | None:
         """The gather of all ``buckets``; ``None`` where it takes more than sending them as they lie."""
-        channels = [bucket.channel for bucket in buckets]
-        if channels and channels[0].smaller is not None:
+        process_groups = [bucket.pgs for bucket in buckets]
+        if process_groups and process_groups[0].smaller is not None:
             return None  # it sends slices that forward has left, this time
-        communicators = [channel.gather for channel in channels]
+        communicators = [pgs.gather for pgs in process_groups]
         if buckets != self._buckets or communicators != self._communicators:
             self._gather = None
             self._buckets, self._communicators = buckets, communicators
@@ -44,12 +44,12 @@ class LastGather:
 
 
 def launch_gather(
-    lanes: Lanes, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: LastGather
-) -> Pending[None]:
+    streams: CommStreams, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: LastGather
+) -> InFlight[None]:
     """Gathers the parameters of ``buckets``, with one launch for each communicator.
 
     Args:
-        lanes: where to launch.
+        streams: where to launch.
         buckets: in the same order on every rank.
         device: where modules compute.
         label: what errors call it, the same on every rank.
@@ -60,7 +60,7 @@ def launch_gather(
     repeated = last.of(buckets)
     gathering = _Gathering(buckets, device, label) if repeated is None else Repetition(repeated, label)
     try:
-        return lanes.gather.run(gathering.launch, gathering.finish)
+        return streams.gather.run(gathering.launch, gathering.finish)
     except BaseException:
         if not gathering.writes_to_places:
             for bucket in buckets:
@@ -84,7 +84,7 @@ class _Gathering:
         self._await_readers()
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
         works: list[Work] = []
-        for communicator, gathers in together([b.channel.gathers_over for b in self._buckets], self._gathers):
+        for communicator, gathers in together([b.pgs.gathers_over for b in self._buckets], self._gathers):
             transfers = [transfer for gather in gathers for transfer in gather.direct]
             transfers += pack_messages(gathers, communicator, self._device)
             whole = [bits for gather in gathers for bits in gather.whole]
@@ -99,7 +99,7 @@ class _Gathering:
 
     def _await_readers(self) -> None:
         """Returns when no rank computes any more with what the gather would change in memory that ranks share."""
-        axes = dict.fromkeys(bucket.channel.axes.shard for bucket in self._buckets if bucket.awaits_readers)
+        axes = dict.fromkeys(bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers)
         for meeting in [cast(AliasingCommunicator, axis).barrier("release before an all-gather") for axis in axes]:
             meeting.wait()
 

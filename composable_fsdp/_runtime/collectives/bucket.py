@@ -22,9 +22,9 @@ from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._memory.unsharded_buffer import AliasedBuffer, OwnedBuffer, UnshardedBuffer, view_at
 from composable_fsdp._runtime.collectives.cached_gather import AsItLies
 from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
-from composable_fsdp._runtime.collectives.shared_unsharded import CommonCopy
+from composable_fsdp._runtime.collectives.shared_unsharded import SharedUnshardedBuffer
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs._encoder import encode_rows, row_runs
 from composable_fsdp.errors import ParameterError
 
@@ -54,7 +54,7 @@ class AnyBucket(Protocol):
 
     plan: BucketPlan
     parameters: list[ShardedParameter]
-    channel: Channel
+    pgs: ProcessGroups
     scatter: GradientScatter
 
     @property
@@ -130,17 +130,19 @@ class Bucket:
         self,
         plan: BucketPlan,
         parameters: Sequence[ShardedParameter],
-        channel: Channel,
+        pgs: ProcessGroups,
         store: ShardStore,
         device: torch.device,
         common: torch.Tensor | None,
     ) -> None:
         self.parameters = [parameters[i] for i in plan.indices]
         self.store = store
-        self.channel = channel
-        self._shard = channel.axes.shard
+        self.pgs = pgs
+        self._shard = pgs.axes.shard
         self._device = device
-        self._common = None if common is None else CommonCopy(plan, self.parameters, store, self._shard.rank, common)
+        self._common = (
+            None if common is None else SharedUnshardedBuffer(plan, self.parameters, store, self._shard.rank, common)
+        )
         """Set where the plan's residence is ``COMMON``."""
         self._is_in_common = store.in_common or common is not None
         """Whether the full parameters lie in memory that ranks have in common."""
@@ -163,7 +165,7 @@ class Bucket:
         """Whether what it brings must be decoded."""
         self.plan = plan
         rest, pinned = store.flat.device, store.flat.is_pinned()
-        self.scatter = GradientScatter(plan, self.parameters, channel, device, rest, pin_memory=pinned)
+        self.scatter = GradientScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
 
     @property
     def counted(self) -> Sequence[torch.Tensor]:
@@ -188,7 +190,7 @@ class Bucket:
 
     @property
     def awaits_readers(self) -> bool:
-        return self._common is not None and not self._common.is_kept and self.channel.others_may_read
+        return self._common is not None and not self._common.is_kept and self.pgs.others_may_read
 
     @property
     def as_it_lies(self) -> AsItLies | None:
@@ -300,7 +302,7 @@ class Bucket:
 
     def _fill_spans(self, layout: GatherLayout, wire: torch.Tensor) -> list[torch.Tensor]:
         """Of what travels whole, this rank's rows to their places and zeros to all others'; the bits of both."""
-        rank = self.channel.gathers_over.rank
+        rank = self.pgs.gathers_over.rank
         spans = [self.buffer.region(span.start, len(span)) for span in layout.spans]
         torch._foreach_zero_(spans)
         for i in layout.whole:

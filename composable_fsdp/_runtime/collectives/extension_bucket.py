@@ -21,7 +21,7 @@ from composable_fsdp._runtime.collectives.extension import GatherExtension, Payl
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
 from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
-from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ParameterError
 
 __all__ = ["ExtendedBucket"]
@@ -61,19 +61,19 @@ class ExtendedBucket:
         parameters: Sequence[ShardedParameter],
         extensions: Sequence[GatherExtension],
         gradient_extensions: Sequence[GradientExtension],
-        channel: Channel,
+        pgs: ProcessGroups,
         device: torch.device,
         on_gradient: Callable[[torch.Tensor], None],
     ) -> None:
         self.plan = plan
         self.parameters = [parameters[i] for i in plan.indices]
-        self.channel = channel
+        self.pgs = pgs
         self._device = device
         self._on_gradient = on_gradient
         self._gathered = [_Gathered(extension) for extension in extensions]
         rest = self.parameters[0].local.device
         self.scatter = GradientScatter(
-            plan, self.parameters, channel, device, rest, pin_memory=False, extensions=gradient_extensions
+            plan, self.parameters, pgs, device, rest, pin_memory=False, extensions=gradient_extensions
         )
 
     @property
@@ -148,7 +148,7 @@ class ExtendedBucket:
         """Learns once what every rank sends, and has all ranks raise where it cannot be put together."""
         own = [tuple((tuple(t.shape), t.dtype) for t in payload.inputs) for payload in payloads]
         for gathered, specs in zip(
-            self._gathered, zip(*gather_objects(own, self.channel.axes.shard), strict=True), strict=True
+            self._gathered, zip(*gather_objects(own, self.pgs.axes.shard), strict=True), strict=True
         ):
             gathered.specs = list(specs)
             alike = {tuple((shape[1:], dtype) for shape, dtype in of_rank) for of_rank in specs}
@@ -160,7 +160,7 @@ class ExtendedBucket:
                 )
 
     def _check_unchanged(self, gathered: _Gathered, payload: Payload) -> None:
-        known = gathered.specs[self.channel.axes.shard.rank]
+        known = gathered.specs[self.pgs.axes.shard.rank]
         now = tuple((tuple(t.shape), t.dtype) for t in payload.inputs)
         if now != known:
             raise ParameterError(

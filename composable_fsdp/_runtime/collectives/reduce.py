@@ -12,12 +12,12 @@ from composable_fsdp._comm.c10d import Together
 from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.plan import BucketPlan
-from composable_fsdp._memory.streams import Lanes, Pending, Work
+from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, Exchange, Parcel
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
 from composable_fsdp._runtime.collectives.packing import together
 from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter, ReducedBucket, Scatter
-from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp._sharding.process_groups import ProcessGroups
 
 __all__ = ["Job", "Reducible", "launch_reduction"]
 
@@ -29,7 +29,7 @@ class Reducible(Protocol):
     def plan(self) -> BucketPlan: ...
 
     @property
-    def channel(self) -> Channel: ...
+    def pgs(self) -> ProcessGroups: ...
 
     @property
     def scatter(self) -> GradientScatter: ...
@@ -50,12 +50,12 @@ class Job(NamedTuple):
 
 
 def launch_reduction(
-    lanes: Lanes, jobs: Sequence[Job], device: torch.device, name: str, *, partial: bool
-) -> Pending[list[ReducedBucket]]:
+    streams: CommStreams, jobs: Sequence[Job], device: torch.device, name: str, *, partial: bool
+) -> InFlight[list[ReducedBucket]]:
     """Reduces over the shard axis, then over the replicate axis where there is one, and gives the shards.
 
     Args:
-        lanes: where each leg runs.
+        streams: where each leg runs.
         jobs: of one or several groups' buckets, in the same order on every rank.
         device: where modules compute.
         name: of what is reduced, for errors; the same on every rank.
@@ -63,14 +63,14 @@ def launch_reduction(
     """
     legs = _Legs(jobs, device, name)
     if partial:
-        return lanes.reduce.run(legs.scatter, legs.keep)
-    if all(job.bucket.channel.replicate.size == 1 for job in jobs):
-        return lanes.reduce.run(legs.scatter, legs.deliver)
-    scattered = lanes.reduce.run(legs.scatter, legs.arrive)
+        return streams.reduce.run(legs.scatter, legs.keep)
+    if all(job.bucket.pgs.replicate.size == 1 for job in jobs):
+        return streams.reduce.run(legs.scatter, legs.deliver)
+    scattered = streams.reduce.run(legs.scatter, legs.arrive)
     if not any(job.bucket.plan.gradient_codecs.replicate for job in jobs):
-        return lanes.replicate.run(legs.all_reduce, legs.deliver_reduced, after=scattered)
-    summed = lanes.replicate.run(legs.all_reduce, legs.add_up, after=scattered)
-    return lanes.replicate.run(legs.gather_sums, legs.deliver_gathered, after=summed)
+        return streams.replicate.run(legs.all_reduce, legs.deliver_reduced, after=scattered)
+    summed = streams.replicate.run(legs.all_reduce, legs.add_up, after=scattered)
+    return streams.replicate.run(legs.gather_sums, legs.deliver_gathered, after=summed)
 
 
 class _Legs:
@@ -82,7 +82,7 @@ class _Legs:
         self._jobs = jobs
         self._name = name
         self._device = device
-        parcels = [(job.bucket.channel.exchange, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
+        parcels = [(job.bucket.pgs.exchange, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
         self._scatters = self._exchange(parcels)
         self._sums: list[Exchange] = []
         self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []
@@ -93,12 +93,12 @@ class _Legs:
         plain = [job for job in self._jobs if job.scatter.transfers]
         works: list[Work] = [
             communicator.reduce_scatter([t for job in jobs for t in job.scatter.transfers], op, label)
-            for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in plain], plain)
+            for (communicator, op), jobs in together([(j.bucket.pgs.scatter, j.reduction.op) for j in plain], plain)
         ]
         whole = [job for job in self._jobs if job.scatter.whole]
         works += [
             communicator.all_reduce([message for job in jobs for message in job.scatter.whole], op, label)
-            for (communicator, op), jobs in together([(j.bucket.channel.scatter, j.reduction.op) for j in whole], whole)
+            for (communicator, op), jobs in together([(j.bucket.pgs.scatter, j.reduction.op) for j in whole], whole)
         ]
         works += [exchange.launch(label) for exchange in self._scatters]
         return works[0] if len(works) == 1 else Together(tuple(works))
@@ -132,9 +132,9 @@ class _Legs:
             bucket.scatter.add_partial(scatter)
             encoded = bucket.scatter.encode_all_reduce(scatter)
             if encoded is None:
-                works.append(bucket.channel.replicate.all_reduce([scatter.output], reduction.op, label))
+                works.append(bucket.pgs.replicate.all_reduce([scatter.output], reduction.op, label))
             else:
-                self._all_reduces.append((bucket.channel.replicate, encoded))
+                self._all_reduces.append((bucket.pgs.replicate, encoded))
         parcels = [(communicator, encoded.parcel) for communicator, encoded in self._all_reduces]
         self._sums = self._exchange(parcels)
         return Together((*works, *(exchange.launch(label) for exchange in self._sums)))

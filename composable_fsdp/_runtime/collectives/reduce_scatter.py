@@ -20,7 +20,7 @@ from composable_fsdp._memory.unsharded_buffer import contiguous_strides
 from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, EncodedParcel, Parcel, aligned_piece
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension, HookedParcel
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs._encoder import Encoder, GradientCodec
 
 __all__ = ["GradientScatter", "ReducedBucket", "Scatter"]
@@ -60,7 +60,7 @@ class GradientScatter:
     Args:
         plan: of the bucket.
         parameters: of the bucket, in its order.
-        channel: over which they travel.
+        pgs: over which they travel.
         device: where modules compute.
         rest: where reduced gradients must end: with the shards.
         pin_memory: whether they are page-locked there.
@@ -71,7 +71,7 @@ class GradientScatter:
         self,
         plan: BucketPlan,
         parameters: Sequence[ShardedParameter],
-        channel: Channel,
+        pgs: ProcessGroups,
         device: torch.device,
         rest: torch.device,
         *,
@@ -79,8 +79,8 @@ class GradientScatter:
         extensions: Sequence[GradientExtension] = (),
     ) -> None:
         self.parameters = parameters
-        self.channel = channel
-        self._shard = channel.axes.shard
+        self.pgs = pgs
+        self._shard = pgs.axes.shard
         self.device = device
         self._on_host = blocks_the_host(device)
         self._rest = rest
@@ -115,7 +115,7 @@ class GradientScatter:
     @property
     def num_replicas(self) -> int:
         """Ranks of the replicate axis."""
-        return self.channel.replicate.size
+        return self.pgs.replicate.size
 
     def _make_views(self) -> None:
         layout, rank = self.plan.reduce, self._shard.rank
@@ -153,7 +153,7 @@ class GradientScatter:
         if plan.exchanges:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
             return Scatter([], output, present, parcel=self._parcel(gradients, output, present))
-        output = self.channel.scatter.allocate(layout.output.numel, sum_dtype, self.device)
+        output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
         scatter = Scatter([], output, present)
         for k in layout.direct:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
@@ -178,7 +178,7 @@ class GradientScatter:
         layout, num_shards = self.plan.reduce, self._shard.size
         if not layout.packed_numel:
             return None
-        message = self.channel.scatter.allocate(num_shards * layout.packed_numel, dtype, self.device)
+        message = self.pgs.scatter.allocate(num_shards * layout.packed_numel, dtype, self.device)
         self._fill(gradients, present, message.view(num_shards, layout.packed_numel))
         for k in layout.packed:
             gradients[k] = None
@@ -189,7 +189,7 @@ class GradientScatter:
     ) -> torch.Tensor:
         """The full gradients that travel whole, zeros for those that are not there, and the flags."""
         layout = self.plan.reduce
-        message = self.channel.scatter.allocate(layout.message.numel, self.plan.sum_dtype, self.device).zero_()
+        message = self.pgs.scatter.allocate(layout.message.numel, self.plan.sum_dtype, self.device).zero_()
         places, sources = [], []
         for k, offset in zip(layout.whole, layout.message.offsets, strict=False):
             gradient = gradients[k]
@@ -384,7 +384,7 @@ class GradientScatter:
         the flags, which the host must wait for, only if some have none here.
         """
         layout = self.plan.reduce
-        if self.channel.unequal_use or len(scatter.present) == len(self._everyone):
+        if self.pgs.unequal_use or len(scatter.present) == len(self._everyone):
             return range(len(self._everyone))
         if not layout.num_flags:
             return sorted(scatter.present)

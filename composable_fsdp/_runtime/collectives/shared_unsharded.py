@@ -23,10 +23,10 @@ from composable_fsdp._memory.shard_store import ShardStore
 from composable_fsdp._runtime.params.optimizer_steps import optimizer_steps
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 
-__all__ = ["CommonCopy"]
+__all__ = ["SharedUnshardedBuffer"]
 
 
-class CommonCopy:
+class SharedUnshardedBuffer:
     """This rank's part of one bucket's full parameters. Final.
 
     Args:

@@ -10,7 +10,7 @@ from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
 from composable_fsdp._layout.plan import BucketPlan, plan_group
 from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors
-from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp._sharding.process_groups import ProcessGroups
 
 __all__ = ["JoinedBucket", "Joiner"]
 
@@ -20,7 +20,7 @@ class JoinedBucket:
     """What a reduction needs of the buckets whose gradients it takes at once."""
 
     plan: BucketPlan
-    channel: Channel
+    pgs: ProcessGroups
     scatter: GradientScatter
 
 
@@ -45,7 +45,7 @@ class Joiner:
 
         They cannot where they travel to different ranks, encoded or by hooks, or rest in different places.
         """
-        made_of: list[object] = [each for t in members for each in (t, t.plan, t.channels[0].scatter)]
+        made_of: list[object] = [each for t in members for each in (t, t.plan, t.process_groups[0].scatter)]
         known = self._known.get(members[0])
         if known is None or known.made_of != made_of:
             known = self._known[members[0]] = _Joined(made_of, _join(members))
@@ -54,7 +54,7 @@ class Joiner:
 
 def _goes_with(first: GroupTensors, other: GroupTensors) -> bool:
     """Whether the gradients of both go the same way between the same places."""
-    one, another = first.channels[0], other.channels[0]
+    one, another = first.process_groups[0], other.process_groups[0]
     return (
         one.scatter == another.scatter
         and one.replicate == another.replicate
@@ -66,24 +66,24 @@ def _goes_with(first: GroupTensors, other: GroupTensors) -> bool:
 def _is_plain(tensors: GroupTensors) -> bool:
     """Whether gradients travel as they are, over one pair of axes."""
     plans = tensors.plan.buckets
-    return len(tensors.channels) == 1 and not any(plan.gradient_is_encoded or plan.extended for plan in plans)
+    return len(tensors.process_groups) == 1 and not any(plan.gradient_is_encoded or plan.extended for plan in plans)
 
 
 def _join(members: Sequence[GroupTensors]) -> tuple[JoinedBucket, ...]:
-    first, channel = members[0], members[0].channels[0]
+    first, pgs = members[0], members[0].process_groups[0]
     if not all(_goes_with(first, tensors) and _is_plain(tensors) for tensors in members):
         return ()
     specs = tuple(spec for tensors in members for spec in tensors.plan.specs)
     parameters = [parameter for tensors in members for parameter in tensors.parameters]
-    options = replace(channel.plan_options(offloaded=first.is_offloaded), batch_bytes=NEVER_DIRECT)
+    options = replace(pgs.plan_options(offloaded=first.is_offloaded), batch_bytes=NEVER_DIRECT)
     return tuple(
         JoinedBucket(
             plan,
-            channel,
+            pgs,
             GradientScatter(
                 plan,
                 [parameters[i] for i in plan.indices],
-                channel,
+                pgs,
                 first.device,
                 first.rest_device,
                 pin_memory=first.pin_memory,

@@ -14,12 +14,12 @@ import torch
 
 from composable_fsdp import trace
 from composable_fsdp._layout.grad_scaling import Reduction, plan_reduction
-from composable_fsdp._memory.streams import Lanes, Pending
+from composable_fsdp._memory.streams import CommStreams, InFlight
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
 from composable_fsdp._runtime.collectives.packing import all_of
 from composable_fsdp._runtime.collectives.reduce import Job, Reducible, launch_reduction
 from composable_fsdp._runtime.collectives.reduce_scatter import ReducedBucket
-from composable_fsdp._runtime.collectives.wire_bytes import Traffic, reduce_traffic
+from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_traffic
 from composable_fsdp._runtime.groups.fused_reduce import Joiner
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors
 from composable_fsdp._runtime.groups.profiling import labelled
@@ -83,7 +83,7 @@ class GroupGradients:
         self._launched = 0
         self.were_summed = False
         """Whether any rank may hold sums of several microbatches."""
-        self._pending_partial: Pending[list[ReducedBucket]] | None = None
+        self._pending_partial: InFlight[list[ReducedBucket]] | None = None
         self._keeps_partial = False
         """Whether the next reduction has sums over the shard axis to add."""
         self.version_before_step: int | None = None
@@ -191,13 +191,13 @@ class GroupGradients:
 
     # -- reductions
 
-    def take_batch(self, lanes: Lanes) -> Launch:
+    def take_batch(self, streams: CommStreams) -> Launch:
         """The next batch, to be launched ahead of the others, which are not complete yet."""
         self._await_partial()
         batch = self._next
         self._launched = batch + 1
         self._arrived[batch] = 0
-        return Launch([(self, [batch])], lanes, None, partial=False, ends_round=False)
+        return Launch([(self, [batch])], streams, None, partial=False, ends_round=False)
 
     def take_rest(self) -> list[int]:
         """Begins the end of a round: the batches still to go, the late ones last; none where nothing was there."""
@@ -248,13 +248,13 @@ class GroupGradients:
     def _reduction(self, bucket: Reducible) -> Reduction:
         return plan_reduction(
             bucket.plan.sum_dtype,
-            bucket.channel.axes.num_ranks,
-            averages=bucket.channel.averages,
+            bucket.pgs.axes.num_ranks,
+            averages=bucket.pgs.averages,
             divide_factor=self.divide_factor,
             sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
         )
 
-    def begin_reduction(self, pending: Pending[list[ReducedBucket]], *, partial: bool, ends_round: bool) -> None:
+    def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool, ends_round: bool) -> None:
         """``pending`` has been launched."""
         if ends_round:
             self.were_summed = False
@@ -281,7 +281,7 @@ class GroupGradients:
         """Of each batch's gradients, in the dtype in which they are added up."""
         return self._tensors.plan.batch_bytes
 
-    def traffic_of(self, batches: Sequence[int]) -> Traffic:
+    def traffic_of(self, batches: Sequence[int]) -> WireBytes:
         """What the reduction of ``batches`` moves."""
         own = [bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches]
         return reduce_traffic(own, were_summed=self.were_summed)
@@ -302,13 +302,13 @@ Portion: TypeAlias = Sequence[tuple[GroupGradients, Sequence[int]]]
 
 
 def reduce_together(
-    members: Sequence[GroupGradients], lanes: Lanes, joiner: Joiner | None = None, *, partial: bool = False
+    members: Sequence[GroupGradients], streams: CommStreams, joiner: Joiner | None = None, *, partial: bool = False
 ) -> list[Launch]:
     """Ends this round: what launches the gradients that are left of it, to be run one after the other.
 
     Args:
         members: of one group, batch by batch; of several, all at once. Those that have no gradients take no part.
-        lanes: where to launch.
+        streams: where to launch.
         joiner: what several go in one message with, where they can.
         partial: only over the shard axis, all at once. The result is kept, in the reduce dtype, and part of a later
             reduction.
@@ -320,7 +320,9 @@ def reduce_together(
     if len(taken) == 1 and not partial and taken[0][0].in_batches:
         ((member, rest),) = taken
         portions = [[(member, [batch])] for batch in rest]
-    return [Launch(portion, lanes, joiner, partial=partial, ends_round=portion is portions[-1]) for portion in portions]
+    return [
+        Launch(portion, streams, joiner, partial=partial, ends_round=portion is portions[-1]) for portion in portions
+    ]
 
 
 class Launch:
@@ -328,20 +330,20 @@ class Launch:
 
     Args:
         portion: what is reduced.
-        lanes: where.
+        streams: where.
         joiner: as in :func:`reduce_together`.
         partial: as there.
         ends_round: whether nothing is left of the round afterwards.
     """
 
-    __slots__ = ("_joiner", "_lanes", "ends_round", "members", "nbytes", "partial", "portion", "round_bytes")
+    __slots__ = ("_joiner", "_streams", "ends_round", "members", "nbytes", "partial", "portion", "round_bytes")
 
     def __init__(
-        self, portion: Portion, lanes: Lanes, joiner: Joiner | None, *, partial: bool, ends_round: bool
+        self, portion: Portion, streams: CommStreams, joiner: Joiner | None, *, partial: bool, ends_round: bool
     ) -> None:
         self.portion, self.partial, self.ends_round = portion, partial, ends_round
         self.members = [member for member, _ in portion]
-        self._lanes, self._joiner = lanes, joiner
+        self._streams, self._joiner = streams, joiner
         self.nbytes = sum(member.batch_bytes[batch] for member, batches in portion for batch in batches)
         """Of the gradients, in the dtype in which they are added up."""
         self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
@@ -353,12 +355,12 @@ class Launch:
         """Takes the gradients and launches. Once."""
         begin = trace.now() if trace.listeners else None
         first, name = self.members[0], all_of([member.name for member in self.members])
-        pending = launch_reduction(self._lanes, self._jobs(), first.device, name, partial=self.partial)
+        pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
         for member, batches in self.portion:
             if trace.listeners:
                 moved = member.traffic_of(batches)
-                lane = self._lanes.reduce.name
-                trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, lane, begin, moved.plain_bytes)
+                stream = self._streams.reduce.name
+                trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
             member.begin_reduction(pending, partial=self.partial, ends_round=self.ends_round)
         return PendingReduction(self, pending)
 
@@ -374,7 +376,7 @@ class Launch:
 class PendingReduction:
     """Gradients of some groups on their way, as ``launch`` says. Owned by the queue that completes it."""
 
-    def __init__(self, launch: Launch, pending: Pending[list[ReducedBucket]]) -> None:
+    def __init__(self, launch: Launch, pending: InFlight[list[ReducedBucket]]) -> None:
         self.launch = launch
         self._pending = pending
 

@@ -31,7 +31,7 @@ from composable_fsdp._runtime.params.registration import Registration
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
 from composable_fsdp._runtime.params.tensor_subclass import copy_shard, cut_shard, hooks_of, warn_of_lost_hooks
 from composable_fsdp._sharding.mesh import DataParallelAxes
-from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs.communication_policy import EXACT, PLAIN, GradientCodecs
 from composable_fsdp.errors import DeviceError
 from composable_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -50,9 +50,9 @@ def _place_of(plan: BucketPlan) -> _Place:
     return plan.indices, plan.dtype, plan.compute_dtype, plan.gather.places
 
 
-def _in_common(plan: BucketPlan, channels: Sequence[Channel]) -> bool:
+def _in_common(plan: BucketPlan, process_groups: Sequence[ProcessGroups]) -> bool:
     """Whether the bucket's shards, or what ranks cast from them, lie in memory that ranks have in common."""
-    return not plan.travels and channels[plan.axes].common_memory is not None
+    return not plan.travels and process_groups[plan.axes].common_memory is not None
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
@@ -100,7 +100,7 @@ class GroupTensors:
 
     Args:
         parameters: what the group holds; their local tensors are copied into the group's stores.
-        channels: one for each pair of axes that the parameters are sharded over.
+        process_groups: one for each pair of axes that the parameters are sharded over.
         device: where modules compute.
         precision: which dtypes the plan is made for.
         offload: where shards rest.
@@ -111,7 +111,7 @@ class GroupTensors:
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
-        channels: Sequence[Channel],
+        process_groups: Sequence[ProcessGroups],
         device: torch.device,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
@@ -121,8 +121,8 @@ class GroupTensors:
     ) -> None:
         self.parameters = list(parameters)
         self.buckets: list[AnyBucket] = []
-        self.channels = channels
-        self._axes = [channel.axes for channel in channels]
+        self.process_groups = process_groups
+        self._axes = [pgs.axes for pgs in process_groups]
         self.device = device
         self._precision = precision
         self._on_gradient = on_gradient
@@ -153,24 +153,26 @@ class GroupTensors:
         """That began with these, of one group or several."""
         self.plan = self._make_plan()
         moved = [
-            p for p in self.plan.buckets if _in_common(p, self.channels) and _place_of(p) not in self._common_places
+            p
+            for p in self.plan.buckets
+            if _in_common(p, self.process_groups) and _place_of(p) not in self._common_places
         ]
         for plan in moved:  # written to elsewhere, their memory would change under ranks that still read it
-            self.channels[plan.axes].common_memory = None
+            self.process_groups[plan.axes].common_memory = None
         if moved:
             self.plan = self._make_plan()
         self.are_placed = self._placed([p.local for p in self.parameters])
         self.buckets = []
         for plan in self.plan.buckets:
             locals_ = [self.parameters[i].local for i in plan.indices]
-            channel = self.channels[plan.axes]
+            pgs = self.process_groups[plan.axes]
             if plan.extended:
-                self.buckets.append(self._extended(plan, channel))
+                self.buckets.append(self._extended(plan, pgs))
                 continue
             on_meta = any(local.is_meta for local in locals_)
-            store = self._store(plan, channel, torch.device("meta") if on_meta else locals_[0].device)
+            store = self._store(plan, pgs, torch.device("meta") if on_meta else locals_[0].device)
             common = self._common_place(plan) if plan.residence is Residence.COMMON else None
-            bucket = Bucket(plan, self.parameters, channel, store, self.device, common)
+            bucket = Bucket(plan, self.parameters, pgs, store, self.device, common)
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
                 if on_meta and not local.is_meta:  # it keeps its values where they are until the others have some
                     continue
@@ -186,10 +188,10 @@ class GroupTensors:
         self._gradient_extensions = self._find_gradient_extensions()
         self._extensions = self._find_extensions()
 
-    def _store(self, plan: BucketPlan, channel: Channel, device: torch.device) -> ShardStore:
-        rank = channel.axes.shard.rank
+    def _store(self, plan: BucketPlan, pgs: ProcessGroups, device: torch.device) -> ShardStore:
+        rank = pgs.axes.shard.rank
         layout = plan.store_layout(rank)
-        in_common = plan.aliased and _in_common(plan, self.channels) and device.type == "cpu"
+        in_common = plan.aliased and _in_common(plan, self.process_groups) and device.type == "cpu"
         if in_common:
             flat = self._common_place(plan)
         else:
@@ -199,7 +201,7 @@ class GroupTensors:
 
     def _common_place(self, plan: BucketPlan) -> torch.Tensor:
         """The full parameters of the bucket in memory that ranks have in common, 1-d, of the compute dtype."""
-        memory = self.channels[plan.axes].common_memory
+        memory = self.process_groups[plan.axes].common_memory
         assert memory is not None
         begin = self._common_places[_place_of(plan)]
         return memory[begin : begin + plan.full_bytes].view(plan.compute_dtype)
@@ -208,32 +210,30 @@ class GroupTensors:
         """Where ranks can have memory in common, reserves what all full parameters of the group take, whether or not
         they have values already. All ranks do, together; memory is taken where it is written.
         """
-        able = [c for c in self.channels if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
+        able = [c for c in self.process_groups if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
         if not able:
             return
         if order_check_from() is not OrderCheck.OFF:
             self._check_alike(able)
-        for channel in able:
-            channel.common_memory = torch.empty(0, dtype=torch.uint8)  # the plan is then one for common memory
+        for pgs in able:
+            pgs.common_memory = torch.empty(0, dtype=torch.uint8)  # the plan is then one for common memory
         self._find_hooks()
-        ends = dict.fromkeys(self.channels, 0)
+        ends = dict.fromkeys(self.process_groups, 0)
         for bucket in self._make_plan().buckets:
-            if _in_common(bucket, self.channels):
-                channel = self.channels[bucket.axes]
-                self._common_places[_place_of(bucket)] = ends[channel]
-                ends[channel] += -(-bucket.full_bytes // _COMMON_ALIGNMENT) * _COMMON_ALIGNMENT
-        for channel in able:
-            communicator = cast(AliasingCommunicator, channel.gather)
-            channel.common_memory = communicator.share(ends[channel]) if ends[channel] else None
+            if _in_common(bucket, self.process_groups):
+                pgs = self.process_groups[bucket.axes]
+                self._common_places[_place_of(bucket)] = ends[pgs]
+                ends[pgs] += -(-bucket.full_bytes // _COMMON_ALIGNMENT) * _COMMON_ALIGNMENT
+        for pgs in able:
+            communicator = cast(AliasingCommunicator, pgs.gather)
+            pgs.common_memory = communicator.share(ends[pgs]) if ends[pgs] else None
 
-    def _check_alike(self, channels: Sequence[Channel]) -> None:
+    def _check_alike(self, process_groups: Sequence[ProcessGroups]) -> None:
         """All ranks are about to take the same memory, and so must have the same parameters."""
-        for channel in channels:
-            lines = [
-                f"parameter {p.name!r}: {p.description}" for p in self.parameters if p.sharding.axes == channel.axes
-            ]
+        for pgs in process_groups:
+            lines = [f"parameter {p.name!r}: {p.description}" for p in self.parameters if p.sharding.axes == pgs.axes]
             check_alike(
-                [*lines, str(self._precision)], (channel.axes.shard,), self.device, "a group that fully_shard makes"
+                [*lines, str(self._precision)], (pgs.axes.shard,), self.device, "a group that fully_shard makes"
             )
 
     def register(self) -> None:
@@ -246,13 +246,13 @@ class GroupTensors:
         extended = any(plan.extended for plan in self.plan.buckets)
         self.registration = Registration(self.parameters, memory, gathers_make=extended)
 
-    def _extended(self, plan: BucketPlan, channel: Channel) -> ExtendedBucket:
+    def _extended(self, plan: BucketPlan, pgs: ProcessGroups) -> ExtendedBucket:
         """Parameters that decide by themselves how they travel keep their local tensors as they are."""
         members = [self.parameters[i] for i in plan.indices]
         found = [self._extensions[parameter] for parameter in members]
         of_gradients = [self._gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
         return ExtendedBucket(
-            plan, self.parameters, found, of_gradients, channel, self.device, self._on_gradient(plan.batch)
+            plan, self.parameters, found, of_gradients, pgs, self.device, self._on_gradient(plan.batch)
         )
 
     def _find_gradient_extensions(self) -> dict[ShardedParameter, GradientExtension]:
@@ -330,7 +330,7 @@ class GroupTensors:
                     summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
                 )
             )
-        return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self.channels))
+        return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self.process_groups))
 
     def _encodable(self) -> set[ShardedParameter]:
         """The parameters that are cut by all other axes by which any of the group is.

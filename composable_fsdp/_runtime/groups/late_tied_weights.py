@@ -11,36 +11,36 @@ from typing import NamedTuple
 
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 
 __all__ = ["join_ties"]
 
 
 class _Held(NamedTuple):
-    unit: Unit
+    state: FSDPState
     parameter: ShardedParameter
 
 
-def join_ties(units: Sequence[Unit]) -> None:
-    """Makes one parameter of those of ``units`` in whose places somebody has registered one tensor.
+def join_ties(states: Sequence[FSDPState]) -> None:
+    """Makes one parameter of those of ``states`` in whose places somebody has registered one tensor.
 
     Parameters of different shapes, or cut differently, are left alone: their groups say so when they are gathered.
     """
-    held = [_Held(unit, parameter) for unit in units for parameter in unit.group.parameters]
+    held = [_Held(state, parameter) for state in states for parameter in state.group.parameters]
     keepers = _keepers(held)
     joined = [
         (each, keeper)
         for each in held
         if (keeper := keepers.get(id(_shown(each.parameter)), each)) is not each and _are_cut_alike(each, keeper)
     ]
-    for (unit, parameter), _ in joined:
-        unit.group.give_up(parameter)
-    for (unit, parameter), keeper in joined:
-        keeper.unit.group.refresh()
-        keeper.unit.group.register_at(keeper.parameter, parameter.owners)
-        if keeper.unit is not unit:
-            unit.borrow_from(keeper.unit)
+    for (state, parameter), _ in joined:
+        state.group.give_up(parameter)
+    for (state, parameter), keeper in joined:
+        keeper.state.group.refresh()
+        keeper.state.group.register_at(keeper.parameter, parameter.owners)
+        if keeper.state is not state:
+            state.borrow_from(keeper.state)
 
 
 def _keepers(held: Iterable[_Held]) -> dict[int, _Held]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from composable_fsdp import trace
 from composable_fsdp._layout.plan import GroupPlan
-from composable_fsdp._memory.streams import Lanes, Pending
+from composable_fsdp._memory.streams import CommStreams, InFlight
 from composable_fsdp._runtime.collectives.all_gather import launch_gather
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
@@ -28,7 +28,7 @@ from composable_fsdp._runtime.groups.state_machine import (
 )
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter
 from composable_fsdp._sharding.mesh import DataParallelAxes
-from composable_fsdp._sharding.process_groups import Channel
+from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
@@ -72,10 +72,10 @@ class ParameterGroup:
         if parameters is None:
             parameters = take_shards(sources, offload)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
-        self.channels = [Channel(each) for each in used or (axes,)]
+        self.process_groups = [ProcessGroups(each) for each in used or (axes,)]
         self.tensors = GroupTensors(
             parameters,
-            self.channels,
+            self.process_groups,
             axes.device,
             precision,
             offload,
@@ -84,7 +84,7 @@ class ParameterGroup:
         )
         self.gradients = GroupGradients(name, self.tensors)
         self.parameter_state = ParameterState.SHARDED
-        self._pending_gather: Pending[None] | None = None
+        self._pending_gather: InFlight[None] | None = None
         self._is_written_to = False
         """Whether a gather that was given up may still write to the unsharded memory, which stays until it cannot."""
         self._noted_bytes = 0
@@ -111,8 +111,8 @@ class ParameterGroup:
     def follow_choices(self, other: ParameterGroup) -> None:
         """Takes over what was chosen for ``other``, of which this is a copy, communicators included."""
         self.gradients.follow_choices(other.gradients)
-        for channel, original in zip(self.channels, other.channels, strict=True):
-            channel.follow(original)
+        for pgs, original in zip(self.process_groups, other.process_groups, strict=True):
+            pgs.follow(original)
         self.tensors.build()
 
     def refresh(self) -> None:
@@ -175,55 +175,55 @@ class ParameterGroup:
 
     # -- parameters
 
-    def unshard(self, lanes: Lanes) -> None:
+    def unshard(self, streams: CommStreams) -> None:
         """Launches the all-gather, if the parameters are not in memory or on their way."""
-        unshard_together((self,), lanes, f"all-gather of {self.name}")
+        unshard_together((self,), streams, f"all-gather of {self.name}")
 
     @contextmanager
     def unshard_async_op(self, async_op: bool) -> Iterator[None]:
         """Inside, custom all-gathers of the group are called with ``async_op``."""
-        before = [channel.unshard_async_op for channel in self.channels]
-        for channel in self.channels:
-            channel.unshard_async_op = async_op
+        before = [pgs.unshard_async_op for pgs in self.process_groups]
+        for pgs in self.process_groups:
+            pgs.unshard_async_op = async_op
         try:
             yield
         finally:
-            for channel, usual in zip(self.channels, before, strict=True):
-                channel.unshard_async_op = usual
+            for pgs, usual in zip(self.process_groups, before, strict=True):
+                pgs.unshard_async_op = usual
 
     @property
     def is_coming(self) -> bool:
         """Whether the parameters are in memory or on their way, and :meth:`unshard` has nothing else to do either."""
         return self.parameter_state in _HERE_OR_COMING and not self.gradients.are_held
 
-    def _needs_gather(self, lanes: Lanes) -> bool:
+    def _needs_gather(self, streams: CommStreams) -> bool:
         """Whether the parameters are neither in memory nor on their way."""
         if self.gradients.are_held:
-            self._deliver_before_a_change(lanes)
+            self._deliver_before_a_change(streams)
         if not self.tensors.registration.is_current:
             self.refresh()
         if not self.tensors.are_placed:
             raise self.tensors.misplaced(self.name)
         return self.parameter_state not in _HERE_OR_COMING
 
-    def _await_gather(self, pending: Pending[None] | None, lane: str, begin: float | None) -> None:
+    def _await_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
         """``pending`` brings the parameters; ``None`` where there are none."""
         self._pending_gather, self._is_written_to = pending, False
-        for channel in self.channels:
-            channel.awaits_parting = channel.common_memory is not None
+        for pgs in self.process_groups:
+            pgs.awaits_parting = pgs.common_memory is not None
         self.parameter_state = advance(
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
         )
         if trace.listeners:
             self._note_memory()
-            smaller = self.channels[0].smaller
+            smaller = self.process_groups[0].smaller
             moved = smaller_gather_traffic(self.buckets, smaller.size) if smaller else gather_traffic(self.buckets)
-            trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, lane, begin, moved.plain_bytes)
+            trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, stream, begin, moved.plain_bytes)
 
-    def _deliver_before_a_change(self, lanes: Lanes) -> None:
+    def _deliver_before_a_change(self, streams: CommStreams) -> None:
         """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
         if any(parameter.was_flipped for parameter in self.parameters):
-            for launch in reduce_together((self.gradients,), lanes):
+            for launch in reduce_together((self.gradients,), streams):
                 launch.run().complete()
 
     def wait(self) -> None:
@@ -249,15 +249,15 @@ class ParameterGroup:
                 self._is_written_to = not pending.has_arrived
                 raise
         # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
-        if self.channels[0].smaller is not None:
+        if self.process_groups[0].smaller is not None:
             self._drop_slices()
 
     def _drop_slices(self) -> None:
         """The next gather comes from the whole shard axis again."""
         for bucket in self.tensors.buckets:
             bucket.drop_slice()
-        for channel in self.channels:
-            channel.smaller = None
+        for pgs in self.process_groups:
+            pgs.smaller = None
 
     def reshard(self) -> None:
         """Registers the sharded parameters and frees the unsharded memory."""
@@ -285,8 +285,8 @@ class ParameterGroup:
     def has_parted(self) -> None:
         """All ranks have met. They must meet again if full parameters still lie in memory that they have in common."""
         stays = self.parameter_state is not ParameterState.SHARDED and not self._has_own_copy
-        for channel in self.channels:
-            channel.awaits_parting = channel.awaits_parting and stays
+        for pgs in self.process_groups:
+            pgs.awaits_parting = pgs.awaits_parting and stays
 
     def abandon(self) -> None:
         """As :meth:`reshard`, without waiting for a gather that will never come to its end, once its connections are
@@ -303,10 +303,10 @@ class ParameterGroup:
         self.parameter_state = advance(
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.SHRINK, self.name
         )
-        for channel in self.channels:
-            channel.smaller = channel.axes.smaller_shard_axis(mesh_size)
+        for pgs in self.process_groups:
+            pgs.smaller = pgs.axes.smaller_shard_axis(mesh_size)
         for bucket in self.buckets:
-            smaller = bucket.channel.smaller
+            smaller = bucket.pgs.smaller
             assert smaller is not None
             bucket.keep_slice(smaller.size, smaller.rank, smaller.direct_bytes)
         self._release()
@@ -314,9 +314,9 @@ class ParameterGroup:
     def _release(self) -> None:
         self.tensors.registration.show_sharded()
         self._has_own_copy = False
-        for channel in self.channels:
-            if channel.common_memory is not None:
-                channel.note_release()
+        for pgs in self.process_groups:
+            if pgs.common_memory is not None:
+                pgs.note_release()
         if not self._is_written_to:
             for bucket in self.tensors.buckets:
                 bucket.free()
@@ -332,25 +332,25 @@ class ParameterGroup:
         self._noted_bytes = held
 
 
-def unshard_together(groups: Sequence[ParameterGroup], lanes: Lanes, label: str) -> None:
+def unshard_together(groups: Sequence[ParameterGroup], streams: CommStreams, label: str) -> None:
     """Launches one all-gather, for which ``label`` is what errors call it, for those of ``groups`` whose parameters are
     not in memory or on their way.
     """
-    needed = [group for group in groups if group._needs_gather(lanes)]
+    needed = [group for group in groups if group._needs_gather(streams)]
     if any(group.buckets for group in needed):
-        _launch(needed, lanes, label)
+        _launch(needed, streams, label)
     else:  # as a root whose parameters are all those of modules inside
         for group in needed:
-            group._await_gather(None, lanes.gather.name, None)
+            group._await_gather(None, streams.gather.name, None)
 
 
-@labelled("all_gather", lambda groups, lanes, label: all_of([group.name for group in groups]))
-def _launch(needed: Sequence[ParameterGroup], lanes: Lanes, label: str) -> None:
+@labelled("all_gather", lambda groups, streams, label: all_of([group.name for group in groups]))
+def _launch(needed: Sequence[ParameterGroup], streams: CommStreams, label: str) -> None:
     begin = trace.now() if trace.listeners else None
     buckets = [bucket for group in needed for bucket in group.tensors.buckets]
-    pending = launch_gather(lanes, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
+    pending = launch_gather(streams, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
     for group in needed:
-        group._await_gather(pending, lanes.gather.name, begin)
+        group._await_gather(pending, streams.gather.name, begin)
 
 
 def _gradient_hooks(group: ParameterGroup) -> Callable[[int], Callable[[torch.Tensor], None]]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.param_group import ParameterGroup
-from composable_fsdp._runtime.groups.version_check import ChangeCheck, Seen
+from composable_fsdp._runtime.groups.version_check import Seen, VersionCheck
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_parameter
 from composable_fsdp._runtime.schedule.policy import PREFETCH_LIMIT, ForwardRecord
 from composable_fsdp.errors import LifecycleError
@@ -27,17 +27,17 @@ from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 __all__ = [
     "ITERATION_ATTRIBUTE",
     "Accumulation",
+    "FSDPState",
     "ModuleReference",
     "PlainPlaces",
     "Round",
-    "Unit",
     "alive",
-    "find_unit",
-    "holding_unit",
-    "unit_of",
+    "find_state",
+    "holding_state",
+    "state_of",
 ]
 
-_UNIT_ATTRIBUTE = "_composable_fsdp_unit"
+_STATE_ATTRIBUTE = "_composable_fsdp_state"
 ITERATION_ATTRIBUTE = "_composable_fsdp_iteration"
 """Of the modules of a root. A copy of such a module has no iteration until it runs."""
 PlainPlaces = WeakKeyDictionary[nn.Module, set[str]]
@@ -60,7 +60,7 @@ class Accumulation(Enum):
 _CHOICES = (
     "accumulation",
     "all_reduce",
-    "has_nested_units",
+    "has_nested_states",
     "max_merged_bytes",
     "max_unsharded_bytes",
     "order_check",
@@ -94,7 +94,7 @@ class Round:
         self.seen: Seen | None = None
 
 
-class Unit:
+class FSDPState:
     """The modules of one call, in the order given, and their group.
 
     The public fields are choices, read when they are needed: most count at once, those of a root from the next forward,
@@ -114,7 +114,7 @@ class Unit:
         group: ParameterGroup,
         reshard: Reshard,
         precision: MixedPrecisionPolicy,
-        lenders: Sequence[Unit] = (),
+        lenders: Sequence[FSDPState] = (),
     ) -> None:
         self._modules = tuple(map(ref, modules))
         self.module_ids = frozenset(map(id, modules))
@@ -137,18 +137,18 @@ class Unit:
         """Of a root: how much ranks compare before they begin."""
         self.max_merged_bytes = MERGED_BYTES
         """Of a root: of groups that are gathered, and reduced, together."""
-        self.change_check: ChangeCheck | None = ChangeCheck(group, reads_shards=False)
+        self.version_check: VersionCheck | None = VersionCheck(group, reads_shards=False)
         """Compares parameters in backward with those of the forward."""
-        self.forward_prefetch: Sequence[ref[Unit]] | None = None
+        self.forward_prefetch: Sequence[ref[FSDPState]] | None = None
         """Units to gather in forward ahead of their turn, where the user chose them."""
-        self.backward_prefetch: Sequence[ref[Unit]] | None = None
+        self.backward_prefetch: Sequence[ref[FSDPState]] | None = None
         """The same in backward."""
         self.lenders = tuple(lenders)
-        self.borrowing: list[ref[Unit]] = []
+        self.borrowing: list[ref[FSDPState]] = []
         """Units whose lender it is."""
         for lender in self.lenders:
             lender._lend_to(self)
-        self.has_nested_units = any(find_unit(m) is not None for module in modules for m in module.modules())
+        self.has_nested_states = any(find_state(m) is not None for module in modules for m in module.modules())
         self.calls_under_way: list[Any] = []
         """Forward calls that have begun and not ended, innermost last; the hooks know what they are."""
         self.round: Round | None = None
@@ -176,13 +176,13 @@ class Unit:
         for parameter in group.parameters:
             parameter.held_by = ref(self)
 
-    def borrow_from(self, lender: Unit) -> None:
+    def borrow_from(self, lender: FSDPState) -> None:
         """``lender`` holds a parameter that these modules use too."""
         if lender not in self.lenders:
             self.lenders = (*self.lenders, lender)
             lender._lend_to(self)
 
-    def _lend_to(self, borrower: Unit) -> None:
+    def _lend_to(self, borrower: FSDPState) -> None:
         self.borrowing.append(ref(borrower, self.borrowing.remove))
 
     @property
@@ -218,20 +218,20 @@ class Unit:
         )
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {len(self.group.parameters)} parameters)"
+        return f"FSDPState({self.name!r}, {len(self.group.parameters)} parameters)"
 
     @property
     def name(self) -> str:
         return self.group.name
 
-    def follow_choices(self, other: Unit) -> None:
+    def follow_choices(self, other: FSDPState) -> None:
         """Takes over what was chosen for ``other``, of which this is a copy; not what it prefetches."""
         for choice in _CHOICES:
             setattr(self, choice, getattr(other, choice))
 
     def attach(self, module: nn.Module) -> None:
         """Makes the unit that of ``module``."""
-        vars(module)[_UNIT_ATTRIBUTE] = self
+        vars(module)[_STATE_ATTRIBUTE] = self
 
     def registered_parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter object that this unit may have registered on its modules."""
@@ -254,7 +254,7 @@ class Unit:
         """Whether a reduction now ends at the shard axis."""
         if self.all_reduce:
             return self.accumulation is Accumulation.SHARDED
-        replicates = any(channel.replicate.size > 1 for channel in self.group.channels)
+        replicates = any(pgs.replicate.size > 1 for pgs in self.group.process_groups)
         return replicates or self.accumulation is Accumulation.SHARDED
 
     @property
@@ -267,7 +267,7 @@ class Unit:
         plan = self.group.tensors.plan
         if not plan.in_batches or plan.is_small:
             return False
-        if self.has_nested_units or self.lenders or self.borrowing or self.has_several_modules:
+        if self.has_nested_states or self.lenders or self.borrowing or self.has_several_modules:
             return False
         return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
 
@@ -278,12 +278,12 @@ class Unit:
         chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
         if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
             return False
-        return not any(channel.is_custom for channel in self.group.channels)
+        return not any(pgs.is_custom for pgs in self.group.process_groups)
 
     @property
     def unequal_use(self) -> bool:
         """Whether ranks may use different parts of the group, or skip the unit, in the same step."""
-        return self.group.channels[0].unequal_use
+        return self.group.process_groups[0].unequal_use
 
     @property
     def frees_with_last_gradient(self) -> bool:
@@ -313,26 +313,26 @@ def _no_iteration() -> None:
     """In place of a reference to an iteration."""
 
 
-def alive(references: Sequence[ref[Unit]]) -> list[Unit]:
+def alive(references: Sequence[ref[FSDPState]]) -> list[FSDPState]:
     """Those of the units that were not dropped."""
-    return [unit for known in references if (unit := known()) is not None]
+    return [state for known in references if (state := known()) is not None]
 
 
-def holding_unit(parameter: object) -> Unit | None:
+def holding_state(parameter: object) -> FSDPState | None:
     """The unit that holds ``parameter``, a sharded parameter or the tensor of either of its forms, if there is one."""
     found = parameter if isinstance(parameter, ShardedParameter) else find_parameter(parameter)
     return found.held_by() if found is not None and found.held_by is not None else None
 
 
-def find_unit(module: nn.Module) -> Unit | None:
+def find_state(module: nn.Module) -> FSDPState | None:
     """The unit that a ``fully_shard`` call on ``module`` made, if there was one."""
-    unit = vars(module).get(_UNIT_ATTRIBUTE)
-    return unit if isinstance(unit, Unit) else None
+    state = vars(module).get(_STATE_ATTRIBUTE)
+    return state if isinstance(state, FSDPState) else None
 
 
-def unit_of(module: nn.Module) -> Unit:
+def state_of(module: nn.Module) -> FSDPState:
     """The unit of ``module``, which must have one."""
-    unit = find_unit(module)
-    if unit is None:
+    state = find_state(module)
+    if state is None:
         raise LifecycleError(f"{type(module).__name__} has not been sharded: call fully_shard on it first.")
-    return unit
+    return state

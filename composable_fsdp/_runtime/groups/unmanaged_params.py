@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._runtime.groups.state import PlainPlaces, Unit, find_unit
+from composable_fsdp._runtime.groups.state import FSDPState, PlainPlaces, find_state
 
-__all__ = ["PlainParameterWarning", "plain_places", "warn_of_strangers"]
+__all__ = ["PlainParameterWarning", "plain_places", "warn_of_unmanaged"]
 
 _SHOWN = 5
 
@@ -31,7 +31,7 @@ def plain_places(modules: Iterable[nn.Module]) -> PlainPlaces:
     return places
 
 
-def warn_of_strangers(root: Unit) -> None:
+def warn_of_unmanaged(root: FSDPState) -> None:
     """Names plain trainable parameters below ``root`` that were not there when it was sharded.
 
     Warns:
@@ -39,15 +39,15 @@ def warn_of_strangers(root: Unit) -> None:
     """
     if root.plain_places is None or root.group.axes.num_ranks == 1:
         return
-    strangers = [
+    unmanaged = [
         f"{path}.{attribute}" if path else attribute
         for path, owner, attribute, parameter in _plain(root.modules)
         if parameter.requires_grad and attribute not in root.plain_places.get(owner, ())
     ]
-    if strangers:
-        more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
+    if unmanaged:
+        more = f" and {len(unmanaged) - _SHOWN} more" if len(unmanaged) > _SHOWN else ""
         warnings.warn(
-            f"parameters were added to {root.class_name} after fully_shard: {strangers[:_SHOWN]}{more}. They are plain "
+            f"parameters were added to {root.class_name} after fully_shard: {unmanaged[:_SHOWN]}{more}. They are plain "
             "and trainable, and nobody averages their gradients over ranks, so their copies drift apart. Add adapters "
             "and the like before fully_shard. Whoever reduces them otherwise may filter this PlainParameterWarning.",
             PlainParameterWarning,
@@ -58,8 +58,8 @@ def warn_of_strangers(root: Unit) -> None:
 def _plain(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Path and module, attribute, and the parameter."""
     tops = list(modules)
-    units = {unit for top in tops for m in top.modules() if (unit := find_unit(m)) is not None}
-    groups = {each.group for unit in units for each in (unit, *unit.lenders)}
+    states = {state for top in tops for m in top.modules() if (state := find_state(m)) is not None}
+    groups = {each.group for state in states for each in (state, *state.lenders)}
     held = {(id(owner), attribute) for group in groups for p in group.parameters for owner, attribute in p.owners}
     for top in tops:
         for path, owner in top.named_modules():

@@ -17,7 +17,7 @@ from composable_fsdp._runtime.params.registration import Registration
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp.errors import LifecycleError
 
-__all__ = ["ChangeCheck", "Seen"]
+__all__ = ["Seen", "VersionCheck"]
 
 
 Seen: TypeAlias = tuple[Registration, list[int], list[list[int]] | None]
@@ -26,7 +26,7 @@ the same, and the bits of the sums of their shards, where these are read. As num
 """
 
 
-class ChangeCheck:
+class VersionCheck:
     """Compares the parameters of ``group`` in backward with those of the forward.
 
     Args:

@@ -11,7 +11,7 @@ from itertools import count
 import torch
 from torch.autograd.graph import increment_version
 
-__all__ = ["Steps", "note_optimizer_step", "optimizer_steps", "plain_steps", "sharded_steps"]
+__all__ = ["OptimizerSteps", "note_optimizer_step", "optimizer_steps", "plain_steps", "sharded_steps"]
 
 # Threads may step at the same time. An addition could then give a number a second time, and who has seen it before
 # would miss the step in between; a counter gives each number once.
@@ -19,7 +19,7 @@ _count, _count_sharded, _count_plain = count(1), count(1), count(1)
 _steps = _sharded_steps = _plain_steps = 0
 
 
-class Steps:
+class OptimizerSteps:
     """Those of the optimizers that hold parameters of one root. Final."""
 
     def __init__(self) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-__all__ = ["Registered", "registered_buffers", "registered_parameters"]
+__all__ = ["ParamPlace", "registered_buffers", "registered_parameters"]
 
 
 @dataclass
-class Registered:
+class ParamPlace:
     """A parameter, its first full name, and all (module, attribute) under which it is known."""
 
     name: str
@@ -32,14 +32,14 @@ class Registered:
                 setattr(module, attribute, parameter)
 
 
-def registered_parameters(module: nn.Module) -> list[Registered]:
+def registered_parameters(module: nn.Module) -> list[ParamPlace]:
     """All parameters of ``module`` and of modules below it."""
-    found: dict[int, Registered] = {}
+    found: dict[int, ParamPlace] = {}
     for path, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
             if parameter is not None:
                 name = f"{path}.{attribute}" if path else attribute
-                found.setdefault(id(parameter), Registered(name, parameter)).places.append((owner, attribute))
+                found.setdefault(id(parameter), ParamPlace(name, parameter)).places.append((owner, attribute))
     return list(found.values())
 
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import torch
 
 from composable_fsdp._runtime.groups.gradients import AutogradRun
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.groups.state_machine import ParameterState
-from composable_fsdp._runtime.params.optimizer_steps import Steps
+from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.root.error_messages import unseen_output
 from composable_fsdp._runtime.root.forward_call import Call
 from composable_fsdp._runtime.schedule.policy import ForwardRecord
@@ -24,19 +24,19 @@ class Backward:
     """The backward of one root that is under way, or was the last. Final.
 
     Args:
-        units: all below the root.
+        states: all below the root.
         steps: of the optimizers of their parameters.
 
     Attributes:
         number: of this backward, by which units and calls know that it has reached them.
     """
 
-    def __init__(self, units: Collection[Unit], steps: Steps) -> None:
+    def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps) -> None:
         self.number = 0
-        self._units = units
+        self._states = states
         self._run = AutogradRun()
         self._steps, self._seen_steps = steps, steps.number
-        self._forwards: dict[ForwardRecord, list[Unit]] = {}
+        self._forwards: dict[ForwardRecord, list[FSDPState]] = {}
         """Those to which a backward may come, and which units ran in each. Every rank has the same, but for units that
         ranks in step skip.
         """
@@ -44,9 +44,9 @@ class Backward:
         """Those to which this one has come."""
         self._left_unseen: list[Call] = []
         """Calls whose gradients left them before any was seen to enter."""
-        for unit in units:
-            unit.runs = 0
-            unit.group.gradients.run = self._run
+        for state in states:
+            state.runs = 0
+            state.group.gradients.run = self._run
 
     def begin(self) -> None:
         """A new one begins."""
@@ -60,7 +60,7 @@ class Backward:
         """
         for call in self._left_unseen:
             if call.entered != self.number:
-                raise unseen_output(call.unit)
+                raise unseen_output(call.state)
         self._left_unseen.clear()
         self._run.number = -1
         for record in self._reached:
@@ -75,20 +75,20 @@ class Backward:
 
     # -- to which forwards it may come
 
-    def count(self, unit: Unit, record: ForwardRecord) -> None:
-        """``unit`` has run in the forward of ``record``, to which a backward may come."""
-        units = self._forwards.get(record)
-        if units is None:
-            units = self._forwards[record] = []
+    def count(self, state: FSDPState, record: ForwardRecord) -> None:
+        """``state`` has run in the forward of ``record``, to which a backward may come."""
+        states = self._forwards.get(record)
+        if states is None:
+            states = self._forwards[record] = []
             if len(self._forwards) > _MOST_FORWARDS:
                 self.forget_forward(next(iter(self._forwards)))
-        units.append(unit)
-        unit.runs += 1
+        states.append(state)
+        state.runs += 1
 
     def forget_forward(self, record: ForwardRecord) -> None:
         """A backward has come to the forward of ``record``, or none will."""
-        for unit in self._forwards.pop(record, ()):
-            unit.runs -= 1
+        for state in self._forwards.pop(record, ()):
+            state.runs -= 1
 
     def forget_forwards(self) -> None:
         """No backward will come to any."""
@@ -108,28 +108,28 @@ class Backward:
         """A gradient reached an output of ``call``."""
         call.entered = self.number
         call.open()
-        unit = call.unit
+        state = call.state
         self._reached.add(call.round.record)
-        for reached in (unit, *unit.lenders):
+        for reached in (state, *state.lenders):
             reached.entered_backward = self.number
 
     def leave(self, call: Call) -> None:
         """The gradients of ``call``'s inputs are complete."""
-        if not self.was_seen(call.unit):  # unless its output is its input: then they are seen to enter in a moment
+        if not self.was_seen(call.state):  # unless its output is its input: then they are seen to enter in a moment
             self._left_unseen.append(call)
         call.close()
         call.round.awaited -= 1
 
-    def was_reached(self, unit: Unit) -> bool:
-        """Whether it came to ``unit`` through an output that its hooks saw."""
-        return unit.entered_backward == self.number
+    def was_reached(self, state: FSDPState) -> bool:
+        """Whether it came to ``state`` through an output that its hooks saw."""
+        return state.entered_backward == self.number
 
-    def was_seen(self, unit: Unit) -> bool:
+    def was_seen(self, state: FSDPState) -> bool:
         """The same; or it need not have."""
         return (
-            unit.entered_backward == self.number
-            or not unit.unshard_in_backward
-            or unit.group.parameter_state is ParameterState.UNSHARDED
+            state.entered_backward == self.number
+            or not state.unshard_in_backward
+            or state.group.parameter_state is ParameterState.UNSHARDED
         )
 
     # -- what it can still need
@@ -139,14 +139,14 @@ class Backward:
         """Whether autograd runs this one now, and not one within it, as reentrant checkpoints begin."""
         return not self._run.is_around_another
 
-    def is_over_for(self, unit: Unit) -> bool:
-        """Whether nothing in it can still need the parameters of ``unit``, all of which have gradients.
+    def is_over_for(self, state: FSDPState) -> bool:
+        """Whether nothing in it can still need the parameters of ``state``, all of which have gradients.
 
         Modules inside may: so there, only once it has been through all other units.
         """
-        if not unit.frees_with_last_gradient:
+        if not state.frees_with_last_gradient:
             return False
-        others = (other for other in self._units if other is not unit and other.group.parameters)
-        return not unit.has_nested_units or all(
+        others = (other for other in self._states if other is not state and other.group.parameters)
+        return not state.has_nested_states or all(
             self.was_reached(other) and other.group.parameter_state is ParameterState.SHARDED for other in others
         )

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import threading
 
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["another_thread", "left_by_an_exception", "unseen_output"]
 
 
-def another_thread(unit: Unit, thread: threading.Thread, kind: str, root: Unit) -> LifecycleError:
-    """This thread comes to ``unit`` while ``thread`` is inside a pass of ``kind``."""
+def another_thread(state: FSDPState, thread: threading.Thread, kind: str, root: FSDPState) -> LifecycleError:
+    """This thread comes to ``state`` while ``thread`` is inside a pass of ``kind``."""
     return LifecycleError(
-        f"thread {threading.current_thread().name!r} began a forward of {unit.name!r} while thread "
+        f"thread {threading.current_thread().name!r} began a forward of {state.name!r} while thread "
         f"{thread.name!r} is inside the {kind} of {root.name!r}. A sharded model is not "
         "re-entrant: let one thread run it at a time, or give each a copy of its own. If that pass was left by "
         "an exception, call reset_iter_state() on the root module."
     )
 
 
-def left_by_an_exception(unit: Unit, kind: str, root: Unit) -> LifecycleError:
-    """The forward of ``unit`` begins, but a pass of ``kind`` has not ended."""
+def left_by_an_exception(state: FSDPState, kind: str, root: FSDPState) -> LifecycleError:
+    """The forward of ``state`` begins, but a pass of ``kind`` has not ended."""
     return LifecycleError(
-        f"the forward of {unit.name!r} begins while the last {kind} pass under {root.name!r} "
+        f"the forward of {state.name!r} begins while the last {kind} pass under {root.name!r} "
         "has not ended; it was probably left by an exception. Call reset_iter_state() on the root module "
         "before the next step."
     )
 
 
-def unseen_output(unit: Unit) -> LifecycleError:
+def unseen_output(state: FSDPState) -> LifecycleError:
     """The parameters were not in memory when autograd computed with them."""
     return LifecycleError(
-        f"backward reached {unit.name!r} through a tensor that its forward did not show, so gradients are wrong. If "
-        f"{unit.class_name} returns an object of a class of your own, make it a dataclass or register it with "
+        f"backward reached {state.name!r} through a tensor that its forward did not show, so gradients are wrong. If "
+        f"{state.class_name} returns an object of a class of your own, make it a dataclass or register it with "
         "torch.utils._pytree.register_pytree_node; if it hands tensors on in another way, shard it with "
         "reshard_after_forward=False. Then call reset_iter_state() on the root module before the next step."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composable_fsdp._runtime.groups.state import Round, Unit
+from composable_fsdp._runtime.groups.state import FSDPState, Round
 
 __all__ = ["Call"]
 
@@ -10,10 +10,10 @@ __all__ = ["Call"]
 class Call:
     """One forward call of a unit's module that autograd will come back to. Kept alive by the graph."""
 
-    __slots__ = ("awaits", "entered", "is_open", "is_recomputed", "round", "unit")
+    __slots__ = ("awaits", "entered", "is_open", "is_recomputed", "round", "state")
 
-    def __init__(self, unit: Unit, of_round: Round, *, is_recomputed: bool) -> None:
-        self.unit = unit
+    def __init__(self, state: FSDPState, of_round: Round, *, is_recomputed: bool) -> None:
+        self.state = state
         self.round = of_round
         self.is_recomputed = is_recomputed
         """Whether it ran within a backward, which need not come to its inputs: some recomputations only fill in."""
@@ -35,10 +35,10 @@ class Call:
         """The unit's gradients are not complete before backward has come to this call's inputs."""
         if self.awaits and not self.is_open:
             self.is_open = True
-            self.unit.open_calls += 1
+            self.state.open_calls += 1
 
     def close(self) -> None:
         """Backward has come to its inputs."""
         if self.is_open:
             self.is_open = False
-            self.unit.open_calls -= 1
+            self.state.open_calls -= 1

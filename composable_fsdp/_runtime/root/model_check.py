@@ -21,7 +21,7 @@ from composable_fsdp._consistency.starting_values import (
     start_details,
     unlike_starts,
 )
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp.errors import DivergenceError, ParameterError
@@ -29,7 +29,7 @@ from composable_fsdp.errors import DivergenceError, ParameterError
 __all__ = ["check_models"]
 
 
-def check_models(root: Unit, units: Mapping[str, Unit]) -> None:
+def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
     """Compares what is below ``root`` on all ranks that talk to each other: one small all-gather for each mesh axis.
 
     Ranks of a mesh compare what is sharded over that mesh, so that others, as those with other experts, may differ.
@@ -43,17 +43,17 @@ def check_models(root: Unit, units: Mapping[str, Unit]) -> None:
     """
     if root.order_check is OrderCheck.OFF:
         return
-    every = dict.fromkeys([root.group.axes, *(c.axes for unit in units.values() for c in unit.group.channels)])
+    every = dict.fromkeys([root.group.axes, *(c.axes for state in states.values() for c in state.group.process_groups)])
     for axes in every:
         parameters = {
             f"parameter {p.name!r} of group {name!r}": p
-            for name, unit in units.items()
-            for p in unit.group.parameters
+            for name, state in states.items()
+            for p in state.group.parameters
             if p.sharding.axes == axes
         }
-        _Comparison(root, units, axes, parameters).run()
-    for unit in units.values():
-        for parameter in unit.group.parameters:
+        _Comparison(root, states, axes, parameters).run()
+    for state in states.values():
+        for parameter in state.group.parameters:
             parameter.start = None
 
 
@@ -62,18 +62,18 @@ class _Comparison:
 
     def __init__(
         self,
-        root: Unit,
-        units: Mapping[str, Unit],
+        root: FSDPState,
+        states: Mapping[str, FSDPState],
         axes: DataParallelAxes,
         parameters: Mapping[str, ShardedParameter],
     ) -> None:
-        self._root, self._units, self._axes, self._parameters = root, units, axes, parameters
+        self._root, self._states, self._axes, self._parameters = root, states, axes, parameters
         self._communicators = (axes.shard, axes.replicate)
         self._subject = f"the model under {root.class_name}"
         self._candidates: list[Candidate] = []
 
     def run(self) -> None:
-        lines = _lines(self._root, self._units, self._axes)
+        lines = _lines(self._root, self._states, self._axes)
         found = check_alike(lines, self._communicators, self._axes.device, self._subject, self._facts)
         facts = {rank: Facts.parse(numbers) for rank, numbers in found.items()}
         if len({each.start for each in facts.values()}) > 1:
@@ -145,7 +145,7 @@ def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
     ]
 
 
-def _surroundings(root: Unit, axes: DataParallelAxes) -> str:
+def _surroundings(root: FSDPState, axes: DataParallelAxes) -> str:
     return (
         f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
         f"order check {root.order_check.value!r}, max_merged_bytes {root.max_merged_bytes}, "
@@ -153,15 +153,15 @@ def _surroundings(root: Unit, axes: DataParallelAxes) -> str:
     )
 
 
-def _lines(root: Unit, units: Mapping[str, Unit], axes: DataParallelAxes) -> Iterator[str]:
+def _lines(root: FSDPState, states: Mapping[str, FSDPState], axes: DataParallelAxes) -> Iterator[str]:
     yield _surroundings(root, axes)
-    for name, unit in units.items():
-        parameters = [p for p in unit.group.parameters if p.sharding.axes == axes]
-        if not parameters and unit.group.axes != axes:
+    for name, state in states.items():
+        parameters = [p for p in state.group.parameters if p.sharding.axes == axes]
+        if not parameters and state.group.axes != axes:
             continue
         yield (
-            f"group {name!r} of {unit.class_name}: {_chosen(unit.precision)}, {_chosen(unit.group.offload)}, "
-            f"{_chosen(unit.reshard)}, unused parameters reduced: {unit.unequal_use}"
+            f"group {name!r} of {state.class_name}: {_chosen(state.precision)}, {_chosen(state.group.offload)}, "
+            f"{_chosen(state.reshard)}, unused parameters reduced: {state.unequal_use}"
         )
         for parameter in parameters:
             yield f"parameter {parameter.name!r} of group {name!r}: {parameter.description}"

@@ -8,35 +8,35 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass
-from composable_fsdp._consistency.watchdog import watch_of_job
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._runtime.groups.state import FSDPState
 
-__all__ = ["UnderWay"]
+__all__ = ["PassesUnderway"]
 
 
-class UnderWay:
+class PassesUnderway:
     """A forward, a backward, or one inside the other, of the units below ``root``. Final."""
 
-    def __init__(self, root: Unit) -> None:
+    def __init__(self, root: FSDPState) -> None:
         self._root = root
-        self._watch = watch_of_job()
+        self._watchdog = job_watchdog()
         self._forward: RunningPass | None = None
         self._backward: RunningPass | None = None
         self._completed = 0
         """Backwards."""
 
-    def begin_forward(self, outermost: Unit) -> None:
+    def begin_forward(self, outermost: FSDPState) -> None:
         """A forward begins, of ``outermost`` and what is in it; nothing else is under way."""
         self.end()
         self._forward = RunningPass("forward", outermost.name, outermost.calls_under_way[-1].caller)
-        if self._watch is not None:
-            self._watch.begin_pass(self._forward)
+        if self._watchdog is not None:
+            self._watchdog.begin_pass(self._forward)
 
     def begin_backward(self, end: Callable[[], None]) -> EndOfRun:
         """A backward begins. Returns the callback for autograd, which calls ``end`` when autograd's run succeeds."""
         self._backward = RunningPass("backward", self._root.name, None)
-        if self._watch is not None:
-            self._watch.begin_pass(self._backward)
+        if self._watchdog is not None:
+            self._watchdog.begin_pass(self._backward)
         return EndOfRun(end, self._backward)
 
     @property
@@ -44,34 +44,34 @@ class UnderWay:
         """Whether autograd still runs the backward that was begun last."""
         return self._backward is not None and not self._backward.run_has_ended
 
-    def reach(self, unit: Unit) -> None:
-        """The backward has come to ``unit``."""
-        if self._backward is not None and unit is not self._root:
-            self._backward.unit = unit.group.name
+    def reach(self, state: FSDPState) -> None:
+        """The backward has come to ``state``."""
+        if self._backward is not None and state is not self._root:
+            self._backward.module = state.group.name
 
     def end_backward(self) -> None:
         """The backward ran to its end."""
         self._completed += 1
-        if self._watch is not None:
-            self._watch.end_pass(self._backward, self._completed)
+        if self._watchdog is not None:
+            self._watchdog.end_pass(self._backward, self._completed)
         self._backward = None
 
     def end(self) -> None:
         """No pass is under way."""
-        if self._watch is not None:
-            self._watch.end_pass(self._forward)
-            self._watch.end_pass(self._backward)
+        if self._watchdog is not None:
+            self._watchdog.end_pass(self._forward)
+            self._watchdog.end_pass(self._backward)
         self._forward = self._backward = None
 
-    def note(self, error: BaseException, unit: Unit, *, in_backward: bool, ends_forward: bool) -> None:
-        """``error`` came out of ``unit``. Unless it ends the forward, it may be caught on its way."""
+    def note(self, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool) -> None:
+        """``error`` came out of ``state``. Unless it ends the forward, it may be caught on its way."""
         running = self._backward if in_backward else self._forward
         if running is None or isinstance(error, _StopRecomputationError):
             return  # refused before it began, or a checkpoint has recomputed what it needs
-        running.note(error, unit.name)
+        running.note(error, state.name)
         if not in_backward and not ends_forward:
             return
-        if self._watch is not None and not in_backward:
-            self._watch.fail(running.failure)
+        if self._watchdog is not None and not in_backward:
+            self._watchdog.fail(running.failure)
         running.is_told = True
         trace.tell_fault(error, f"the {running.kind} of {running.raised_in}")

@@ -16,8 +16,8 @@ from composable_fsdp._comm.communicator import Communicator, GroupCommunicator
 from composable_fsdp._comm.factory import abandon, compare, position, reopen
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._consistency.rank_report import ranks_text
-from composable_fsdp._consistency.watchdog import watch_of_job
-from composable_fsdp._runtime.groups.state import Unit
+from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp.errors import DivergenceError
 
 __all__ = ["Meeting", "disconnect", "has_failed", "meet", "reconnect", "set_order_check"]
@@ -53,14 +53,16 @@ class Meeting:
             )
 
 
-def has_failed(units: Iterable[Unit]) -> bool:
-    """Whether the last pass did not come to its end on this rank, or something failed that its ``units`` need."""
-    watch = watch_of_job()
-    return watch is not None and (watch.has_failed or any(position(group) == "broken" for group in _groups(units)))
+def has_failed(states: Iterable[FSDPState]) -> bool:
+    """Whether the last pass did not come to its end on this rank, or something failed that its ``states`` need."""
+    watchdog = job_watchdog()
+    return watchdog is not None and (
+        watchdog.has_failed or any(position(group) == "broken" for group in _groups(states))
+    )
 
 
-def meet(units: Iterable[Unit], steps: int) -> Meeting:
-    """Waits for all ranks that hold parameters of ``units``. All of them must call it.
+def meet(states: Iterable[FSDPState], steps: int) -> Meeting:
+    """Waits for all ranks that hold parameters of ``states``. All of them must call it.
 
     Args:
         steps: that this rank's optimizers took since the meeting before.
@@ -68,52 +70,52 @@ def meet(units: Iterable[Unit], steps: int) -> Meeting:
     Raises:
         PeerError: some have not come within the timeout of the process groups. Named in the text.
     """
-    watch, groups = watch_of_job(), _groups(units)
-    if watch is None or not groups:
+    watchdog, groups = job_watchdog(), _groups(states)
+    if watchdog is None or not groups:
         return Meeting()
     seconds = max(_timeout(group) for group in groups)
     here = " ".join(map(position, groups))
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
-    ranks = _ranks(units)
-    brought = [text.split(" ", 1) for text in watch.meet(ranks, f"{steps} {here}", seconds, occasion)]
-    watch.go_on()
+    ranks = _ranks(states)
+    brought = [text.split(" ", 1) for text in watchdog.meet(ranks, f"{steps} {here}", seconds, occasion)]
+    watchdog.go_on()
     is_together = "broken" not in here and len({place for _, place in brought}) == 1
     return Meeting(is_together, {rank: int(taken) for rank, (taken, _) in zip(ranks, brought, strict=True)})
 
 
-def disconnect(units: Iterable[Unit]) -> None:
+def disconnect(states: Iterable[FSDPState]) -> None:
     """Before :func:`reconnect`: nothing is written any more to the memory of what is under way."""
-    abandon(_groups(units))
+    abandon(_groups(states))
 
 
-def reconnect(units: Iterable[Unit]) -> None:
-    """Connects anew to all ranks that hold parameters of ``units``. All of them must call it.
+def reconnect(states: Iterable[FSDPState]) -> None:
+    """Connects anew to all ranks that hold parameters of ``states``. All of them must call it.
 
     Raises:
         PeerError: some cannot be reached any more.
     """
-    reopen(_groups(units))
+    reopen(_groups(states))
 
 
-def set_order_check(units: Iterable[Unit], level: OrderCheck) -> None:
-    """How much ranks compare before the operations of ``units``. The same on every rank."""
-    compare(_groups(units), level)
+def set_order_check(states: Iterable[FSDPState], level: OrderCheck) -> None:
+    """How much ranks compare before the operations of ``states``. The same on every rank."""
+    compare(_groups(states), level)
 
 
-def _groups(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
-    """The process groups over which ``units`` talk, each once."""
+def _groups(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
+    """The process groups over which ``states`` talk, each once."""
     communicators: list[Communicator] = []
-    for unit in units:
-        for channel in unit.group.channels:
-            communicators += [channel.axes.shard, channel.axes.replicate, channel.scatter]
-            if channel.smaller is not None:
-                communicators.append(channel.smaller)
+    for state in states:
+        for pgs in state.group.process_groups:
+            communicators += [pgs.axes.shard, pgs.axes.replicate, pgs.scatter]
+            if pgs.smaller is not None:
+                communicators.append(pgs.smaller)
     return list(dict.fromkeys(c.group for c in communicators if isinstance(c, GroupCommunicator)))
 
 
-def _ranks(units: Iterable[Unit]) -> list[int]:
-    """All ranks of the meshes of ``units``: the same ones on each, while no rank talks to all of a mesh of two axes."""
-    meshes = {channel.axes.mesh for unit in units for channel in unit.group.channels}
+def _ranks(states: Iterable[FSDPState]) -> list[int]:
+    """All ranks of the meshes of ``states``. Each of them gets the same list."""
+    meshes = {pgs.axes.mesh for state in states for pgs in state.group.process_groups}
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from composable_fsdp._memory.streams import Lanes
+from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.fused_reduce import Joiner
 from composable_fsdp._runtime.groups.gradients import GroupGradients, Launch, PendingReduction, reduce_together
-from composable_fsdp._runtime.groups.state import Accumulation, Unit
+from composable_fsdp._runtime.groups.state import Accumulation, FSDPState
 from composable_fsdp._runtime.groups.state_machine import GradientState
 from composable_fsdp._runtime.root.fusion import Company
 from composable_fsdp._runtime.root.prefetch import Unsharding
@@ -34,15 +34,17 @@ class Reductions:
     """Those of the units of one root, in the order of their launch. Each has memory until it is complete. Final.
 
     Args:
-        units: all below the root.
-        lanes: where to launch.
+        states: all below the root.
+        streams: where to launch.
         company: whose gradients go together.
         unsharding: what gathers units, some of them after a reduction.
     """
 
-    def __init__(self, units: Collection[Unit], lanes: Lanes, company: Company, unsharding: Unsharding) -> None:
-        self._units = units
-        self.lanes = lanes
+    def __init__(
+        self, states: Collection[FSDPState], streams: CommStreams, company: Company, unsharding: Unsharding
+    ) -> None:
+        self._states = states
+        self.streams = streams
         self._company = company
         self._unsharding = unsharding
         self._joiner = Joiner()
@@ -52,28 +54,28 @@ class Reductions:
 
     def begin_backward(self) -> None:
         """What was chosen by now counts."""
-        chosen = [unit.reductions_in_flight for unit in self._units]
-        self._limit = max(filter(None, chosen), default=_ON_HOST if self.lanes.block_the_host else None)
+        chosen = [state.reductions_in_flight for state in self._states]
+        self._limit = max(filter(None, chosen), default=_ON_HOST if self.streams.block_the_host else None)
 
-    def send_batch(self, unit: Unit) -> None:
-        """Sends the gradients of ``unit``'s next batch, all of which are there."""
-        self._run(unit.group.gradients.take_batch(self.lanes))
+    def send_batch(self, state: FSDPState) -> None:
+        """Sends the gradients of ``state``'s next batch, all of which are there."""
+        self._run(state.group.gradients.take_batch(self.streams))
 
-    def send(self, unit: Unit, *, at_end: bool, alone: bool) -> None:
-        """Does with the gradients of ``unit`` what was chosen.
+    def send(self, state: FSDPState, *, at_end: bool, alone: bool) -> None:
+        """Does with the gradients of ``state`` what was chosen.
 
         Args:
             at_end: the backward is over: nobody waits for companions any more.
             alone: whether none may go with those of others.
         """
-        gradients = unit.group.gradients
-        if unit.accumulation is Accumulation.UNSHARDED:
+        gradients = state.group.gradients
+        if state.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
-        if alone or not self._company.reduces(unit):
-            self._reduce((gradients,), partial=unit.keeps_partial)
+        if alone or not self._company.reduces(state):
+            self._reduce((gradients,), partial=state.keeps_partial)
             return
-        together = [each.group.gradients for each in self._company.settle(unit, at_end=at_end)]
+        together = [each.group.gradients for each in self._company.settle(state, at_end=at_end)]
         for member in together:
             if member.state is not GradientState.LOCAL:
                 member.contribute()
@@ -96,7 +98,7 @@ class Reductions:
         self._in_flight.clear()
 
     def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
-        for launch in reduce_together(members, self.lanes, self._joiner, partial=partial):
+        for launch in reduce_together(members, self.streams, self._joiner, partial=partial):
             self._run(launch)
 
     def _run(self, launch: Launch) -> None:

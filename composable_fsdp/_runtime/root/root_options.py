@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from composable_fsdp._runtime.groups.state import MERGED_BYTES, Unit
+from composable_fsdp._runtime.groups.state import MERGED_BYTES, FSDPState
 from composable_fsdp._runtime.schedule.policy import PREFETCH_LIMIT
 from composable_fsdp.errors import ConfigurationError
 
@@ -17,42 +17,42 @@ class _Setting:
     """``of`` a unit; what is ``unless_told`` is nobody's wish. ``remedy`` completes the message."""
 
     name: str
-    of: Callable[[Unit], object]
+    of: Callable[[FSDPState], object]
     remedy: str
     unless_told: object = None
 
 
 _SETTINGS = (
-    _Setting("device", lambda unit: unit.group.axes.device, "Give all of them meshes of one device type."),
-    _Setting("order check", lambda unit: unit.order_check.value, "Call set_order_check on the root."),
+    _Setting("device", lambda state: state.group.axes.device, "Give all of them meshes of one device type."),
+    _Setting("order check", lambda state: state.order_check.value, "Call set_order_check on the root."),
     _Setting(
         "prefetch_limit",
-        lambda unit: unit.prefetch_limit,
+        lambda state: state.prefetch_limit,
         "Call set_prefetch_limit on the root only.",
         unless_told=PREFETCH_LIMIT,
     ),
     _Setting(
-        "max_unsharded_bytes", lambda unit: unit.max_unsharded_bytes, "Call set_max_unsharded_bytes on the root only."
+        "max_unsharded_bytes", lambda state: state.max_unsharded_bytes, "Call set_max_unsharded_bytes on the root only."
     ),
     _Setting(
         "max_merged_bytes",
-        lambda unit: unit.max_merged_bytes,
+        lambda state: state.max_merged_bytes,
         "Call set_max_merged_bytes on the root only.",
         unless_told=MERGED_BYTES,
     ),
 )
 
 
-def check_settings(root: Unit, units: Iterable[Unit]) -> None:
+def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
     """
     Raises:
         ConfigurationError: a group below ``root`` has another value of what counts for all. Both are in the text.
     """
-    for unit in units:
+    for state in states:
         for setting in _SETTINGS:
-            value, wanted = setting.of(unit), setting.of(root)
+            value, wanted = setting.of(state), setting.of(root)
             if value not in (wanted, setting.unless_told):
                 raise ConfigurationError(
-                    f"the {setting.name} of {unit.name!r} ({unit.class_name}) is {value}, but that of {root.name!r} "
+                    f"the {setting.name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
                     f"({root.class_name}), which contains it, is {wanted}, and one counts for all. {setting.remedy}"
                 )

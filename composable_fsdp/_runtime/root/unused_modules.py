@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 from weakref import ref
 
-from composable_fsdp._runtime.groups.state import Unit, find_unit
+from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.schedule.policy import ForwardRecord, Lockstep, Turn
 from composable_fsdp.errors import LifecycleError
@@ -23,35 +23,35 @@ __all__ = ["Actions", "InStep"]
 class Actions(Protocol):
     """What an iteration does for a unit in place of its hooks."""
 
-    units: Mapping[str, Unit]
+    states: Mapping[str, FSDPState]
 
-    def gather_in_forward(self, unit: Unit) -> None: ...
+    def gather_in_forward(self, state: FSDPState) -> None: ...
 
-    def end_skipped(self, unit: Unit) -> None: ...
+    def end_skipped(self, state: FSDPState) -> None: ...
 
-    def gather_in_backward(self, unit: Unit, record: ForwardRecord, position: int) -> None: ...
+    def gather_in_backward(self, state: FSDPState, record: ForwardRecord, position: int) -> None: ...
 
-    def settle_gradients(self, unit: Unit, *, contributes: bool) -> None: ...
+    def settle_gradients(self, state: FSDPState, *, contributes: bool) -> None: ...
 
 
 class InStep:
     """One forward, and the backward that belongs to it, in step with other ranks. Final."""
 
-    def __init__(self, actions: Actions, outermost: Unit) -> None:
-        beneath = _units_beneath(outermost)
-        for unit in beneath:
-            if unit.has_several_modules:
+    def __init__(self, actions: Actions, outermost: FSDPState) -> None:
+        beneath = _states_beneath(outermost)
+        for state in beneath:
+            if state.has_several_modules:
                 raise LifecycleError(
-                    f"{unit.name!r} are several modules of one group, which do not have one turn among the others. "
+                    f"{state.name!r} are several modules of one group, which do not have one turn among the others. "
                     "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."
                 )
         self._owner = ref(actions)
         self._turns = Lockstep(
-            [(name, len(_units_beneath(unit)) - 1) for name, unit in actions.units.items() if unit in beneath]
+            [(name, len(_states_beneath(state)) - 1) for name, state in actions.states.items() if state in beneath]
         )
         self._records: list[ForwardRecord] = []
-        self._reached: list[Unit] = []
-        self._outer: list[Unit] = []
+        self._reached: list[FSDPState] = []
+        self._outer: list[FSDPState] = []
 
     @property
     def _actions(self) -> Actions:
@@ -62,20 +62,20 @@ class InStep:
 
     # -- forward
 
-    def begin(self, unit: Unit) -> None:
-        """``unit`` is about to run."""
-        if self._turns.is_late(unit.name):
+    def begin(self, state: FSDPState) -> None:
+        """``state`` is about to run."""
+        if self._turns.is_late(state.name):
             raise LifecycleError(
-                f"{unit.name!r} runs a second time in one forward, or after a module that is registered behind it. "
+                f"{state.name!r} runs a second time in one forward, or after a module that is registered behind it. "
                 "With set_reduce_scatter_unused_params, all ranks go through the sharded modules in the order in which "
                 "they are registered, once per forward. Register them in the order in which they run, or shard a "
                 "module that contains them instead of each."
             )
-        self._take(self._turns.before(unit.name))
+        self._take(self._turns.before(state.name))
 
-    def end(self, unit: Unit) -> None:
-        """``unit`` has run."""
-        self._take(self._turns.inside(unit.name))
+    def end(self, state: FSDPState) -> None:
+        """``state`` has run."""
+        self._take(self._turns.inside(state.name))
 
     def end_forward(self) -> None:
         """The outermost module has run."""
@@ -83,23 +83,23 @@ class InStep:
 
     def _take(self, turns: Iterable[Turn]) -> None:
         for name, begins in turns:
-            unit = self._actions.units[name]
+            state = self._actions.states[name]
             if begins:
-                self._actions.gather_in_forward(unit)
+                self._actions.gather_in_forward(state)
             else:
-                self._actions.end_skipped(unit)
+                self._actions.end_skipped(state)
 
     # -- backward
 
-    def check_recomputed(self, unit: Unit) -> None:
-        """``unit`` runs again within backward: its parameters must be there, since ranks that skip it gather later."""
-        if unit.group.parameter_state is ParameterState.SHARDED and unit.group.parameters:
+    def check_recomputed(self, state: FSDPState) -> None:
+        """``state`` runs again within backward: its parameters must be there, since ranks that skip it gather later."""
+        if state.group.parameter_state is ParameterState.SHARDED and state.group.parameters:
             raise LifecycleError(
-                f"{unit.name!r} is recomputed as part of a module around it. With set_reduce_scatter_unused_params, "
+                f"{state.name!r} is recomputed as part of a module around it. With set_reduce_scatter_unused_params, "
                 "checkpoint each sharded module by itself (and with use_reentrant=False)."
             )
 
-    def reach(self, record: ForwardRecord, position: int, backward: int, running: Unit | None) -> None:
+    def reach(self, record: ForwardRecord, position: int, backward: int, running: FSDPState | None) -> None:
         """Backward comes to ``position`` of ``record``, with ``running``: takes part in all that it left out before.
 
         What is complete by then is sent. A unit around ``running`` was not left out: its output may be the same tensor.
@@ -108,23 +108,23 @@ class InStep:
             self._records.append(record)
         for each in record.reach(position, backward):
             self._settle_reached()
-            unit = self._actions.units[record.ended[each]]
-            self._reached.append(unit)
-            if unit is running:
+            state = self._actions.states[record.ended[each]]
+            self._reached.append(state)
+            if state is running:
                 continue
-            unit.entered_backward = backward
-            if unit.unshard_in_backward:
-                self._actions.gather_in_backward(unit, record, each)
-            if unit.reshard_after_backward and (running is None or running not in _units_beneath(unit)):
-                unit.group.reshard()
+            state.entered_backward = backward
+            if state.unshard_in_backward:
+                self._actions.gather_in_backward(state, record, each)
+            if state.reshard_after_backward and (running is None or running not in _states_beneath(state)):
+                state.group.reshard()
 
     def end_backward(self, backward: int) -> None:
         """Autograd has come to its end."""
         for record in self._records:
             self.reach(record, 0, backward, None)
         self._settle_reached()
-        for unit in self._outer:
-            self._actions.settle_gradients(unit, contributes=True)
+        for state in self._outer:
+            self._actions.settle_gradients(state, contributes=True)
         self.forget_backward()
 
     def forget_backward(self) -> None:
@@ -133,14 +133,14 @@ class InStep:
             of_backward.clear()
 
     def _settle_reached(self) -> None:
-        for unit in self._reached:
-            if unit.has_nested_units:
-                self._outer.append(unit)
+        for state in self._reached:
+            if state.has_nested_states:
+                self._outer.append(state)
             else:
-                self._actions.settle_gradients(unit, contributes=True)
+                self._actions.settle_gradients(state, contributes=True)
         self._reached.clear()
 
 
-def _units_beneath(unit: Unit) -> set[Unit]:
-    """``unit`` and those inside its modules."""
-    return {below for top in unit.modules for m in top.modules() if (below := find_unit(m)) is not None}
+def _states_beneath(state: FSDPState) -> set[FSDPState]:
+    """``state`` and those inside its modules."""
+    return {below for top in state.modules for m in top.modules() if (below := find_state(m)) is not None}

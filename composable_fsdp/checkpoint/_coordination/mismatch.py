@@ -12,7 +12,7 @@ import torch
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
-    "Misfit",
+    "Mismatch",
     "differ",
     "dtype_name",
     "joined",
@@ -79,12 +79,12 @@ def tensor_text(dtype: torch.dtype, shape: Iterable[int]) -> str:
 
 
 def differ(found: object, expected: object) -> str:
-    """What a :class:`Misfit` says of a shape or dtype."""
+    """What a :class:`Mismatch` says of a shape or dtype."""
     return f"{found}, expected {expected}"
 
 
 @dataclass
-class Misfit:
+class Mismatch:
     """How what one rank is to load differs from what it loads into.
 
     Attributes:
@@ -104,33 +104,35 @@ class Misfit:
     others: list[str] = field(default_factory=list)
 
 
-def leave_common_unexpected(misfits: Sequence[Misfit]) -> None:
+def leave_common_unexpected(mismatches: Sequence[Mismatch]) -> None:
     """Of what some rank does expect, no rank says that it is unexpected: ranks may hold different parts of a model."""
-    common = set.intersection(*(set(misfit.unexpected) for misfit in misfits))
-    for misfit in misfits:
-        misfit.unexpected = {name: what for name, what in misfit.unexpected.items() if name in common}
+    common = set.intersection(*(set(mismatch.unexpected) for mismatch in mismatches))
+    for mismatch in mismatches:
+        mismatch.unexpected = {name: what for name, what in mismatch.unexpected.items() if name in common}
 
 
-def told(misfits: Mapping[int, Misfit]) -> str:
+def told(mismatches: Mapping[int, Mismatch]) -> str:
     """All differences of all ranks, by kind; with the ranks that have it, where that is not all. Empty for none."""
     lines = []
     for kind, title in _TITLES.items():
-        entries = _marked({rank: [f"{n}: {what}" for n, what in vars(m)[kind].items()] for rank, m in misfits.items()})
+        entries = _marked(
+            {rank: [f"{n}: {what}" for n, what in vars(m)[kind].items()] for rank, m in mismatches.items()}
+        )
         if entries:
             lines += [f"  {title} ({len(entries)}):", *(f"    {entry}" for entry in entries[:_SHOWN])]
         if len(entries) > _SHOWN:
             lines.append(f"    and {len(entries) - _SHOWN} more")
-    lines += [f"  {sentence}" for sentence in _marked({rank: misfit.others for rank, misfit in misfits.items()})]
+    lines += [f"  {sentence}" for sentence in _marked({rank: mismatch.others for rank, mismatch in mismatches.items()})]
     return "\n".join(lines)
 
 
-def refuse(what: str, misfits: Mapping[int, Misfit]) -> None:
+def refuse(what: str, mismatches: Mapping[int, Mismatch]) -> None:
     """Raises if any rank has differences: the same error, if it is called with the same on every rank.
 
     Raises:
         CheckpointError: says that ``what`` does not fit, and all differences.
     """
-    differences = told(misfits)
+    differences = told(mismatches)
     if differences:
         raise CheckpointError(f"{what}. Nothing was loaded.\n{differences}")
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from composable_fsdp._consistency.rank_report import Place, Report
-from composable_fsdp._consistency.watchdog import watch_of_job
+from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.checkpoint._coordination.mismatch import joined, named, said
 from composable_fsdp.checkpoint._coordination.pending_save import finish_earlier
 from composable_fsdp.errors import CheckpointError, FSDPError
@@ -300,10 +300,10 @@ class _Search:
         waited = time.monotonic() - self._begin
         self._due += max(waited, _ASK_AFTER)
         missing = [other for other in range(size) if other not in present]
-        watch = watch_of_job() if missing and rank == min(present, default=rank) else None
-        if watch is None:
+        watchdog = job_watchdog() if missing and rank == min(present, default=rank) else None
+        if watchdog is None:
             return ""
-        reports = watch.call_roll(range(size))
+        reports = watchdog.collect_reports(range(size))
         found = {other: reports[other] for other in missing if other in reports}
         stuck = {
             other: each.waiting for other, each in found.items() if each.waiting and _waits(each, present, reports)

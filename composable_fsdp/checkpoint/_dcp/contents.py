@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._runtime.params.sharded_param import alias_of
-from composable_fsdp._runtime.shard_extent import units_below
+from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.checkpoint._dcp.optimizer_state import Agreed, packed, state_of
 from composable_fsdp.checkpoint._state_dict import inner_tensors as tensor_classes
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
@@ -173,7 +173,7 @@ def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, a
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     """What codecs keep from step to step: ``residual`` and ``rounds`` by name; nothing in a model without shards."""
-    return CommunicationState(model).state_dict() if units_below(model) else {}
+    return CommunicationState(model).state_dict() if states_below(model) else {}
 
 
 def get_random_state() -> dict[str, Any]:

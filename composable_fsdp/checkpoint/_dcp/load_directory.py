@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from composable_fsdp.checkpoint._coordination.mismatch import Misfit, joined, leave_common_unexpected, refuse, told
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, joined, leave_common_unexpected, refuse, told
 from composable_fsdp.checkpoint._coordination.progress import progress_bar
 from composable_fsdp.checkpoint._coordination.rank_group import Ranks
 from composable_fsdp.checkpoint._dcp import directory as folder
@@ -33,13 +33,13 @@ class _Fit:
     """How a checkpoint fits one rank.
 
     Attributes:
-        misfit: of model and optimizer.
+        mismatch: of model and optimizer.
         has_communication: whether the checkpoint has state of codecs.
         wants_communication: whether codecs here keep any.
         fits_communication: whether what is wanted is there.
     """
 
-    misfit: Misfit
+    mismatch: Mismatch
     has_communication: bool
     wants_communication: bool
     fits_communication: bool
@@ -143,7 +143,7 @@ class Loading:
             self._objects = read_objects(self.folder, metadata, keys, weights_only=weights_only)
             self._restore = restore = Restore(model, optimizer, averages, metadata, self._objects)
             saved = any(key.startswith("communication.") for key in keys)
-            return _Fit(restore.misfit, saved, restore.wants_communication, restore.fits_communication)
+            return _Fit(restore.mismatch, saved, restore.wants_communication, restore.fits_communication)
 
         name = type(model).__name__
         self._communication = self._ranks.exchange(self._what, each, lambda fits: self._judged(fits, name, strict))
@@ -186,13 +186,13 @@ class Loading:
 
     def _judged(self, fits: list[_Fit], model: str, strict: bool) -> list[bool]:
         """Whether the state of codecs is loaded too, for each rank."""
-        misfits = {rank: fit.misfit for rank, fit in enumerate(fits)}
-        leave_common_unexpected(list(misfits.values()))
+        mismatches = {rank: fit.mismatch for rank, fit in enumerate(fits)}
+        leave_common_unexpected(list(mismatches.values()))
         refuse(
             f"{self.folder} does not fit {model}",
-            misfits if strict else {r: Misfit(shapes=m.shapes, classes=m.classes) for r, m in misfits.items()},
+            mismatches if strict else {r: Mismatch(shapes=m.shapes, classes=m.classes) for r, m in mismatches.items()},
         )
-        differences = told(misfits)
+        differences = told(mismatches)
         if differences:
             logger.warning("%s is loaded in part.\n%s", self.folder, differences)
         wanted = any(fit.wants_communication for fit in fits)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.shard_extent import like
-from composable_fsdp.checkpoint._coordination.mismatch import Misfit, differ, dtype_name, said, tensor_text
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name, said, tensor_text
 from composable_fsdp.checkpoint._coordination.progress import progress_bar
 from composable_fsdp.checkpoint._dcp.contents import communication_of
 from composable_fsdp.checkpoint._dcp.filesystem import reader_of
@@ -62,7 +62,7 @@ class Restore:
     """What ``model``, ``optimizer`` and ``averages`` take from a checkpoint. Nothing changes before :meth:`run`.
 
     Attributes:
-        misfit: how the checkpoint differs from what is wanted.
+        mismatch: how the checkpoint differs from what is wanted.
         wants_communication: whether codecs of the model keep anything from step to step.
         fits_communication: whether the checkpoint has that, in its shapes.
         has_changed: whether :meth:`run` has changed anything so far.
@@ -97,7 +97,7 @@ class Restore:
         self._members: list[Member] = []
         self._groups: list[dict[str, Any]] = []
         self._communication = communication_of(model)
-        self.misfit = Misfit()
+        self.mismatch = Mismatch()
         self.has_changed = False
         self._match_model()
         if optimizer is not None:
@@ -159,7 +159,7 @@ class Restore:
             if f"model.{entry.name}" in self._objects:
                 self._by_module[entry.name] = self._objects[f"model.{entry.name}"]
             else:
-                self.misfit.missing[entry.name] = "an object"
+                self.mismatch.missing[entry.name] = "an object"
         for entries in tensors:
             entry = next((e for e in entries if self._has(f"model.{e.name}")), entries[0])
             is_made = id(entry.value) not in registered  # by a hook, for the state dict
@@ -169,11 +169,11 @@ class Restore:
         known = {f"model.{entry.name}" for entries in (others, *tensors) for entry in entries}
         for key, saved in self._saved.items():
             if key.startswith("model.") and key not in known and self._outer_of(key) not in known:
-                self.misfit.unexpected[key.removeprefix("model.")] = _described(saved)
+                self.mismatch.unexpected[key.removeprefix("model.")] = _described(saved)
 
     def _match_averages(self, averages: ShardedEMA) -> None:
         if "averages.steps" not in self._objects:
-            self.misfit.others.append("the checkpoint has no averages.")
+            self.mismatch.others.append("the checkpoint has no averages.")
             return
         prefix = "averages.values."
         for entry in averages.entries():
@@ -181,7 +181,7 @@ class Restore:
             self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", part)
         for key, saved in self._saved.items():
             if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
-                self.misfit.unexpected[f"average of {key.removeprefix(prefix)}"] = _described(saved)
+                self.mismatch.unexpected[f"average of {key.removeprefix(prefix)}"] = _described(saved)
 
     def _has(self, key: str) -> bool:
         return key in self._saved or key in self._records
@@ -196,21 +196,21 @@ class Restore:
 
     def _match_tensor(self, key: str, name: str, part: Part) -> bool:
         """Whether the checkpoint has what goes to ``part``, which is noted then."""
-        saved, misfit, wanted = self._saved.get(key), self.misfit, part.value
+        saved, mismatch, wanted = self._saved.get(key), self.mismatch, part.value
         if key in self._records:
-            inner = wanted_of(part, self._records[key], name, lambda suffix: self._spec(f"{key}{suffix}"), misfit)
+            inner = wanted_of(part, self._records[key], name, lambda suffix: self._spec(f"{key}{suffix}"), mismatch)
             self._parts |= {f"{key}{suffix}": each for suffix, each in inner.parts.items()}
             self._absent.append((local_part(part.value), inner.absent))
             return True
         if saved is None:
-            misfit.missing[name] = tensor_text(wanted.dtype, wanted.shape)
+            mismatch.missing[name] = tensor_text(wanted.dtype, wanted.shape)
         elif not isinstance(saved, TensorStorageMetadata):
-            misfit.shapes[name] = differ("an object", tuple(wanted.shape))
+            mismatch.shapes[name] = differ("an object", tuple(wanted.shape))
         elif saved.size != wanted.shape:
-            misfit.shapes[name] = differ(tuple(saved.size), tuple(wanted.shape))
+            mismatch.shapes[name] = differ(tuple(saved.size), tuple(wanted.shape))
         else:
             if saved.properties.dtype != wanted.dtype:
-                misfit.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
+                mismatch.dtypes[name] = differ(dtype_name(saved.properties.dtype), dtype_name(wanted.dtype))
             self._parts[key] = part
             return True
         return False
@@ -222,7 +222,7 @@ class Restore:
     def _match_optimizer(self, optimizer: Optimizer) -> None:
         saved_groups, states = _param_groups(self._objects), self._states()
         if not saved_groups:
-            self.misfit.others.append("the checkpoint has no param_groups of an optimizer.")
+            self.mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
         by_names = {frozenset(group["params"]): group for group in saved_groups}
         groups = members_of(self._model, optimizer)
         for i, (members, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
@@ -231,17 +231,17 @@ class Restore:
             saved = by_names.get(frozenset(own))
             self._groups.append(restored(group, saved or {}, range(first, first + len(own))))
             if saved is not None:
-                self.misfit.others += lacking(optimizer, i, saved)
+                self.mismatch.others += lacking(optimizer, i, saved)
             elif saved_groups:
-                self.misfit.others.append(
+                self.mismatch.others.append(
                     f"no param_group of the checkpoint has the parameters of group {i}: {_some(own)}"
                 )
         wanted = {frozenset(member.name for member in members) for members in groups}
         for names in by_names.keys() - wanted:
-            self.misfit.unexpected[f"param_group of {_some(sorted(names))}"] = f"members: {len(names)}"
+            self.mismatch.unexpected[f"param_group of {_some(sorted(names))}"] = f"members: {len(names)}"
         known = {member.name for member in self._members}
         for name in states.keys() - known:
-            self.misfit.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
+            self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
         for member in self._members:
             for key, full_key in states.get(member.name, {}).items():
                 if full_key in self._records:
@@ -254,7 +254,7 @@ class Restore:
         if value is None:
             local = local_part(member.parameter)
             if class_name(local) != kind:
-                self.misfit.classes[name] = f"a {kind}, which the optimizer has not made so far. Step it once first"
+                self.mismatch.classes[name] = f"a {kind}, which the optimizer has not made so far. Step it once first"
                 return
             dtype = getattr(torch, self._records[full_key].dtype)
             value = torch.empty_like(local, dtype=dtype, requires_grad=False)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp.checkpoint._coordination.mismatch import (
-    Misfit,
+    Mismatch,
     differ,
     dtype_name,
     leave_common_unexpected,
@@ -84,14 +84,14 @@ def load_safetensors(
         lambda fits: _judged(fits, type(model).__name__, strict=strict),
     )
     ranks.agree(what, lambda: load.read(show=ranks.rank == 0 and wants_progress(None)))
-    return _IncompatibleKeys(list(load.misfit.missing), unexpected)
+    return _IncompatibleKeys(list(load.mismatch.missing), unexpected)
 
 
 @dataclass(frozen=True)
 class _Fit:
     """How the files at ``path`` fit one rank. They are the same as those with the same ``digest``."""
 
-    misfit: Misfit
+    mismatch: Mismatch
     path: Path
     digest: str
 
@@ -103,27 +103,27 @@ class _Load:
         self._path = path
         self._jobs: list[tuple[Part, str]] = []
         """What is to be read, with its key in the files."""
-        self.misfit = Misfit()
+        self.mismatch = Mismatch()
 
     def match(self, model: nn.Module, key_map: KeyMap | None, *, strict: bool, convert_dtype: bool) -> _Fit:
         """Finds out which tensor of the files goes to which of the model, and how they differ."""
-        self._stored, misfit = StoredTensors.at(self._path), self.misfit
+        self._stored, mismatch = StoredTensors.at(self._path), self.mismatch
         tensors, used = keyed_tensors(model, key_map)[0], set()
         for tensor in tensors:
             found = _found(tensor, self._stored)
             used |= set(found)
             if not found:
                 name, text = tensor.names[0], tensor_text(tensor.part.value.dtype, tensor.part.shape)
-                misfit.missing[name] = text + _elsewhere(name, tensor.keys[0])
+                mismatch.missing[name] = text + _elsewhere(name, tensor.keys[0])
                 continue
             self._jobs.append((tensor.part, next(iter(found))))
             for key, name in list(found.items())[: None if strict else 1]:
-                _compare(name, tensor.part, key, self._stored.tensors[key], convert_dtype, misfit)
+                _compare(name, tensor.part, key, self._stored.tensors[key], convert_dtype, mismatch)
         unused = {key: stored for key, stored in self._stored.tensors.items() if key not in used}
-        misfit.unexpected = {key: f"{_dtype_of(stored)} {stored.shape}" for key, stored in unused.items()}
-        if strict and not misfit.shapes and not misfit.dtypes:
-            misfit.others = [text for tensor in tensors for text in _untied(tensor, self._stored)]
-        return _Fit(misfit, self._stored.path, self._digest())
+        mismatch.unexpected = {key: f"{_dtype_of(stored)} {stored.shape}" for key, stored in unused.items()}
+        if strict and not mismatch.shapes and not mismatch.dtypes:
+            mismatch.others = [text for tensor in tensors for text in _untied(tensor, self._stored)]
+        return _Fit(mismatch, self._stored.path, self._digest())
 
     def read(self, *, show: bool) -> None:
         """Reads this rank's parts, file by file."""
@@ -149,12 +149,12 @@ class _Load:
 
 def _judged(fits: list[_Fit], model: str, *, strict: bool) -> list[list[str]]:
     """For every rank, what no rank expects. Raises if anything does not fit."""
-    misfits = [fit.misfit for fit in fits]
-    leave_common_unexpected(misfits)
-    unexpected = list(misfits[0].unexpected)
+    mismatches = [fit.mismatch for fit in fits]
+    leave_common_unexpected(mismatches)
+    unexpected = list(mismatches[0].unexpected)
     if not strict:
-        misfits = [replace(misfit, missing={}, unexpected={}) for misfit in misfits]
-    refuse(f"{fits[0].path} does not fit {model}", dict(enumerate(misfits)))
+        mismatches = [replace(mismatch, missing={}, unexpected={}) for mismatch in mismatches]
+    refuse(f"{fits[0].path} does not fit {model}", dict(enumerate(mismatches)))
     others = [rank for rank, fit in enumerate(fits) if fit.digest != fits[0].digest]
     if others:  # a path may lead elsewhere on another host
         raise CheckpointError(
@@ -173,16 +173,16 @@ def _found(tensor: Keyed, stored: StoredTensors) -> dict[str, str]:
     return found
 
 
-def _compare(name: str, part: Part, key: str, stored: Stored, convert_dtype: bool, misfit: Misfit) -> None:
-    """Adds to ``misfit`` what keeps ``stored`` from being loaded into ``part``."""
+def _compare(name: str, part: Part, key: str, stored: Stored, convert_dtype: bool, mismatch: Mismatch) -> None:
+    """Adds to ``mismatch`` what keeps ``stored`` from being loaded into ``part``."""
     dtype = part.value.dtype
     if stored.shape != part.shape:
-        misfit.shapes[name] = differ(stored.shape, part.shape) + _elsewhere(name, key)
+        mismatch.shapes[name] = differ(stored.shape, part.shape) + _elsewhere(name, key)
     elif stored.dtype is None or not torch.can_cast(stored.dtype, dtype):
-        misfit.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + _elsewhere(name, key)
+        mismatch.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + _elsewhere(name, key)
     elif stored.dtype != dtype and not convert_dtype:
         advice = " (convert_dtype=True converts it)"
-        misfit.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + _elsewhere(name, key) + advice
+        mismatch.dtypes[name] = differ(_dtype_of(stored), dtype_name(dtype)) + _elsewhere(name, key) + advice
 
 
 def _untied(tensor: Keyed, stored: StoredTensors) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp.checkpoint._coordination.mismatch import Misfit, refuse, tensor_text
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse, tensor_text
 from composable_fsdp.checkpoint._state_dict.names import Entry, at_rest, on_meta, plain_name
 from composable_fsdp.checkpoint._state_dict.tensor import compare, fill
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
@@ -138,13 +138,13 @@ class ShardedEMA:
             CheckpointError: names, shapes or kinds of dtypes are others. Listed in the text; nothing is loaded then.
         """
         given: Mapping[str, torch.Tensor] = state_dict["averages"]
-        misfit = Misfit(unexpected={n: type(v).__name__ for n, v in given.items() if n not in self.averages})
+        mismatch = Mismatch(unexpected={n: type(v).__name__ for n, v in given.items() if n not in self.averages})
         for name, average in self.averages.items():
             if name in given:
-                compare(name, average, given[name], None, misfit)
+                compare(name, average, given[name], None, mismatch)
             else:
-                misfit.missing[name] = tensor_text(average.dtype, average.shape)
-        refuse(f"the averages do not fit those of {type(self._model).__name__}", {0: misfit})
+                mismatch.missing[name] = tensor_text(average.dtype, average.shape)
+        refuse(f"the averages do not fit those of {type(self._model).__name__}", {0: mismatch})
         for entry in self.entries():
             fill(entry.value, entry.sharding, given[entry.name].detach(), None)
         self.steps = int(state_dict["steps"])

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp._layout.block import Extent, Ranges
-from composable_fsdp.checkpoint._coordination.mismatch import Misfit, differ, dtype_name
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name
 from composable_fsdp.checkpoint._state_dict.shard_view import Part, checksum
 from composable_fsdp.errors import CheckpointError
 
@@ -402,47 +402,47 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 """Whole shape and dtype of what is saved under a key."""
 
 
-def wanted_of(part: Part, record: Record, name: str, saved: Callable[[str], Spec | None], misfit: Misfit) -> Wanted:
+def wanted_of(part: Part, record: Record, name: str, saved: Callable[[str], Spec | None], mismatch: Mismatch) -> Wanted:
     """What of the checkpoint goes to ``part``.
 
     Args:
         part: of the model.
         record: of the checkpoint.
-        name: of the tensor, for ``misfit``.
+        name: of the tensor, for ``mismatch``.
         saved: gives what is under a key, by what follows the key of the outer tensor.
-        misfit: is told all differences.
+        mismatch: is told all differences.
     """
     wanted = Wanted()
-    if not _fits(part, record, name, misfit):
+    if not _fits(part, record, name, mismatch):
         return wanted
     inner = _inner_of(part.local)
     for attribute in inner.keys() - record.inner.keys():
-        misfit.classes[f"{name}.{attribute}"] = f"not saved, but this {record.kind} has it"
+        mismatch.classes[f"{name}.{attribute}"] = f"not saved, but this {record.kind} has it"
     for attribute, cut in record.inner.items():
         label = f"{name}.{attribute}"
         try:
             extent = None if cut is None else cut.extent_at(part.extent)
         except ValueError as error:
             if not part.extent.is_empty:
-                misfit.classes[label] = f"{error}. {_SAME_MESH}"
+                mismatch.classes[label] = f"{error}. {_SAME_MESH}"
             continue
         suffix = f".{attribute}{_at(part.extent) if extent is None else ''}"
         spec = saved(suffix)
         if spec is None:
             if not part.extent.is_empty:
-                misfit.classes[label] = f"saved as other shards than that of {_at(part.extent)[1:]}. {_SAME_MESH}"
+                mismatch.classes[label] = f"saved as other shards than that of {_at(part.extent)[1:]}. {_SAME_MESH}"
             continue
         shape, dtype = spec[0] if extent is None else extent.local_shape, spec[1]
         tensor = inner.get(attribute)
         if tensor is None:
             if "." in attribute or getattr(part.local, attribute, part.local) is not None:
-                misfit.classes[label] = f"saved, but this {record.kind} does not have it"
+                mismatch.classes[label] = f"saved, but this {record.kind} does not have it"
                 continue
             tensor = wanted.absent[attribute] = torch.empty(shape, dtype=dtype, device=part.local.device)
         if tuple(tensor.shape) != shape:
-            misfit.shapes[label] = differ(shape, tuple(tensor.shape))
+            mismatch.shapes[label] = differ(shape, tuple(tensor.shape))
         elif tensor.dtype != dtype:
-            misfit.dtypes[label] = differ(dtype_name(dtype), dtype_name(tensor.dtype))
+            mismatch.dtypes[label] = differ(dtype_name(dtype), dtype_name(tensor.dtype))
         wanted.parts[suffix] = Part(tensor, extent=extent)
     return wanted
 
@@ -450,15 +450,15 @@ def wanted_of(part: Part, record: Record, name: str, saved: Callable[[str], Spec
 _SAME_MESH = "Load it on the mesh, and as many ranks, that saved it"
 
 
-def _fits(part: Part, record: Record, name: str, misfit: Misfit) -> bool:
+def _fits(part: Part, record: Record, name: str, mismatch: Mismatch) -> bool:
     """Whether the outer tensors are alike."""
     local = part.local
     if record.kind != class_name(local):
-        misfit.classes[name] = differ(f"a {record.kind}", f"a {class_name(local)}")
+        mismatch.classes[name] = differ(f"a {record.kind}", f"a {class_name(local)}")
     elif record.shape != part.shape:
-        misfit.shapes[name] = differ(record.shape, part.shape)
+        mismatch.shapes[name] = differ(record.shape, part.shape)
     elif record.local_shape == tuple(local.shape) and record.context != _context_of(local):
-        misfit.classes[name] = differ(f"a {record.kind} with {record.context}", f"one with {_context_of(local)}")
+        mismatch.classes[name] = differ(f"a {record.kind} with {record.context}", f"one with {_context_of(local)}")
     else:
         return True
     return False

@@ -14,10 +14,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import has_own_memory
-from composable_fsdp.checkpoint._coordination.mismatch import Misfit, refuse, tensor_text
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse, tensor_text
 from composable_fsdp.checkpoint._state_dict.names import Entry, entries_of, on_meta, plain_name
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Sharded
-from composable_fsdp.checkpoint._state_dict.owners import Holders
+from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
 from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, shown
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
@@ -49,7 +49,7 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
         for problem in _on_meta(entries):
             raise CheckpointError(f"{type(model).__name__} has no full state dict: {problem}")
     tensors = ((entry.value, entry.sharding) for entry in entries.values())
-    holders = Holders.of(tensors, all_ranks=comes_from_rank0(form))
+    holders = OwnerRanks.of(tensors, all_ranks=comes_from_rank0(form))
     state: dict[str, Any] = OrderedDict()
     known: dict[int, torch.Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -138,7 +138,7 @@ def streams_from_rank0(form: Form | None, broadcast_from_rank0: bool) -> bool:
 class _Report:
     """What one rank says about the state dict that it was given."""
 
-    misfit: Misfit = field(default_factory=Misfit)
+    mismatch: Mismatch = field(default_factory=Mismatch)
     others: dict[str, Any] = field(default_factory=dict)
     """Values that are no tensors, where they have to be sent."""
     versions: dict[str, Any] | None = None
@@ -156,25 +156,25 @@ class _Load:
         self._form = form
         self._streams = streams
         self._entries = entries_of(model)
-        self._holders = Holders.of(((e.value, e.sharding) for e in self._entries.values()), all_ranks=streams)
+        self._holders = OwnerRanks.of(((e.value, e.sharding) for e in self._entries.values()), all_ranks=streams)
         self._given: dict[str, Any] = {}
         self._reports = self._holders.exchange(self._inspect(state_dict))
 
     def agree(self, strict: bool) -> None:
         """Raises on all ranks alike if anything is wrong on one of them."""
-        misfits = {rank: report.misfit for rank, report in self._reports.items()}
+        mismatches = {rank: report.mismatch for rank, report in self._reports.items()}
         if not strict:
-            missing = [] if self._streams else [misfit.missing for misfit in misfits.values()]
+            missing = [] if self._streams else [mismatch.missing for mismatch in mismatches.values()]
             uneven = {name: "other ranks have it" for m in missing for name in m if any(name not in o for o in missing)}
-            misfits = {
-                rank: replace(misfit, missing={n: uneven[n] for n in misfit.missing if n in uneven}, unexpected={})
-                for rank, misfit in misfits.items()
+            mismatches = {
+                rank: replace(mismatch, missing={n: uneven[n] for n in mismatch.missing if n in uneven}, unexpected={})
+                for rank, mismatch in mismatches.items()
             }
-        refuse(f"the state dict does not fit {type(self._model).__name__}", misfits)
+        refuse(f"the state dict does not fit {type(self._model).__name__}", mismatches)
 
     def carry_out(self) -> _IncompatibleKeys:
         """Fills parameters and buffers, then has the model's own method run with values that are there already."""
-        present = {name: e for name, e in self._entries.items() if name not in self._told(e).misfit.missing}
+        present = {name: e for name, e in self._entries.items() if name not in self._told(e).mismatch.missing}
         filled: set[int] = set()
         values = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -186,7 +186,7 @@ class _Load:
                     filled.add(id(entry.value))
                     self._fill(entry)
         missing = self._load_with_hooks(values)
-        unexpected = dict.fromkeys(name for report in self._reports.values() for name in report.misfit.unexpected)
+        unexpected = dict.fromkeys(name for report in self._reports.values() for name in report.mismatch.unexpected)
         return _IncompatibleKeys([plain_name(name) for name in missing], list(unexpected))
 
     def _told(self, entry: Entry | None = None) -> _Report:
@@ -195,13 +195,13 @@ class _Load:
         return self._reports[self._holders.source_of(value) if self._streams else self._holders.rank]
 
     def _inspect(self, state_dict: object) -> _Report:
-        report = _Report(Misfit(others=_on_meta(self._entries)))
+        report = _Report(Mismatch(others=_on_meta(self._entries)))
         is_speaker = not self._streams or self._holders.is_source_of()
         mine = [e for e in self._entries.values() if not self._streams or self._holders.is_source_of(e.value)]
         if not mine and not is_speaker:
             return report
         if not isinstance(state_dict, Mapping):
-            report.misfit.others.append(
+            report.mismatch.others.append(
                 f"a state dict maps names to values, but a {type(state_dict).__name__} was given"
             )
             return report
@@ -210,19 +210,19 @@ class _Load:
             self._inspect_entry(entry, report)
         if is_speaker:
             unexpected = {str(n): v for n, v in state_dict.items() if plain_name(str(n)) not in self._entries}
-            report.misfit.unexpected = {name: _described(value) for name, value in unexpected.items()}
+            report.mismatch.unexpected = {name: _described(value) for name, value in unexpected.items()}
             report.versions = getattr(state_dict, "_metadata", None)
         return report
 
     def _inspect_entry(self, entry: Entry, report: _Report) -> None:
         name = entry.name
         if name not in self._given:
-            report.misfit.missing[name] = _described(entry.value)
+            report.mismatch.missing[name] = _described(entry.value)
         elif entry.is_tensor:
-            compare(name, entry.value, self._given[name], self._form, report.misfit)
+            compare(name, entry.value, self._given[name], self._form, report.mismatch)
             value = self._given[name]
             if self._streams and isinstance(value, torch.Tensor) and not has_own_memory(local_part(value)):
-                report.misfit.others.append(
+                report.mismatch.others.append(
                     f"{name!r} is a {type(value).__name__}, which cannot be sent from rank 0: only plain tensors can. "
                     "Load it on all ranks, without broadcast_from_rank0"
                 )

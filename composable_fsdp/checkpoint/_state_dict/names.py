@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from composable_fsdp._runtime.shard_extent import shardings_of, units_below
+from composable_fsdp._runtime.shard_extent import shardings_of, states_below
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.errors import CheckpointError
 
@@ -49,12 +49,12 @@ class Entry:
 
 def at_rest(model: nn.Module) -> dict[int, ParameterSharding]:
     """Has ``model`` show its parameters in their sharded form. Returns how each is cut, by its id."""
-    units = units_below(model)
-    for unit in units:
-        unit.deliver_before_changes()
-        unit.group.reshard()
-        unit.group.refresh()
-    return shardings_of(units)
+    states = states_below(model)
+    for state in states:
+        state.deliver_before_changes()
+        state.group.reshard()
+        state.group.refresh()
+    return shardings_of(states)
 
 
 def entries_of(model: nn.Module) -> dict[str, Entry]:

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import like
-from composable_fsdp.checkpoint._coordination.mismatch import Misfit, refuse
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse
 from composable_fsdp.checkpoint._state_dict.model import streams_from_rank0
 from composable_fsdp.checkpoint._state_dict.names import on_meta, plain_name
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local
-from composable_fsdp.checkpoint._state_dict.owners import Holders, digest
+from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
 from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
 from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
 from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, part_for
@@ -71,7 +71,7 @@ class _Tensor:
 class _Report:
     """What one rank says about the state dict that it was given."""
 
-    misfit: Misfit = field(default_factory=Misfit)
+    mismatch: Mismatch = field(default_factory=Mismatch)
     groups: list[dict[str, Any]] = field(default_factory=list)
     """Saved groups, in the order of the optimizer's."""
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -89,17 +89,17 @@ class _Load:
         self._streams = streams
         self._groups = members_of(model, optimizer)
         self._members = {member.name: member for group in self._groups for member in group}
-        self._holders = Holders.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)
+        self._holders = OwnerRanks.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)
         self._given: dict[str, dict[str, Any]] = {}
         report = self._inspect(state)
         if streams:
             report.groups = [{k: _announced(v) for k, v in group.items()} for group in report.groups]
-        mine = report if streams else _Report(report.misfit, digest=report.digest)
+        mine = report if streams else _Report(report.mismatch, digest=report.digest)
         reports = self._holders.exchange(mine)
         what = f"the state dict does not fit {type(optimizer).__name__}"
-        refuse(what, {rank: each.misfit for rank, each in reports.items()})
+        refuse(what, {rank: each.mismatch for rank, each in reports.items()})
         if not streams and len({each.digest for each in reports.values()}) > 1:
-            refuse(what, {0: Misfit(others=["ranks were given state of different parameters"])})
+            refuse(what, {0: Mismatch(others=["ranks were given state of different parameters"])})
         self._reports = reports if streams else {self._holders.rank: report}
 
     def carry_out(self) -> None:
@@ -125,7 +125,7 @@ class _Load:
 
     def _inspect(self, state: Any) -> _Report:
         others = on_meta((name, member.parameter) for name, member in self._members.items())
-        report = _Report(Misfit(others=others))
+        report = _Report(Mismatch(others=others))
         is_speaker = not self._streams or self._holders.is_source_of()
         mine = {n for n, m in self._members.items() if not self._streams or self._holders.is_source_of(m.parameter)}
         if not mine and not is_speaker:
@@ -140,11 +140,11 @@ class _Load:
         if is_speaker:
             self._match_groups(state["param_groups"], report)
             report.others = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-            report.misfit.unexpected = {name: "state" for name in entries if name not in self._members}
+            report.mismatch.unexpected = {name: "state" for name in entries if name not in self._members}
         self._given = {name: entries[name] for name in self._members if name in entries and name in mine}
         for name, entry in self._given.items():
             for key, value in entry.items():
-                self._compare(self._members[name], key, value, report.misfit)
+                self._compare(self._members[name], key, value, report.mismatch)
             report.state[name] = {key: _announced(value) for key, value in entry.items()} if self._streams else entry
         report.digest = digest([(name, list(entry)) for name, entry in self._given.items()])
         return report
@@ -156,17 +156,17 @@ class _Load:
         wanted = [[member.name for member in group] for group in self._groups]
         report.groups = [by_members.get(frozenset(names), {}) for names in wanted]
         for index, group in enumerate(report.groups):
-            report.misfit.others += lacking(self._optimizer, index, group) if group else []
+            report.mismatch.others += lacking(self._optimizer, index, group) if group else []
         unmatched = [names for names in wanted if frozenset(names) not in by_members]
         left = [group["params"] for members, group in by_members.items() if members not in map(frozenset, wanted)]
         if len(wanted) != len(named):
-            report.misfit.others.append(f"{len(named)} parameter groups, expected {len(wanted)}")
+            report.mismatch.others.append(f"{len(named)} parameter groups, expected {len(wanted)}")
         for names, there in zip_longest(unmatched, left, fillvalue=()):
             missing, unexpected = [n for n in names if n not in there], [n for n in there if n not in names]
             members = f"missing {missing}, unexpected {unexpected}"
-            report.misfit.others.append(f"a parameter group has other members: {members}")
+            report.mismatch.others.append(f"a parameter group has other members: {members}")
 
-    def _compare(self, member: Member, key: str, value: object, misfit: Misfit) -> None:
+    def _compare(self, member: Member, key: str, value: object, mismatch: Mismatch) -> None:
         """Whether a value can be loaded, as far as that is known: some optimizers have state of any shape."""
         if not isinstance(value, torch.Tensor):
             return
@@ -176,7 +176,7 @@ class _Load:
             target = parameter
         if existing is None and value.ndim and type(self._optimizer) in ELEMENTWISE:
             target = parameter
-        compare(f"{member.name}.{key}", target, value, self._form, misfit)
+        compare(f"{member.name}.{key}", target, value, self._form, mismatch)
 
     # -- values
 

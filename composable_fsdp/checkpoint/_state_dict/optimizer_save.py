@@ -18,7 +18,7 @@ from composable_fsdp._runtime.shard_extent import like
 from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape, is_plain
 from composable_fsdp.checkpoint._state_dict.model import SHARDED, comes_from_rank0
 from composable_fsdp.checkpoint._state_dict.options import Form
-from composable_fsdp.checkpoint._state_dict.owners import Holders, digest
+from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
 from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
 from composable_fsdp.checkpoint._state_dict.tensor import shown
 from composable_fsdp.errors import CheckpointError
@@ -43,7 +43,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     groups = members_of(model, optimizer)
     members = [member for group in groups for member in group]
     tensors = ((member.parameter, member.sharding) for member in members)
-    holders = Holders.of(tensors, all_ranks=comes_from_rank0(form))
+    holders = OwnerRanks.of(tensors, all_ranks=comes_from_rank0(form))
     packed = optimizer.state_dict()
     ids = [i for group in packed["param_groups"] for i in group["params"]]
     entries = {m.name: packed["state"][i] for i, m in zip(ids, members, strict=True) if i in packed["state"]}
@@ -69,7 +69,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
 
 
 def _distributed(
-    members: Sequence[Member], entries: Mapping[str, Mapping[str, Any]], holders: Holders
+    members: Sequence[Member], entries: Mapping[str, Mapping[str, Any]], holders: OwnerRanks
 ) -> dict[str, dict[str, Any]]:
     """``entries`` with DTensors for local tensors: those that on every rank have the shape of the rank's shard.
 

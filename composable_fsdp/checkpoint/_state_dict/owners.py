@@ -16,7 +16,7 @@ from composable_fsdp._comm.broadcast import broadcast_
 from composable_fsdp._sharding.mesh import default_mesh
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 
-__all__ = ["Holders", "digest"]
+__all__ = ["OwnerRanks", "digest"]
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def digest(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Holders:
+class OwnerRanks:
     """All ranks of ``mesh``: the largest on which a tensor of the model lies. ``None``: this rank alone.
 
     A tensor's *source* is the rank that speaks for it where one rank has the values: the first of ``mesh``, which is
@@ -39,7 +39,7 @@ class Holders:
     apart: frozenset[DeviceMesh] = frozenset()
 
     @staticmethod
-    def of(tensors: Iterable[tuple[object, ParameterSharding | None]], *, all_ranks: bool = False) -> Holders:
+    def of(tensors: Iterable[tuple[object, ParameterSharding | None]], *, all_ranks: bool = False) -> OwnerRanks:
         """Those of ``tensors``, which come with how ``fully_shard`` cut them.
 
         Parameters with fewer data-parallel ranks than others, such as experts, are apart.
@@ -50,10 +50,10 @@ class Holders:
         placed = [(v.device_mesh, sharding) for v, sharding in tensors if isinstance(v, DTensor)]
         meshes = dict.fromkeys(mesh for mesh, _ in placed)
         if not meshes and all_ranks and dist.is_initialized():
-            return Holders(default_mesh())
+            return OwnerRanks(default_mesh())
         num_ranks = {mesh: sharding.axes.num_ranks for mesh, sharding in placed if sharding is not None}
         apart = frozenset(mesh for mesh, ranks in num_ranks.items() if ranks < max(num_ranks.values()))
-        return Holders(max(meshes, key=lambda mesh: mesh.size(), default=None), apart)
+        return OwnerRanks(max(meshes, key=lambda mesh: mesh.size(), default=None), apart)
 
     @property
     def rank(self) -> int:

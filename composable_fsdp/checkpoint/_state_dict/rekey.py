@@ -38,17 +38,17 @@ def members_of(model: nn.Module, optimizer: Optimizer) -> list[list[Member]]:
     """
     shardings, names = at_rest(model), parameter_names(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    strangers = [parameter for group in groups for parameter in group if id(parameter) not in names]
-    taken = [found.description for parameter in strangers if (found := find_taken(parameter)) is not None]
+    unmanaged = [parameter for group in groups for parameter in group if id(parameter) not in names]
+    taken = [found.description for parameter in unmanaged if (found := find_taken(parameter)) is not None]
     if taken:
         raise CheckpointError(
             f"this {type(optimizer).__name__} was made before fully_shard, and holds what these parameters were then: "
             f"{taken}. Call rekey_optimizer(optimizer, model), or make the optimizer after fully_shard."
         )
-    if strangers:
+    if unmanaged:
         raise CheckpointError(
             f"this {type(optimizer).__name__} holds parameters that are not the model's, of shapes "
-            f"{[tuple(parameter.shape) for parameter in strangers]}. Pass the model whose parameters() it was made of."
+            f"{[tuple(parameter.shape) for parameter in unmanaged]}. Pass the model whose parameters() it was made of."
         )
     return [[Member(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
 
@@ -69,17 +69,17 @@ def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     at_rest(model)
     names = parameter_names(model)
     replaced: dict[torch.Tensor, ShardedParameter] = {}
-    strangers = []
+    unmanaged = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
         taken = find_taken(parameter)
         sharded = None if taken is None else taken.parameter()
         if sharded is None or id(sharded.sharded) not in names:
-            strangers.append(tuple(parameter.shape))
+            unmanaged.append(tuple(parameter.shape))
         else:
             replaced[parameter] = sharded
-    if strangers:
+    if unmanaged:
         raise ParameterError(
-            f"this {type(optimizer).__name__} holds parameters of shapes {strangers} that are neither the model's nor "
+            f"this {type(optimizer).__name__} holds parameters of shapes {unmanaged} that are neither the model's nor "
             "were before fully_shard. Pass the model whose parameters() the optimizer was made of."
         )
     for group in optimizer.param_groups:

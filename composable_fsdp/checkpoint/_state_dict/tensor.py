@@ -12,7 +12,7 @@ from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.shard_extent import extent_of, gather, has_own_memory
 from composable_fsdp._runtime.unsharded_values import whole_tensor
 from composable_fsdp._sharding.param_sharding import ParameterSharding
-from composable_fsdp.checkpoint._coordination.mismatch import Misfit, differ, dtype_name, said
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name, said
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local, Sharded
 from composable_fsdp.errors import CheckpointError
 
@@ -44,27 +44,27 @@ def shown(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None, f
     return alias_of(value, local.cpu() if form.offload_to_cpu else local)
 
 
-def compare(name: str, target: torch.Tensor, value: object, form: Form | None, misfit: Misfit) -> None:
-    """Adds to ``misfit`` why ``value`` cannot be loaded into ``target``. ``form`` is what the user said it has."""
+def compare(name: str, target: torch.Tensor, value: object, form: Form | None, mismatch: Mismatch) -> None:
+    """Adds to ``mismatch`` why ``value`` cannot be loaded into ``target``. ``form`` is what the user said it has."""
     is_part = isinstance(form, Local)
     shape = tuple((local_part(target) if is_part else target).shape)
     if not isinstance(value, torch.Tensor):
-        misfit.others.append(f"{name!r} is no tensor but of type {type(value).__name__}")
+        mismatch.others.append(f"{name!r} is no tensor but of type {type(value).__name__}")
     elif isinstance(value, DTensor) and isinstance(form, (Full, Local)):
-        misfit.others.append(f"{name!r} is a DTensor: pass form=Sharded() instead of {type(form).__name__}()")
+        mismatch.others.append(f"{name!r} is a DTensor: pass form=Sharded() instead of {type(form).__name__}()")
     elif isinstance(target, DTensor) and not isinstance(value, DTensor) and isinstance(form, Sharded):
-        misfit.others.append(f"{name!r} is a plain tensor: pass form=Full() or Local() instead of Sharded()")
+        mismatch.others.append(f"{name!r} is a plain tensor: pass form=Full() or Local() instead of Sharded()")
     elif value.is_meta:
-        misfit.others.append(f"{name!r} is on the meta device and has no values")
+        mismatch.others.append(f"{name!r} is on the meta device and has no values")
     elif tuple(value.shape) != shape:
         where = " as this rank's part" if is_part and isinstance(target, DTensor) else ""
-        misfit.shapes[name] = differ(tuple(value.shape), f"{shape}{where}")
+        mismatch.shapes[name] = differ(tuple(value.shape), f"{shape}{where}")
     elif _kind(value.dtype) != _kind(target.dtype):
-        misfit.dtypes[name] = differ(dtype_name(value.dtype), dtype_name(target.dtype))
+        mismatch.dtypes[name] = differ(dtype_name(value.dtype), dtype_name(target.dtype))
     elif isinstance(value, DTensor) and not any(placement.is_partial() for placement in value.placements):
         found, wanted = tuple(local_part(value).shape), _local_shape(target, value)
         if found != wanted:
-            misfit.shapes[name] = differ(f"a local part of {found}", wanted)
+            mismatch.shapes[name] = differ(f"a local part of {found}", wanted)
 
 
 def _local_shape(target: torch.Tensor, value: DTensor) -> tuple[int, ...]:
