@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.verify_ranks import check_alike, difference_text
     from composable_fsdp._consistency import interrupt, watchdog
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
-    from composable_fsdp._consistency.rank_report import Place, Report, diagnose
+    from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose
     from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
     from composable_fsdp._consistency.starting_values import Candidate, start_details, unlike_starts
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog

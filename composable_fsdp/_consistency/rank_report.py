@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
-__all__ = ["Place", "Report", "diagnose", "order_text", "ranks_text", "reports_text"]
+__all__ = ["OperationId", "RankReport", "diagnose", "order_text", "ranks_text", "reports_text"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OperationId:
     """An operation: its number among those of ``ranks`` over one ``line`` between them, and what it is."""
 
     ranks: tuple[int, ...]
@@ -30,7 +30,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """Where a rank is.
 
     Args:
@@ -46,9 +46,9 @@ class Report:
 
     rank: int
     steps: int = 0
-    waiting: Place | None = None
+    waiting: OperationId | None = None
     seconds: float = 0.0
-    last: Place | None = None
+    last: OperationId | None = None
     failure: str = ""
     left: bool = False
     verdict: str = ""
@@ -58,12 +58,12 @@ class Report:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def decoded(text: str) -> Report:
+    def decoded(text: str) -> RankReport:
         values = json.loads(text)
         for name in ("waiting", "last"):
             place = values[name]
-            values[name] = None if place is None else Place(**place | {"ranks": tuple(place["ranks"])})
-        return Report(**values)
+            values[name] = None if place is None else OperationId(**place | {"ranks": tuple(place["ranks"])})
+        return RankReport(**values)
 
     def __str__(self) -> str:
         steps = f"{self.steps} step{'s' * (self.steps != 1)} done"
@@ -75,7 +75,9 @@ class Report:
         return f"rank {self.rank} is at work{since} ({steps})"
 
 
-def diagnose(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed_out: bool = False) -> FSDPError | None:
+def diagnose(
+    own: OperationId, reports: Mapping[int, RankReport], *, lost: str = "", timed_out: bool = False
+) -> FSDPError | None:
     """What keeps ``own`` from being done, as far as ``reports`` of the other ranks tell; ``None`` if they do not.
 
     Args:
@@ -110,13 +112,13 @@ def diagnose(own: Place, reports: Mapping[int, Report], *, lost: str = "", timed
     )
 
 
-def _last_known(rank: int, own: Place, reports: Mapping[int, Report]) -> Place | None:
+def _last_known(rank: int, own: OperationId, reports: Mapping[int, RankReport]) -> OperationId | None:
     """The last operation that any rank has completed together with ``rank``, over the line of ``own`` if possible."""
     shared = [each.last for each in reports.values() if each.last is not None and rank in each.last.ranks]
     return max(shared, key=lambda place: (place.line == own.line, place.number), default=None)
 
 
-def reports_text(reports: Mapping[int, Report], last_known: Mapping[int, str] = MappingProxyType({})) -> str:
+def reports_text(reports: Mapping[int, RankReport], last_known: Mapping[int, str] = MappingProxyType({})) -> str:
     """A line for each report, and one for each rank of ``last_known``: the last operation in which it took part."""
     lines = [(rank, str(report)) for rank, report in reports.items()]
     lines += [(rank, f"rank {rank} last took part in {operation}") for rank, operation in last_known.items()]

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
-from composable_fsdp._consistency.rank_report import Place, Report, diagnose, ranks_text
+from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, ranks_text
 from composable_fsdp._consistency.running_pass import RunningPass, said_of
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -57,9 +57,9 @@ T = TypeVar("T")
 class _Here:
     """What this rank knows of itself; written by the thread that trains, read by the one that answers."""
 
-    waiting: Place | None = None
+    waiting: OperationId | None = None
     since: float = 0.0
-    last: Place | None = None
+    last: OperationId | None = None
     steps: int = 0
     failure: str = ""
     has_left: bool = False
@@ -106,7 +106,7 @@ class Watchdog:
 
     # -- what the training thread notes
 
-    def begin_wait(self, place: Place, end: Callable[[str], None] | None = None, seconds: float = 0.0) -> None:
+    def begin_wait(self, place: OperationId, end: Callable[[str], None] | None = None, seconds: float = 0.0) -> None:
         """This rank waits for ``place``, ``seconds`` already. ``end``, on the other thread, ends that for a reason."""
         here = self.here
         here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, place
@@ -154,7 +154,7 @@ class Watchdog:
         """Whether this rank's last pass ended before its end, here or because of another rank."""
         return bool(self.here.failure or self.here.verdict or self.here.left)
 
-    def find(self, place: Place, lost: str, *, timed_out: bool) -> FSDPError | None:
+    def find(self, place: OperationId, lost: str, *, timed_out: bool) -> FSDPError | None:
         """Why the wait for ``place`` has just failed, the transport having said ``lost``. The others are told."""
         if self.here.verdict is None:
             self.give_up(diagnose(place, self.collect_reports(place.ranks), lost=lost, timed_out=timed_out))
@@ -194,14 +194,14 @@ class Watchdog:
 
     # -- the roll
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         here, waiting = self.here, self.here.waiting
         failure = here.failure or here.left
         seconds = time.monotonic() - here.since if waiting is not None else 0.0
         verdict, diverged = str(here.verdict or ""), isinstance(here.verdict, DivergenceError)
-        return Report(self.rank, here.steps, waiting, seconds, here.last, failure, here.has_left, verdict, diverged)
+        return RankReport(self.rank, here.steps, waiting, seconds, here.last, failure, here.has_left, verdict, diverged)
 
-    def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, Report]:
+    def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:
         """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come, or one that
         says for all why nobody can go on.
         """
@@ -211,7 +211,7 @@ class Watchdog:
             self._ask(lambda: self._hear(wanted, found, seconds))
         return dict(found)
 
-    def _hear(self, wanted: Sequence[int], found: dict[int, Report], seconds: float) -> None:
+    def _hear(self, wanted: Sequence[int], found: dict[int, RankReport], seconds: float) -> None:
         number = int(self._store.add("call", 1))
         end = time.monotonic() + seconds
         while len(found) <= len(wanted) and time.monotonic() < end:
@@ -223,7 +223,7 @@ class Watchdog:
                     found[rank] = report
             time.sleep(0.02)
 
-    def look(self, place: Place) -> FSDPError | None:
+    def look(self, place: OperationId) -> FSDPError | None:
         """Calls the roll and judges it, for a rank that waits for ``place``."""
         return diagnose(place, self.collect_reports(place.ranks))
 
@@ -234,19 +234,19 @@ class Watchdog:
             return str(report) if report is not None and report.failure else ""
         return ""
 
-    def _fresh(self, rank: int, number: int) -> Report | None:
+    def _fresh(self, rank: int, number: int) -> RankReport | None:
         key = f"report/{rank}"
         if not self._store.check([key]):
             return None
         answered, text = self._store.get(key).decode().split("\n", 1)
-        report = Report.decoded(text)
+        report = RankReport.decoded(text)
         return report if int(answered) >= number or report.failure or report.verdict else None
 
     def _tell(self) -> Future[None]:
         report = self.report()
         return self._request(lambda: self._write(report))
 
-    def _write(self, report: Report) -> None:
+    def _write(self, report: RankReport) -> None:
         self._store.set(f"report/{self.rank}", f"{self._answered}\n{report.encoded()}")
 
     def _request(self, call: Callable[[], T]) -> Future[T]:

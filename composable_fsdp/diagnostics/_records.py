@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from composable_fsdp._consistency.rank_report import Report
+from composable_fsdp._consistency.rank_report import RankReport
 from composable_fsdp.trace import Operation, Position, TraceEvent
 
 __all__ = ["Dump", "Fault", "Header", "NumberedEvent", "Stack", "decode", "encode", "file_name"]
@@ -94,7 +94,7 @@ class Dump:
     """
 
     header: Header
-    report: Report | None = None
+    report: RankReport | None = None
     latest: tuple[TraceEvent, ...] = ()
     faults: tuple[Fault, ...] = ()
     stacks: tuple[Stack, ...] = ()
@@ -127,7 +127,7 @@ def decode(lines: Iterable[str]) -> Dump:
         ValueError: the lines are not what :func:`encode` gives, or of a newer version of it.
     """
     header: Header | None = None
-    report: Report | None = None
+    report: RankReport | None = None
     parts: dict[str, list[Any]] = {kind: [] for kind in _READERS}
     try:
         for line in lines:
@@ -136,7 +136,7 @@ def decode(lines: Iterable[str]) -> Dump:
             if kind == "rank":
                 header = _header(values)
             elif kind == "report":
-                report = Report.decoded(json.dumps({key: values[key] for key in values if key != "text"}))
+                report = RankReport.decoded(json.dumps({key: values[key] for key in values if key != "text"}))
             else:
                 parts[kind].append(_READERS[kind](values))
     except (KeyError, TypeError, AttributeError) as error:

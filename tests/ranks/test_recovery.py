@@ -22,9 +22,9 @@ from tests._internals import (
     GlooCommunicator,
     GlooConnection,
     GroupCommunicator,
+    OperationId,
     OrderCheck,
     ParameterGroup,
-    Place,
     Transfer,
     disconnect,
     reconnect,
@@ -176,10 +176,10 @@ def lines_are_closed_before_anyone_is_told() -> None:
     with mock.patch.object(GlooConnection, "_close", watched):
         line = new_line()
         with pytest.raises(KeyboardInterrupt):
-            line.wait(Place(line.ranks, 1, "all-gather"), [Interrupted()])
+            line.wait(OperationId(line.ranks, 1, "all-gather"), [Interrupted()])
         assert line.position == "broken"
         launched = new_line()
-        with pytest.raises(MemoryError), launched.launching(Place(launched.ranks, 1, "all-gather")):
+        with pytest.raises(MemoryError), launched.launching(OperationId(launched.ranks, 1, "all-gather")):
             raise MemoryError
         assert launched.position == "broken"
     assert seen == ["0", "0"] * 2

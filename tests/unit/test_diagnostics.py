@@ -23,8 +23,8 @@ from tests._internals import (
     Fault,
     Header,
     NumberedEvent,
-    Place,
-    Report,
+    OperationId,
+    RankReport,
     Stack,
     decode,
     encode,
@@ -52,13 +52,13 @@ def made_up(
     rank: int,
     *launched: TraceEvent,
     faults: Sequence[Fault] = (),
-    waiting: Place | None = None,
+    waiting: OperationId | None = None,
     world_size: int = 2,
     attempt: int = 0,
 ) -> Dump:
     header = Header(rank, world_size, attempt, "host", 1, "asked for", 1e9, 100.0, 9, ("a", "b"), {"torch": "2"})
     events = tuple(NumberedEvent(index, event) for index, event in enumerate(launched, start=1))
-    report = Report(rank, waiting=waiting)
+    report = RankReport(rank, waiting=waiting)
     return Dump(header, report, launched[-1:], tuple(faults), (Stack("MainThread", ("f",)),), events)
 
 
@@ -82,7 +82,7 @@ def test_what_is_written_is_read() -> None:
     position = Position("group", (0, 1), 0, 3)
     plain = TraceEvent(Operation.UNSHARD, "a", 8, "gather", 1.0, 2.0)
     fault = Fault("PeerError", "two\nlines", "here", 5.0, position, ("frame",))
-    dump = made_up(1, plain, collective("b", 3), faults=[fault], waiting=Place((0, 1), 3, "b"))
+    dump = made_up(1, plain, collective("b", 3), faults=[fault], waiting=OperationId((0, 1), 3, "b"))
     assert decode(encode(dump)) == dump
     assert [json.loads(line)["kind"] for line in encode(dump)] == [
         "rank",
@@ -149,7 +149,7 @@ def test_a_new_connection_is_counted_from_its_own_beginning() -> None:
 
 
 def test_a_rank_waits_for_those_that_have_not_come() -> None:
-    place = Place((0, 1), 2, "c")
+    place = OperationId((0, 1), 2, "c")
     told = waits(by_rank(made_up(0, *labels("abc"), waiting=place), made_up(1, *labels("ab"))))
     assert [(wait.rank, wait.label, wait.number, wait.awaited) for wait in told] == [(0, "c", 2, (1,))]
 

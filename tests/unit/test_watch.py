@@ -25,10 +25,10 @@ from composable_fsdp.testing import PartitionableStore
 from tests._internals import (
     CONTEXT,
     EndOfRun,
+    OperationId,
     OrderCheck,
     OrderChecker,
-    Place,
-    Report,
+    RankReport,
     RunningPass,
     Watchdog,
     diagnose,
@@ -39,38 +39,38 @@ from tests._internals import (
 from tests._internals import watchdog as watchdog
 from tests.threads import together
 
-OWN = Place((0, 1, 2), 7, "all-gather of layers.2 in forward")
-OTHER = Place((0, 1, 2), 7, "all-gather of layers.3 in forward")
+OWN = OperationId((0, 1, 2), 7, "all-gather of layers.2 in forward")
+OTHER = OperationId((0, 1, 2), 7, "all-gather of layers.3 in forward")
 
 
-def reports(**ranks: Report) -> dict[int, Report]:
+def reports(**ranks: RankReport) -> dict[int, RankReport]:
     return {report.rank: report for report in ranks.values()}
 
 
-WAITING = Report(0, 3, OWN, 1.2)
+WAITING = RankReport(0, 3, OWN, 1.2)
 
 
 @pytest.mark.behaviour("H-03")
 def test_reports_survive_the_store() -> None:
     for report in (
         WAITING,
-        Report(2, last=OWN, failure="raised X", left=True),
-        Report(1, verdict="why", diverged=True),
+        RankReport(2, last=OWN, failure="raised X", left=True),
+        RankReport(1, verdict="why", diverged=True),
     ):
-        assert Report.decoded(report.encoded()) == report
+        assert RankReport.decoded(report.encoded()) == report
 
 
 @pytest.mark.behaviour("H-03")
 def test_ranks_that_work_or_wait_for_the_same_are_waited_for() -> None:
-    assert diagnose(OWN, reports(a=WAITING, b=Report(1, 3, last=OWN), c=Report(2, 3, OWN, 0.4))) is None
-    other_line = Place(OWN.ranks, OWN.number, "reduce-scatter of layers.3", "another group of the same ranks")
-    for elsewhere in (Place((1, 2), 3, "all-gather of experts in forward"), other_line):
-        assert diagnose(OWN, reports(a=WAITING, b=Report(1, 3, elsewhere, 5.0))) is None
+    assert diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, last=OWN), c=RankReport(2, 3, OWN, 0.4))) is None
+    other_line = OperationId(OWN.ranks, OWN.number, "reduce-scatter of layers.3", "another group of the same ranks")
+    for elsewhere in (OperationId((1, 2), 3, "all-gather of experts in forward"), other_line):
+        assert diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, elsewhere, 5.0))) is None
 
 
 @pytest.mark.behaviour("G-01")
 def test_ranks_that_wait_for_something_else_have_parted() -> None:
-    error = diagnose(OWN, reports(a=WAITING, b=Report(1, 3, OTHER, 1.0)))
+    error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, OTHER, 1.0)))
     assert isinstance(error, DivergenceError)
     assert str(error).startswith("Forward order differs across ranks")
     assert "rank 0: all-gather of layers.2 in forward\n  rank 1: all-gather of layers.3 in forward" in str(error)
@@ -78,20 +78,20 @@ def test_ranks_that_wait_for_something_else_have_parted() -> None:
 
 @pytest.mark.behaviour("H-03", "H-05")
 def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
-    failed = Report(2, 3, failure="raised ValueError: boom in the forward of layers.1")
-    error = diagnose(OWN, reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=failed))
+    failed = RankReport(2, 3, failure="raised ValueError: boom in the forward of layers.1")
+    error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=failed))
     assert isinstance(error, PeerError)
     assert "cannot be done: rank 2 raised ValueError: boom in the forward of layers.1 (3 steps done)" in str(error)
 
 
 @pytest.mark.behaviour("H-03", "H-05")
 def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
-    told = reports(a=WAITING, b=Report(1, 3, OWN, 1.0))
+    told = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
     assert "cannot be done: rank 2 is gone." in str(diagnose(OWN, told, lost="closed"))
-    late = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2))
+    late = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 2))
     assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, late, lost="timed out"))
     assert diagnose(OWN, late) is None
-    back = reports(a=WAITING, b=Report(1, 3, OWN, 1.0), c=Report(2, 2, OWN, 0.1))
+    back = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 2, OWN, 0.1))
     assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, back, lost="late", timed_out=True))
     assert "cannot be done: a connection was lost." in str(diagnose(OWN, back, lost="closed"))
 
@@ -99,23 +99,23 @@ def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
 @pytest.mark.behaviour("H-03", "H-05")
 def test_the_last_operation_of_a_rank_that_is_gone_is_named() -> None:
     """It is the last one that any rank has completed with it, over the same connections if there is one."""
-    done = [Place(OWN.ranks, number, f"all-gather of layers.{number} in forward") for number in (5, 6)]
-    without_it = Place((0, 1), 90, "all-gather of experts in forward")
-    other_line = Place((1, 2), 80, "all-gather of norm in forward", "another group")
-    told = reports(a=Report(0, 3, OWN, 1.2, last=done[0]), b=Report(1, 3, OWN, 1.0, last=done[1]))
+    done = [OperationId(OWN.ranks, number, f"all-gather of layers.{number} in forward") for number in (5, 6)]
+    without_it = OperationId((0, 1), 90, "all-gather of experts in forward")
+    other_line = OperationId((1, 2), 80, "all-gather of norm in forward", "another group")
+    told = reports(a=RankReport(0, 3, OWN, 1.2, last=done[0]), b=RankReport(1, 3, OWN, 1.0, last=done[1]))
     assert f"\n  rank 2 last took part in {done[1]}\n  closed" in str(diagnose(OWN, told, lost="closed"))
-    told = reports(a=Report(0, 3, OWN, 1.2, last=without_it), b=Report(1, 3, OWN, 1.0, last=other_line))
+    told = reports(a=RankReport(0, 3, OWN, 1.2, last=without_it), b=RankReport(1, 3, OWN, 1.0, last=other_line))
     assert f"rank 2 last took part in {other_line}" in str(diagnose(OWN, told, lost="closed"))
-    told = reports(a=Report(0, 3, OWN, 1.2, last=done[0]), b=Report(1, 3, OWN, 1.0, last=other_line))
+    told = reports(a=RankReport(0, 3, OWN, 1.2, last=done[0]), b=RankReport(1, 3, OWN, 1.0, last=other_line))
     assert f"rank 2 last took part in {done[0]}" in str(diagnose(OWN, told, lost="closed"))
 
 
 @pytest.mark.behaviour("H-05")
 def test_all_ranks_say_what_the_first_one_found_out() -> None:
-    error = diagnose(OWN, reports(a=WAITING, b=Report(1, verdict="Forward order differs", diverged=True)))
+    error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, verdict="Forward order differs", diverged=True)))
     assert type(error) is DivergenceError
     assert str(error) == "Forward order differs"
-    assert type(diagnose(OWN, reports(b=Report(1, verdict="rank 2 is gone")))) is PeerError
+    assert type(diagnose(OWN, reports(b=RankReport(1, verdict="rank 2 is gone")))) is PeerError
 
 
 @pytest.mark.behaviour("H-03")

@@ -23,7 +23,7 @@ from composable_fsdp import trace
 from composable_fsdp._comm.comm_debug import show
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
-from composable_fsdp._consistency.rank_report import Place
+from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.watchdog import Watchdog
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -74,7 +74,7 @@ class GlooConnection:
         self.backend: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         self._order_checker = OrderChecker(self._compare, self._tell, self._level)
         self._broken = ""
-        self._kept: dict[Place, Sequence[Work]] = {}
+        self._kept: dict[OperationId, Sequence[Work]] = {}
         """Works that nobody has waited for, by their operation."""
 
     def abandon(self) -> None:
@@ -101,7 +101,7 @@ class GlooConnection:
         """How much is compared from now on. The same on every rank."""
         self._level = self._order_checker.level = level
 
-    def begin(self, label: str, transfers: Sequence[Transfer]) -> Place:
+    def begin(self, label: str, transfers: Sequence[Transfer]) -> OperationId:
         """The next operation, once all ranks are about to do it.
 
         Raises:
@@ -112,7 +112,7 @@ class GlooConnection:
             raise PeerError(f"ranks {list(self.ranks)} cannot go on together, since {self._broken}")
         sizes = tuple(transfer.input.numel() * transfer.input.itemsize for transfer in transfers)
         self._label = label
-        place = Place(self.ranks, self._order_checker.number + 1, label, self._place_name)
+        place = OperationId(self.ranks, self._order_checker.number + 1, label, self._place_name)
         show(label)
         if trace.listeners:
             trace.emit(trace.Operation.COLLECTIVE, label, sum(sizes), position=self._position_of(place))
@@ -125,10 +125,10 @@ class GlooConnection:
             raise
         return place
 
-    def _position_of(self, place: Place) -> trace.Position:
+    def _position_of(self, place: OperationId) -> trace.Position:
         return trace.Position(self._name, self.ranks, self._connection, place.number)
 
-    def wait(self, place: Place, works: Sequence[Work]) -> None:
+    def wait(self, place: OperationId, works: Sequence[Work]) -> None:
         """Waits in gloo: turns its errors into ours, and is ended when it has become hopeless.
 
         Raises:
@@ -152,15 +152,15 @@ class GlooConnection:
             if self._watchdog is not None:
                 self._watchdog.end_wait(done=done)
 
-    def tag(self, place: Place) -> int:
+    def tag(self, place: OperationId) -> int:
         """Of the messages of the operation ``place``, so that none is taken for another's."""
         return _DATA + place.number % _DATA_TAGS
 
-    def keep(self, place: Place, works: Sequence[Work]) -> None:
+    def keep(self, place: OperationId, works: Sequence[Work]) -> None:
         """Takes over ``works`` of the operation ``place`` until they are done."""
         self._kept[place] = works
 
-    def wait_for(self, place: Place) -> None:
+    def wait_for(self, place: OperationId) -> None:
         """As :meth:`wait`, for what is kept of ``place``. Once.
 
         Raises:
@@ -174,11 +174,11 @@ class GlooConnection:
         self.wait(place, works)
         del self._kept[place]
 
-    def launching(self, place: Place) -> Launching:
+    def launching(self, place: OperationId) -> Launching:
         """A context for what tells gloo to begin ``place``, which may find that a rank has closed its connection."""
         return Launching(self, place)
 
-    def explained(self, place: Place, error: RuntimeError, seconds: float) -> FSDPError:
+    def explained(self, place: OperationId, error: RuntimeError, seconds: float) -> FSDPError:
         """What to raise where gloo has failed after ``seconds`` of waiting. The line is of no use any more."""
         watchdog, found = self._watchdog, None
         if watchdog is not None:
@@ -226,7 +226,7 @@ class GlooConnection:
         return dict(zip(self.ranks, texts, strict=True))
 
     def _swap(self, sent: torch.Tensor, received: Sequence[torch.Tensor], tag: int) -> None:
-        place = Place(self.ranks, self._order_checker.number, self._label, self._place_name)
+        place = OperationId(self.ranks, self._order_checker.number, self._label, self._place_name)
         with self.launching(place):
             works = exchange(self.backend, self.rank, [sent] * self.size, received, tag)
         self.wait(place, works)
@@ -237,7 +237,7 @@ class Launching:
     """While gloo is told to begin an operation; its errors become ours."""
 
     connection: GlooConnection
-    place: Place
+    place: OperationId
 
     def __enter__(self) -> None:
         """Nothing to prepare."""

@@ -18,7 +18,7 @@ from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._comm.gloo.connection import GlooConnection, exchange
 from composable_fsdp._comm.ordered_sum import add_up
-from composable_fsdp._consistency.rank_report import Place
+from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import UnsupportedError
@@ -50,7 +50,11 @@ class Arrival:
     """
 
     def __init__(
-        self, connection: GlooConnection, place: Place, works: Sequence[Work], finish: Callable[[], None] = _nothing
+        self,
+        connection: GlooConnection,
+        place: OperationId,
+        works: Sequence[Work],
+        finish: Callable[[], None] = _nothing,
     ) -> None:
         self._connection, self._place, self._finish = connection, place, finish
         self._has_come = False

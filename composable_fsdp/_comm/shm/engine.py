@@ -26,7 +26,7 @@ from composable_fsdp._comm.shm.collective import Operation
 from composable_fsdp._comm.shm.peer_errors import Peers
 from composable_fsdp._comm.shm.segment import Blocks, Segment
 from composable_fsdp._comm.shm.shm_socket import NO_BLOCK, Message, ShmSocket
-from composable_fsdp._consistency.rank_report import Place
+from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.running_pass import said_of
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
 from composable_fsdp.errors import FSDPError
@@ -293,7 +293,7 @@ class ShmEngine:
         if self._watchdog is None or not self._running:
             return
         line, first = f"{self._name}/{self._connection}", self._running[0]
-        place = Place(tuple(self._peers.ranks), first.sequence, first.operation.label, line)
+        place = OperationId(tuple(self._peers.ranks), first.sequence, first.operation.label, line)
         self._looks = True
         self._watchdog.begin_wait(place, seconds=seconds)
         error = self._watchdog.look(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from composable_fsdp._consistency.rank_report import Report, order_text, reports_text
+from composable_fsdp._consistency.rank_report import RankReport, order_text, reports_text
 from composable_fsdp._consistency.running_pass import said_of
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
@@ -52,7 +52,7 @@ class Peers(NamedTuple):
         return f"{self.name(rank)} raised {said_of(error)} in {operation}"
 
     def silent(
-        self, last_known: Mapping[int, str], seconds: float, operation: object, reports: Mapping[int, Report]
+        self, last_known: Mapping[int, str], seconds: float, operation: object, reports: Mapping[int, RankReport]
     ) -> PeerError:
         """Of peers that did not answer in ``seconds``.
 
@@ -68,7 +68,7 @@ class Peers(NamedTuple):
             f"...`); if slow, give the process group a longer timeout.{self._roll(reports, last_known)}"
         )
 
-    def _roll(self, reports: Mapping[int, Report], last_known: Mapping[int, str]) -> str:
+    def _roll(self, reports: Mapping[int, RankReport], last_known: Mapping[int, str]) -> str:
         return reports_text(
             reports, {self.ranks[peer]: operation for peer, operation in last_known.items() if operation}
         )

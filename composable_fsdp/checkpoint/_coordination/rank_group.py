@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._consistency.rank_report import Place, Report
+from composable_fsdp._consistency.rank_report import OperationId, RankReport
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.checkpoint._coordination.mismatch import joined, named, said
 from composable_fsdp.checkpoint._coordination.pending_save import finish_earlier
@@ -287,7 +287,7 @@ class _Search:
         self._timeout = timeout
         self._begin = time.monotonic()
         self._due = self._begin + _ASK_AFTER
-        self._suspects: dict[int, Place] = {}
+        self._suspects: dict[int, OperationId] = {}
         """Missing ranks that waited for a rank that is here, and in which operation."""
 
     def is_due(self) -> bool:
@@ -322,7 +322,7 @@ class _Search:
         return ""
 
 
-def _waits(report: Report, present: Sequence[int], reports: Mapping[int, Report]) -> bool:
+def _waits(report: RankReport, present: Sequence[int], reports: Mapping[int, RankReport]) -> bool:
     """Whether a rank waits in an operation that one of ``present`` has not done: that one waits in the meeting."""
     place = report.waiting
     if place is None:
@@ -331,7 +331,7 @@ def _waits(report: Report, present: Sequence[int], reports: Mapping[int, Report]
     return any(last is None or last.line != place.line or last.number < place.number for last in here)
 
 
-def _told(report: Report, present: Sequence[int]) -> str:
+def _told(report: RankReport, present: Sequence[int]) -> str:
     if report.left or report.waiting is None:
         return str(report)
     here = [rank for rank in report.waiting.ranks if rank in present]
