@@ -13,10 +13,22 @@ from contextlib import suppress
 
 __all__ = ["has_come", "listen", "stop_listening"]
 
-_reader, _writer = os.pipe()
-os.set_blocking(_reader, False)
-os.set_blocking(_writer, False)
 _NOBODY = -1
+
+
+_lock = threading.Lock()
+_ends: tuple[int, int] | None = None
+
+
+def _pipe() -> tuple[int, int]:
+    """Return the reading end and the writing end of a pipe, which the first call makes."""
+    global _ends
+    with _lock:
+        if _ends is None:
+            _ends = os.pipe()
+            for end in _ends:
+                os.set_blocking(end, False)
+    return _ends
 
 
 def listen() -> None:
@@ -25,8 +37,9 @@ def listen() -> None:
         return
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
-    other = signal.set_wakeup_fd(_writer, warn_on_full_buffer=False)
-    if other not in (_NOBODY, _writer):
+    _, writer = _pipe()
+    other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if other not in (_NOBODY, writer):
         signal.set_wakeup_fd(other)
     else:
         has_come()
@@ -36,12 +49,12 @@ def stop_listening() -> None:
     """The main thread is back in Python."""
     if threading.current_thread() is threading.main_thread():
         other = signal.set_wakeup_fd(_NOBODY)
-        if other not in (_NOBODY, _writer):
+        if other not in (_NOBODY, _pipe()[1]):
             signal.set_wakeup_fd(other)
 
 
 def has_come() -> bool:
     """Whether Ctrl-C was pressed since the last call, while somebody listened."""
     with suppress(BlockingIOError):
-        return signal.SIGINT in os.read(_reader, 4096)
+        return signal.SIGINT in os.read(_pipe()[0], 4096)
     return False

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet  # until Python 3.11 another one than the built-in
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -103,6 +104,7 @@ class Watchdog:
         self._thread.start()
         with _lock:
             _all.add(self)
+            _leave_at_exit()
 
     # -- what the training thread notes
 
@@ -413,7 +415,11 @@ def _own_client() -> Any:
         return None
 
 
-@atexit.register
+@cache
+def _leave_at_exit() -> None:
+    atexit.register(_leave_all)
+
+
 def _leave_all() -> None:
     """Ends all threads too: one that came back from the store while Python ends would abort the process."""
     end = time.monotonic() + _STORE_SECONDS

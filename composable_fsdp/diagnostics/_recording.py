@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -136,6 +137,7 @@ def enable(
     recording = _Recording(Path(folder), last)
     recording.start(on_error=on_error, signals=wanted)
     _recording = recording
+    _leave_in_forked_processes()
 
 
 def disable() -> None:
@@ -288,5 +290,7 @@ def _leave_to_parent() -> None:
         recording.stop()
 
 
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_leave_to_parent)
+@cache
+def _leave_in_forked_processes() -> None:
+    if sys.platform != "win32":
+        os.register_at_fork(after_in_child=_leave_to_parent)

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
 from types import FrameType
 
 __all__ = ["SignalWatch"]
@@ -46,6 +47,7 @@ class SignalWatch:
             signal.signal(each, self._handle)
         threading.Thread(target=self._run, name="composable_fsdp signals", daemon=True).start()
         _active.append(self)
+        _leave_in_forked_processes()
 
     def stop(self) -> None:
         """Puts back what was there before, unless somebody has replaced it since. Does nothing the second time."""
@@ -120,5 +122,7 @@ def _leave_to_parent() -> None:
     _release_signals()
 
 
-if sys.platform != "win32":
-    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_leave_to_parent)
+@cache
+def _leave_in_forked_processes() -> None:
+    if sys.platform != "win32":
+        os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_leave_to_parent)

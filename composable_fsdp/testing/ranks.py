@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -92,11 +93,16 @@ _Key = tuple[int, frozenset[tuple[str, str]]]
 
 _pools: dict[_Key, RankPool] = {}
 _lock = threading.RLock()
-atexit.register(shutdown)
+
+
+@cache
+def _shut_down_at_exit() -> None:
+    atexit.register(shutdown)
 
 
 def _on_pool(key: _Key, job: bytes, timeout: float, lost: Collection[int]) -> list[Outcome]:
     """Runs the job, and keeps the pool only if every rank is fit for another."""
+    _shut_down_at_exit()
     pool = _take(key)
     reusable = False
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import select
-import sys
 import threading
 import time
 import weakref
@@ -17,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -104,6 +104,7 @@ class ShmEngine:
         self._name, self._connection = name, -1
         self.reopen(wire)
         _engines.add(self)
+        _abandon_in_forked_processes()
 
     def reopen(self, wire: ShmSocket) -> None:
         """Begins anew over ``wire``, after the one before was given up. All ranks must do so together."""
@@ -362,5 +363,6 @@ def _abandon_all() -> None:
         engine.abandon()
 
 
-if sys.platform != "win32":
+@cache
+def _abandon_in_forked_processes() -> None:
     os.register_at_fork(after_in_child=_abandon_all)

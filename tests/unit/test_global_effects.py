@@ -1,0 +1,74 @@
+"""What the library installs outside of its own modules: nothing at import, the rest at the latest moment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+EFFECTS = """
+import atexit, os, signal, sys, threading
+import torch, torch._dynamo, torch.distributed, torch.distributed.checkpoint, torch.distributed.tensor
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+at_fork = []
+os.register_at_fork = lambda **functions: at_fork.append(functions)
+
+
+def effects():
+    handlers = {each: signal.getsignal(each) for each in signal.valid_signals()}
+    return {
+        "exit functions": atexit._ncallbacks(),
+        "excepthook": sys.excepthook,
+        "threads": [thread.name for thread in threading.enumerate()],
+        "signal handlers": handlers,
+        "fork functions": len(at_fork),
+        "optimizer hooks": len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks),
+        "file descriptors": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+        "environment": dict(os.environ),
+        "step": Optimizer.step,
+        "backward": torch.Tensor.backward,
+    }
+
+
+def changes(before):
+    return sorted(name for name, value in effects().items() if value != before[name])
+
+
+begin = effects()
+"""
+
+IMPORT = """
+import composable_fsdp, composable_fsdp.checkpoint, composable_fsdp.codecs, composable_fsdp.diagnostics
+import composable_fsdp.interop, composable_fsdp.optim, composable_fsdp.testing, composable_fsdp.wrap
+"""
+
+SHARD = """
+import composable_fsdp
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+begin = effects()
+model = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))
+"""
+
+
+def run(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{EFFECTS}\n{program}\nprint(changes(begin))"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.behaviour("A-01")
+def test_an_import_installs_nothing() -> None:
+    assert run(IMPORT) == "[]"
+
+
+@pytest.mark.behaviour("A-01")
+def test_a_sharded_module_on_one_rank_installs_hooks_of_optimizers_and_the_explanation_of_uncaught_errors() -> None:
+    """Neither a thread nor a function at exit or at fork: there is no other rank to answer or to lose."""
+    assert run(SHARD) == "['excepthook', 'optimizer hooks']"
