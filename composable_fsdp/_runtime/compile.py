@@ -1,8 +1,8 @@
-"""The only code that knows Dynamo.
+"""All code that depends on Dynamo.
 
-Hooks talk to process groups and swap parameters: nothing that a graph could hold. So a compiled model has a graph break
-at each of them, and what lies between is compiled. Modules are marked in the way that Dynamo knows from torch's own
-FSDP, so that it does not take parameters, which change their size between calls, for constants of the graph.
+Hooks launch collectives and swap parameters, which a graph cannot contain. So a compiled model has a graph break at
+each hook, and the code in between is compiled. Modules are marked as torch's own FSDP marks them. Dynamo then does not
+treat parameters, whose storage size changes between calls, as constants of the graph.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-__all__ = ["OutsideGraphs", "calling_frame", "frame_of_call", "mark_managed"]
+__all__ = ["DynamoDisabled", "calling_frame", "frame_of_call", "mark_managed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class OutsideGraphs(Generic[P, R]):
-    """A callable that runs as it is, with all that it calls, never traced nor compiled.
+class DynamoDisabled(Generic[P, R]):
+    """A callable that Dynamo neither traces nor compiles, with all that it calls.
 
-    Dynamo compiles frames only while it has a callback in the interpreter. Between the graphs of a compiled function it
-    has one, and is told to leave the callable alone; elsewhere the callable is called as it is.
+    Dynamo compiles frames only while the interpreter has its callback, e.g. between the graphs of a compiled function.
+    Then the callable is called through ``torch.compiler.disable``, otherwise directly.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -46,20 +46,20 @@ class OutsideGraphs(Generic[P, R]):
             self._disabled = torch.compiler.disable(self._function, recursive=True)
         return self._disabled(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OutsideGraphs[P, R]:
-        """Of a copied module's hook: the method of the copy."""
-        return OutsideGraphs(copy.deepcopy(self._function, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamoDisabled[P, R]:
+        """Copy the function too: the hook of a copied module is a method of the copy."""
+        return DynamoDisabled(copy.deepcopy(self._function, memo))
 
 
-# Dynamo heeds the mark where it meets the call in a graph. Called between graphs, this is a frame like any other, which
-# it would compile once for all hooks and then mistake one of them for another: so it is told to skip it. This way of
-# telling does not import Dynamo, which takes seconds.
-cast(Any, OutsideGraphs.__call__)._torchdynamo_disable = True
-set_code_exec_strategy(OutsideGraphs.__call__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+# ``_torchdynamo_disable`` works where Dynamo meets the call in a graph. Between graphs, Dynamo would compile this frame
+# once for all hooks and mistake one hook for another, so it must skip the frame. ``set_code_exec_strategy`` does that
+# without importing Dynamo, which takes seconds.
+cast(Any, DynamoDisabled.__call__)._torchdynamo_disable = True
+set_code_exec_strategy(DynamoDisabled.__call__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 def mark_managed(modules: Iterable[nn.Module]) -> None:
-    """Tells Dynamo that the parameters of ``modules`` come and go."""
+    """Tell Dynamo that the parameters of ``modules`` are swapped between calls."""
     for module in modules:
         marked = cast(Any, module)
         marked._is_fsdp_managed_module = True
@@ -67,19 +67,20 @@ def mark_managed(modules: Iterable[nn.Module]) -> None:
 
 
 def calling_frame(depth: int = 2) -> FrameType:
-    """The frame that called the hook that calls this, without those that :class:`OutsideGraphs` puts in between."""
+    """Return the frame that called the caller's hook, skipping the frames of :class:`DynamoDisabled` and Dynamo."""
     frame = sys._getframe(depth)
     while frame.f_back is not None and (
-        frame.f_code is OutsideGraphs.__call__.__code__ or "_dynamo" in frame.f_code.co_filename
+        frame.f_code is DynamoDisabled.__call__.__code__ or "_dynamo" in frame.f_code.co_filename
     ):
         frame = frame.f_back
     return frame
 
 
 def frame_of_call(module: nn.Module) -> FrameType:
-    """The frame that runs the call of ``module`` for which a hook was called, maybe through functions of others.
+    """Return the frame that runs the call of ``module`` to which the current hook belongs.
 
-    Where ``module`` is not being called, that of the function that called the hook, as it calls a method in its place.
+    Other functions may be in between. If ``module`` is not being called, e.g. because the hook wraps a method, return
+    the frame that called the hook.
     """
     caller = frame = calling_frame(3)
     while frame.f_back is not None:

@@ -1,8 +1,8 @@
-"""The only code that registers hooks on modules and on autograd's graph.
+"""Hooks on modules and on the autograd graph. No other file registers any.
 
-Where a gradient enters a call is seen by hooks on the *nodes* that made its outputs, for an output that is a view also
-on the node of its base: hooks on output tensors are lost when a view is changed in place. Where it leaves is seen on
-views of the inputs, made just for the call, so that other uses of the same tensors do not count.
+A gradient of an output is seen by a pre-hook on the *node* that made the output and, for a view, on the node of its
+base: hooks on tensors are lost when a view is changed in place. A gradient of an input is seen on a view of the input
+that is made for this call, so that other uses of the input do not count.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from composable_fsdp._runtime.compile import OutsideGraphs, calling_frame, frame_of_call
-from composable_fsdp._runtime.groups.group_tensors import shard_of
+from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
+from composable_fsdp._runtime.groups.group_tensors import shard_full_tensor
 from composable_fsdp._runtime.groups.state import FSDPState, ModuleReference
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
@@ -45,27 +45,27 @@ __all__ = [
 
 
 class HookHandles(NamedTuple):
-    """With which the hooks around a module's forward can be taken off."""
+    """Handles that remove the hooks around a module's forward."""
 
     pre_forward: RemovableHandle
     post_forward: RemovableHandle
 
 
 class ClientHooks(NamedTuple):
-    """Of one module, to be registered by a client, with something around them, in place of ours."""
+    """The hooks of one module, which a client wraps and registers instead of ours."""
 
     pre_forward: Callable[..., Any]
     post_forward: Callable[..., Any]
 
 
 def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
-    """Makes ``state``'s modules unshard before they compute, reshard after it, and come back in backward."""
+    """Register hooks so that the modules of ``state`` unshard before they compute and reshard afterwards."""
     handles = {}
     for module in state.modules:
         hooks = _ModuleHooks(state)
         handles[module] = HookHandles(
-            module.register_forward_pre_hook(OutsideGraphs(hooks.pre_forward), prepend=True, with_kwargs=True),
-            module.register_forward_hook(OutsideGraphs(hooks.post_forward), always_call=True),
+            module.register_forward_pre_hook(DynamoDisabled(hooks.pre_forward), prepend=True, with_kwargs=True),
+            module.register_forward_hook(DynamoDisabled(hooks.post_forward), always_call=True),
         )
         module.register_state_dict_pre_hook(hooks.before_state_dict)
         module.register_state_dict_post_hook(_make_copyable)
@@ -75,13 +75,13 @@ def install_hooks(state: FSDPState) -> dict[nn.Module, HookHandles]:
 
 
 def hooks_for_clients(state: FSDPState) -> ClientHooks:
-    """The hooks around the forward of a module of ``state``, which may be called through functions of others."""
+    """Return the forward hooks for a module of ``state``. Functions of a client may call them."""
     hooks = _ModuleHooks(state)
-    return ClientHooks(OutsideGraphs(hooks.pre_forward_through_others), OutsideGraphs(hooks.post_forward))
+    return ClientHooks(DynamoDisabled(hooks.pre_forward_through_others), DynamoDisabled(hooks.post_forward))
 
 
 def wrap_forward_method(state: FSDPState, module: nn.Module, method_name: str) -> None:
-    """Gives a method of the module other than ``forward`` the same treatment as ``forward``."""
+    """Make a method of the module unshard and reshard as ``forward`` does."""
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r} to register.")
@@ -90,9 +90,9 @@ def wrap_forward_method(state: FSDPState, module: nn.Module, method_name: str) -
 
 
 class _ForwardMethod:
-    """``method`` with the parameters in memory. An object, so that in a deep copy it is the method of the copy.
+    """Calls ``method`` with unsharded parameters. A deep copy calls the method of the copied module.
 
-    ``module`` owns it, and it does not own ``module``: of a bound method it keeps the function.
+    ``module`` owns this object and not the reverse, so of a bound method only the function is kept.
     """
 
     def __init__(self, state: FSDPState, module: nn.Module, method: Callable[..., Any]) -> None:
@@ -113,7 +113,7 @@ class _ForwardMethod:
 def call_as_forward(
     state: FSDPState, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``method(*args, **kwargs)`` with the parameters of ``state`` in memory, as in a call of ``module``."""
+    """Return ``method(*args, **kwargs)``, called with unsharded parameters of ``state``, as in a call of ``module``."""
     hooks = _ModuleHooks(state)
     hooks.begin(sys._getframe())
     try:
@@ -126,7 +126,7 @@ def call_as_forward(
 
 
 def is_being_called(state: FSDPState) -> bool:
-    """Whether a call of the unit is on the Python stack. Calls left by an interrupt are forgotten here."""
+    """Return True if a call of this state is on the Python stack. Drop calls that an interrupt left behind."""
     frames = state.calls_under_way
     if not frames or frames[-1].thread != threading.get_ident():
         return False
@@ -139,36 +139,36 @@ def is_being_called(state: FSDPState) -> bool:
     return False
 
 
-class _Input(NamedTuple):
-    """A view of an input that needs a gradient, made for one call.
+class _InputView(NamedTuple):
+    """A view, made for one call, of an input that needs a gradient.
 
-    A hook on its node costs half of what one on the tensor does.
+    A hook on its node costs half as much as a hook on the tensor.
     """
 
     view: Any
     version: int
-    """When it was made: a view that was changed in place since then has another node."""
+    """The version of the view when it was made. An in-place change gives the view another node."""
 
 
 @dataclass(slots=True)
 class _Frame:
-    """One forward call under way."""
+    """One forward call that has begun."""
 
-    handling: BaseException | None
-    """The exception that was being handled when the call began; another one at its end is the call's own."""
+    handled_exception: BaseException | None
+    """The exception that was being handled when the call began. If another one is at its end, the call raised it."""
     caller: FrameType
     """The Python frame that runs the call."""
     iteration: Iteration
     is_inner: bool
-    """Whether it is part of another call of the same unit, such as ``forward`` called by a registered ``generate``."""
+    """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
     thread: int = field(default_factory=threading.get_ident)
-    inputs: list[_Input] = field(default_factory=list)
+    inputs: list[_InputView] = field(default_factory=list)
 
 
 class _ModuleHooks:
-    """The hooks of the modules of a unit. Final. The unit knows its calls under way, innermost last.
+    """The hooks of the modules of one FSDP state, which keeps the stack of open calls. Final.
 
-    A call inside another call of the same unit only casts: the outer one brings parameters in and out of memory.
+    A call inside another call of the same state only casts: the outer one unshards and reshards.
     """
 
     def __init__(self, state: FSDPState) -> None:
@@ -189,14 +189,14 @@ class _ModuleHooks:
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         calls = self._state.calls_under_way
         if not calls or calls[-1].thread != threading.get_ident():
-            return None  # refused before it began, as another thread runs the model
-        if sys.exc_info()[1] is not calls[-1].handling:
+            return None  # begin() raised, since another thread runs the model
+        if sys.exc_info()[1] is not calls[-1].handled_exception:
             self.abort()
             return None
         return self.finish(module, output)
 
     def begin(self, caller: FrameType) -> None:
-        """A call that ``caller`` runs is under way."""
+        """Begin a call that the frame ``caller`` runs."""
         state = self._state
         iteration = iteration_of(state)
         iteration.check_thread(state)
@@ -205,7 +205,7 @@ class _ModuleHooks:
         calls.append(_Frame(sys.exc_info()[1], caller, iteration, is_inner))
 
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Brings the parameters into memory, and the inputs to where and in what they compute."""
+        """Unshard the parameters, and move and cast the inputs."""
         state, frame = self._state, self._state.calls_under_way[-1]
         iteration = frame.iteration
         if not frame.is_inner:
@@ -221,7 +221,7 @@ class _ModuleHooks:
         return args, kwargs
 
     def finish(self, module: nn.Module, output: Any) -> Any:
-        """After a forward that returned: reshards, and arranges for the way back."""
+        """End a call that returned: reshard, and register hooks for backward."""
         state, frame = self._state, self._state.calls_under_way.pop()
         if state.precision.output_dtype is not None:
             output = map_tensors(_cast_to(state.precision.output_dtype), output)
@@ -231,25 +231,25 @@ class _ModuleHooks:
         return output if call is None else _watch_backward(call, frame.iteration, frame.inputs, output)
 
     def abort(self) -> None:
-        """After a forward that raised; while its exception is being handled."""
+        """End a call that raised, while its exception is being handled."""
         frame = self._state.calls_under_way.pop()
         if not frame.is_inner:
             frame.iteration.abort_forward(self._state, sys.exc_info()[1])
 
-    # -- state dicts: their values are the sharded parameters
+    # -- state dicts, which hold sharded parameters
 
     def before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._state.group.reshard()
         self._state.group.check_data()
 
     def before_load_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Of full plain tensors, every rank takes its shards."""
+        """Replace full plain tensors in the state dict by this rank's shards."""
         self._state.group.reshard()
         parameters = {id(p.sharded): p for p in self._state.group.parameters}
         for name, registered in module.named_parameters(remove_duplicate=False):
             parameter, value = parameters.get(id(registered)), cast(Any, state_dict.get(prefix + name))
-            if parameter is not None and _is_whole(value, parameter.sharding.shape):
-                state_dict[prefix + name] = shard_of(parameter, value)
+            if parameter is not None and _is_full_tensor(value, parameter.sharding.shape):
+                state_dict[prefix + name] = shard_full_tensor(parameter, value)
 
     def after_load_state_dict(self, *_: Any) -> None:
         self._state.deliver_before_changes()
@@ -257,9 +257,9 @@ class _ModuleHooks:
 
 
 def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Has ``copy.deepcopy`` take the values of a state dict, as averages and best checkpoints do.
+    """Make the values of a state dict work with ``copy.deepcopy``, which e.g. weight averaging calls.
 
-    The parameters themselves, which ``keep_vars`` gives, stay.
+    Parameters, which ``keep_vars=True`` gives, stay.
     """
     for name in [name for name in state if name.startswith(prefix)]:
         value = state[name]
@@ -267,15 +267,17 @@ def _make_copyable(module: nn.Module, state: dict[str, Any], prefix: str, metada
             state[name] = alias_of(value, local_part(value))
 
 
-def _is_whole(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether ``value`` is a plain tensor, with values, of a parameter of this shape."""
+def _is_full_tensor(value: Any, shape: tuple[int, ...]) -> bool:
+    """Return True if ``value`` is a plain tensor of this shape, and not on the meta device."""
     return type(value) in (torch.Tensor, nn.Parameter) and tuple(value.shape) == shape and not value.is_meta
 
 
 class _InputMap:
-    """Moves and casts inputs, and notes a view of each that needs a gradient: one, however often it occurs."""
+    """Moves and casts inputs, each tensor once, and records a view of those that need a gradient."""
 
-    def __init__(self, device: torch.device | None, dtype: torch.dtype | None, watched: list[_Input] | None) -> None:
+    def __init__(
+        self, device: torch.device | None, dtype: torch.dtype | None, watched: list[_InputView] | None
+    ) -> None:
         self._device = device
         self._dtype = dtype
         self._watched = watched
@@ -292,7 +294,7 @@ class _InputMap:
             mapped = mapped.to(self._dtype)
         if self._watched is not None and mapped.requires_grad:
             mapped = mapped.view_as(mapped) if mapped is tensor else mapped
-            self._watched.append(_Input(mapped, mapped._version))
+            self._watched.append(_InputView(mapped, mapped._version))
         self._mapped[id(tensor)] = mapped
         return mapped
 
@@ -301,12 +303,12 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_Input], output: Any) -> Any:
-    """Hooks the nodes where gradients enter ``call`` and those where they leave it.
+def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_InputView], output: Any) -> Any:
+    """Register hooks on the nodes where gradients enter ``call`` and leave it, and return the output to use.
 
-    Where an input was changed in place, gradients leave it in several places, some of them before the module's own
-    backward is over: then nothing shows that it is. The same holds for a detached input. The hooks own the unit and
-    ``iteration``, so that backward also runs after the model was dropped.
+    If an input was changed in place, its gradient is ready before the module's backward is done. Then, and for inputs
+    without gradients, no hook shows the end. The hooks own the FSDP state and ``iteration``, so that backward works
+    after the model was dropped.
     """
     state = call.state
     for view, version in inputs:
@@ -315,87 +317,88 @@ def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_Input], 
             break
     nodes, bases = _nodes_of(output)
     if None in nodes:
-        output = map_tensors(_off_the_leaf, output)
+        output = map_tensors(_with_grad_fn, output)
         nodes, bases = _nodes_of(output)
     if not nodes and not inputs:
         return output
 
-    def entered(_: Any) -> None:
+    def on_output_gradient(_: Any) -> None:
         pre_backward = state.client_pre_backward or (state.iteration or iteration).pre_backward
         pre_backward(call)
 
-    def left(*_: Any) -> None:
+    def on_last_input_gradient(*_: Any) -> None:
         (state.iteration or iteration).post_backward(call)
 
     if not inputs:
         call.round.ends_unseen = True
     elif len(inputs) == 1:
         call.await_inputs()
-        inputs[0].view.grad_fn.register_hook(left)
+        inputs[0].view.grad_fn.register_hook(on_last_input_gradient)
     else:
         call.await_inputs()
-        exits = [view.grad_fn for view, _ in inputs]
-        departures = _Departures(len(exits), left)
-        for node in exits:
-            node.register_hook(departures.leave)
-        for node in nodes.difference(exits, bases):
-            node.register_prehook(departures.counts(exits))
+        input_nodes = [view.grad_fn for view, _ in inputs]
+        counter = _InputGradientCounter(len(input_nodes), on_last_input_gradient)
+        for node in input_nodes:
+            node.register_hook(counter.on_input)
+        for node in nodes.difference(input_nodes, bases):
+            node.register_prehook(counter.expecting(input_nodes))
     for node in nodes:
-        node.register_prehook(entered)
+        node.register_prehook(on_output_gradient)
     for node in bases - nodes if bases else ():
-        node.register_prehook(entered)
+        node.register_prehook(on_output_gradient)
     return output
 
 
 _NO_NODES: frozenset[Any] = frozenset()
 
 
-class _Departures:
-    """Calls ``last`` when gradients have left a call through all of its inputs. Final.
+class _InputGradientCounter:
+    """Calls ``last`` when the gradients of all inputs of a call are ready. Final.
 
-    ``torch.autograd.graph.register_multi_grad_hook`` does this too. But its hooks own the nodes that own the hooks, so
-    that only Python's collector can free the graph. Here the inputs' nodes are owned only by hooks of nodes that come
-    after them in the graph, and so own them anyway.
+    ``torch.autograd.graph.register_multi_grad_hook`` does this too, but its hooks own the nodes that own the hooks, and
+    only Python's garbage collector can free such a graph. Here only hooks of later nodes, which own the inputs' nodes
+    anyway, have references to these.
 
     Args:
-        number: of the inputs.
-        last: the hook for the last one.
+        number: the number of inputs.
+        last: the hook to call.
     """
 
-    __slots__ = ("_awaited", "_gone", "_last", "_number", "_run")
+    __slots__ = ("_awaited", "_counter", "_last", "_number", "_run")
 
     def __init__(self, number: int, last: Callable[..., None]) -> None:
         self._number = number
         self._last = last
         self._run = -1
-        """Autograd's run in which gradients enter and leave now."""
+        """The autograd run that ``_awaited`` and ``_counter`` belong to."""
         self._awaited = 0
-        self._gone = count(1)
+        self._counter = count(1)
 
-    def counts(self, exits: Sequence[Any]) -> Callable[[Any], None]:
-        """The hook for where gradients enter: finds out which of ``exits``, the inputs' nodes, this run comes to."""
+    def expecting(self, input_nodes: Sequence[Any]) -> Callable[[Any], None]:
+        """Return the hook for output nodes: it counts the ``input_nodes`` that this autograd run will execute."""
 
-        def entered(_: Any) -> None:
+        def on_output_gradient(_: Any) -> None:
             self._begin()
-            self._awaited = sum(map(torch._C._will_engine_execute_node, exits))
+            self._awaited = sum(map(torch._C._will_engine_execute_node, input_nodes))
 
-        return entered
+        return on_output_gradient
 
-    def leave(self, *_: Any) -> None:
-        """The hook for each of the inputs."""
+    def on_input(self, *_: Any) -> None:
+        """Count one input; the hook for input nodes."""
         self._begin()
-        if next(self._gone) == self._awaited:
+        if next(self._counter) == self._awaited:
             self._last()
 
     def _begin(self) -> None:
         run = torch._C._current_graph_task_id()
         if run != self._run:
-            self._run, self._awaited, self._gone = run, self._number, count(1)
+            self._run, self._awaited, self._counter = run, self._number, count(1)
 
 
 def _nodes_of(output: Any) -> tuple[set[Any], AbstractSet[Any]]:
-    """The nodes that made the tensors in ``output``, among them ``None`` for a leaf; and those of the bases of views,
-    which may lie before the call, where it returns a view of an input.
+    """Return the nodes of the tensors in ``output``, with ``None`` for leaves, and the nodes of the bases of views.
+
+    The node of a base may be older than the call, if the call returns a view of an input.
     """
     nodes: set[Any] = set()
     bases: AbstractSet[Any] = _NO_NODES
@@ -408,6 +411,6 @@ def _nodes_of(output: Any) -> tuple[set[Any], AbstractSet[Any]]:
     return nodes, bases
 
 
-def _off_the_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with a node of its own in place of a leaf: hooks on a leaf would outlive the call."""
+def _with_grad_fn(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a leaf that needs a gradient, else ``tensor``. Hooks on the leaf would outlive the call."""
     return tensor.view_as(tensor) if tensor.requires_grad and tensor.grad_fn is None else tensor

@@ -1,4 +1,4 @@
-"""The runtime of one root: built once, complete, from the units beneath it."""
+"""Lazy initialization: builds the iteration of a root from the FSDP states below it, in the first forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.late_tied_weights import join_ties
+from composable_fsdp._runtime.groups.late_tied_weights import tie_weights
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, holding_state
 from composable_fsdp._runtime.groups.unmanaged_params import warn_of_unmanaged
 from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
@@ -27,29 +27,29 @@ ROOT_NAME = "root"
 _watches_optimizers = False
 _has_warned_of_low_precision = False
 _registers_hooks = threading.Lock()
-_CHECKED = "_composable_fsdp_checked"
-"""Attribute of optimizers. It is no part of their state, so that copies and pickles do not have it."""
+_CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
+"""The attribute that marks checked optimizers. Copies and pickles do not have it."""
 
 
 def iteration_of(state: FSDPState) -> Iteration:
-    """The iteration that ``state`` takes part in. The first use makes one with ``state`` as the root."""
+    """Return the iteration of ``state``. If there is none, make one with ``state`` as the root."""
     iteration: Iteration | None = state.iteration
     return assemble(state) if iteration is None else iteration
 
 
 def assemble(root: FSDPState) -> Iteration:
-    """Names the units beneath ``root`` by their place in it and builds the iteration that they share.
+    """Build the iteration of ``root`` and name the states below it by their qualified names.
 
-    A module that ran on its own before its parent did hands its units over to the parent's root.
+    A module that ran on its own before its parent was a root; its states now belong to the new root.
     """
     watch_optimizers()
     warn_of_unmanaged(root)
     states = _states_by_name(root)
-    join_ties(list(states.values()))
+    tie_weights(list(states.values()))
     iteration = Iteration(root, states, CommStreams(root.group.axes.device))
     set_order_check(
         states.values(), root.order_check
-    )  # what an earlier model chose for the same process groups is over
+    )  # resets the setting of an earlier model on the same process groups
     for former in {iteration_of(state) for state in states.values() if state.iteration is not None}:
         former.drain()
         iteration.is_last_backward &= former.is_last_backward
@@ -60,13 +60,13 @@ def assemble(root: FSDPState) -> Iteration:
         vars(module)[ITERATION_ATTRIBUTE] = iteration
     for name, state in states.items():
         state.group.rename(name)
-        state.group.find_patches()
+        state.group.follow_patches()
         state.iteration = iteration
     return iteration
 
 
 def _states_by_name(root: FSDPState) -> dict[str, FSDPState]:
-    """In the order of the modules; a unit of several modules has all their names."""
+    """Return the states by name, in module order. A state of several modules has all their names."""
     places: dict[FSDPState, list[str]] = {}
     for index, top in enumerate(root.modules):
         prefix = f"{index}." if len(root.modules) > 1 else ""
@@ -78,14 +78,14 @@ def _states_by_name(root: FSDPState) -> dict[str, FSDPState]:
 
 
 def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPState]:
-    """Units by all the names of their modules; what has none is the root, however a module of it may be called."""
+    """Return states by their modules' names. A state without a name is the root, even if a module is called "root"."""
     named = {", ".join(filter(None, names)): state for state, names in places.items()}
     root = ROOT_NAME if ROOT_NAME not in named else f"({ROOT_NAME})"
     return {name or root: state for name, state in named.items()}
 
 
 def watch_optimizers() -> None:
-    """Lets every optimizer's step be noticed. Once is enough."""
+    """Install the optimizer hooks, once per process."""
     global _watches_optimizers
     with _registers_hooks:
         if not _watches_optimizers:
@@ -95,8 +95,9 @@ def watch_optimizers() -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """The roots whose parameters an optimizer holds are told of its step, and no others: a model of another thread
-    must not gather anew because of it, at a moment that differs from rank to rank.
+    """Record a step for the roots whose parameters ``optimizer`` holds, and for no other root.
+
+    A model of another thread must not all-gather again because of it, at a time that differs between ranks.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = [(p, state) for p in parameters if (state := holding_state(p)) is not None]
@@ -106,8 +107,8 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """An optimizer that holds other forms of parameters than the sharded ones would step what nobody reads."""
-    if _CHECKED in vars(optimizer):
+    """Raise if ``optimizer`` holds tensors that sharded parameters have replaced, or unsharded parameters."""
+    if _CHECKED_ATTRIBUTE in vars(optimizer):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [taken.description for p in parameters if (taken := find_taken(p)) is not None]
@@ -125,19 +126,21 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
             "between a forward and its backward, or after unshard(). Its step would change what is freed again. Build "
             "the optimizer before the first forward."
         )
-    vars(optimizer)[_CHECKED] = True
+    vars(optimizer)[_CHECKED_ATTRIBUTE] = True
     _warn_of_low_precision(optimizer, parameters)
 
 
 class LowPrecisionWarning(UserWarning):
-    """An optimizer updates sharded parameters in bf16 or fp16, and keeps no copy of them in fp32."""
+    """An optimizer updates sharded parameters in bf16 or fp16 and keeps no fp32 copy of them."""
 
 
 def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-    """Once in a process, and only of classes of ``torch.optim``: others may keep a copy in fp32 or round at random.
+    """Warn once per process of low-precision updates by a class of ``torch.optim``.
+
+    Other optimizers may keep an fp32 copy or round stochastically.
 
     Warns:
-        LowPrecisionWarning: it updates such parameters.
+        LowPrecisionWarning: the optimizer updates bf16 or fp16 sharded parameters.
     """
     global _has_warned_of_low_precision
     if _has_warned_of_low_precision or not type(optimizer).__module__.startswith("torch.optim."):

@@ -1,4 +1,4 @@
-"""Whole parameters lent in the place of the sharded ones, and that nothing computes with these meanwhile."""
+"""Temporary registration of full parameters in place of the sharded ones, during which nothing may compute."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ __all__ = ["LentParams", "check_idle"]
 
 
 def check_idle(states: Sequence[FSDPState], caller: str = "unsharded_params") -> None:
-    """
+    """Raise if parameters of ``states`` are in use.
+
     Args:
-        states: whose parameters are to be lent.
-        caller: the public function that lends them, for errors.
+        states: the states whose full parameters are to be registered.
+        caller: the public function, for errors.
 
     Raises:
-        LifecycleError: a forward or backward of ``states`` is under way, or another loan of the same root.
+        LifecycleError: a forward or backward is running, or full parameters of the same root are registered already.
     """
     if torch._C._current_graph_task_id() != -1:
         raise LifecycleError(
-            f"{caller} was entered during a backward, whose parameters would be pulled from under it. Enter it "
-            "before the forward or after backward() has returned."
+            f"{caller} was entered during a backward, which still uses the parameters. Enter it before the forward or "
+            "after backward() has returned."
         )
     for state in states:
-        if isinstance(state.iteration, _Lent):
+        if isinstance(state.iteration, _SuspendedIteration):
             raise LifecycleError(
                 f"{caller} was entered for {state.name!r} inside another one for modules of the same root. "
                 "Leave that one first, or use one for all: with recurse=True it reaches every module below its own."
             )
-        if isinstance(state.iteration, Iteration) and any(map(is_being_called, _of_same_root(state))):
+        if isinstance(state.iteration, Iteration) and any(map(is_being_called, _states_of_root(state))):
             raise LifecycleError(
-                f"{caller} was entered during a forward that {state.name!r} is part of, whose parameters would "
-                "be pulled from under it. Enter it before the forward or after backward() has returned."
+                f"{caller} was entered during a forward that {state.name!r} is part of, which still uses the "
+                "parameters. Enter it before the forward or after backward() has returned."
             )
 
 
-def _of_same_root(state: FSDPState) -> list[FSDPState]:
+def _states_of_root(state: FSDPState) -> list[FSDPState]:
     return list(state.iteration.states.values()) if isinstance(state.iteration, Iteration) else [state]
 
 
-class _Lent:
-    """Stands in for a unit's iteration while parameters of its root are whole, and refuses what would compute."""
+class _SuspendedIteration:
+    """Replaces the iteration of a root while full parameters are registered. Every other operation raises."""
 
     def abort_forward(self, state: FSDPState) -> None:
-        """A forward was refused: there is nothing to undo."""
+        """Do nothing: the forward was rejected before it began."""
 
     def drain(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing, since nothing is in flight."""
 
     def deliver_before_changes(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing, since nothing is in flight."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise LifecycleError(
@@ -68,24 +69,24 @@ class _Lent:
 
 
 class LentParams:
-    """Whole parameters in the place of the sharded ones, on ranks that show them."""
+    """Full parameters registered in place of the sharded ones, on the ranks that show them."""
 
     def __init__(
-        self, states: Sequence[FSDPState], entries: Sequence[ParamPlace], wholes: Sequence[nn.Parameter | None]
+        self, states: Sequence[FSDPState], entries: Sequence[ParamPlace], full_parameters: Sequence[nn.Parameter | None]
     ) -> None:
         self._entries = entries
-        # All units of the same root: each of them may prefetch those on loan.
-        affected = [u for state in states for u in _of_same_root(state)]
+        # All states of the root, since each may prefetch the others.
+        affected = [u for state in states for u in _states_of_root(state)]
         self._iterations = {state: state.iteration for state in affected}
-        self._stand_in = _Lent()  # units do not own what they take part in
+        self._stand_in = _SuspendedIteration()  # states have only a weak reference
         for state in affected:
             state.iteration = self._stand_in
-        for entry, whole in zip(entries, wholes, strict=True):
-            if whole is not None:
-                entry.put(whole)
+        for entry, full_parameter in zip(entries, full_parameters, strict=True):
+            if full_parameter is not None:
+                entry.put(full_parameter)
 
     def end(self) -> list[object]:
-        """Puts the sharded parameters back. Returns what was registered in their place, which the body may have set."""
+        """Register the sharded parameters again. Return the tensors that were registered, which a user may have set."""
         shown = [entry.current() for entry in self._entries]
         for entry in self._entries:
             entry.put(entry.parameter)

@@ -1,4 +1,4 @@
-"""Tensors inside what modules take and return: pytrees, dataclasses, mappings that nobody registered."""
+"""Tensors in the arguments and outputs of modules: pytrees, dataclasses and unregistered mappings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["map_tensors", "tensors_in"]
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
-"""Types without tensors in them, told apart here since a pytree walk costs more than the rest of a hook."""
+"""Types without tensors, checked first because a pytree traversal costs more than the rest of a hook."""
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in ``tree``, in order."""
+    """Return every tensor in ``tree``, in order."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if type(tree) in _ATOMS:
@@ -29,7 +29,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Map, tree: Any) -> Any:
-    """``tree`` with ``function`` applied to every tensor; the same object where no tensor changed."""
+    """Return ``tree`` with ``function`` applied to every tensor, or the same object if no tensor changed."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     kind = type(tree)

@@ -1,7 +1,7 @@
-"""Which part of a sharded tensor this rank holds, and whole tensors out of the parts of all.
+"""Local extent of sharded tensors, and the gathering of full tensors.
 
-A parameter that ``fully_shard`` cut is described by its :class:`ParameterSharding`, since
-placements cannot describe every uneven cut within a tensor-parallel one. Other DTensors are what placements say.
+Parameters sharded by ``fully_shard`` are described by their :class:`ParameterSharding`, since placements cannot express
+every uneven shard of a tensor-parallel one. Other DTensors are described by their placements.
 """
 
 from __future__ import annotations
@@ -27,28 +27,26 @@ __all__ = ["extent_of", "gather", "has_own_memory", "like", "shardings_of", "sta
 
 
 def states_below(module: nn.Module) -> list[FSDPState]:
-    """Of ``module`` and all modules below it, each once."""
+    """Return the FSDP states of ``module`` and its submodules, each once."""
     return list(dict.fromkeys(state for m in module.modules() if (state := find_state(m)) is not None))
 
 
 def shardings_of(states: Iterable[FSDPState]) -> dict[int, ParameterSharding]:
-    """How the sharded parameters of ``states`` are cut, by their ids."""
+    """Return the shardings of the sharded parameters of ``states``, by the ``id`` of the parameter."""
     return {id(p.sharded): p.sharding for state in states for p in state.group.parameters}
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values of ``tensor`` are in its memory, so that a plain view of it has them: true of classes without
-    ``__torch_dispatch__``.
-    """
+    """Return True if ``tensor`` stores its own values, i.e. its class has no ``__torch_dispatch__``."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def extent_of(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> Extent:
-    """What this rank holds of ``tensor``: all of a plain one, and nothing of a DTensor on a mesh that it is not in.
+    """Return the extent of ``tensor`` on this rank: all of a plain tensor, none of a DTensor on another mesh.
 
     Args:
-        tensor: a parameter, or something of its shape that is placed like it: a gradient, or state of an optimizer.
-        sharding: that of the parameter, if ``fully_shard`` cut it.
+        tensor: a parameter, or a tensor with its shape and placements, such as a gradient or an optimizer state.
+        sharding: the sharding of the parameter, if ``fully_shard`` made it.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -62,10 +60,13 @@ def extent_of(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -
 
 
 def gather(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> torch.Tensor:
-    """The whole of ``tensor`` on the device of its mesh; arguments as for :func:`extent_of`. All ranks take part.
+    """Return the full ``tensor`` on the device of its mesh. All ranks must call this.
 
-    A shard may rest elsewhere, in host memory. The result may be the memory of ``tensor`` itself, where this rank has
-    all of it.
+    Args:
+        tensor: as for :func:`extent_of`; it may be on another device, e.g. in host memory.
+        sharding: as for :func:`extent_of`.
+
+    The result may share memory with ``tensor`` if this rank has all of it.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -75,13 +76,13 @@ def gather(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> t
         sharded = like(sharded, local := local.to(mesh.device_type))
     if sharding is None or not _is_placed_by(sharded, sharding) or type(local) is not torch.Tensor:
         return sharded.full_tensor()
-    whole = _joined(local, sharding)
+    full = _all_gather_shards(local, sharding)
     inner = sharding.inner
-    return whole if inner is None else inner.wrap(whole).full_tensor()
+    return full if inner is None else inner.wrap(full).full_tensor()
 
 
 def like(sharded: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor placed as ``sharded`` is, with ``local`` as this rank's part."""
+    """Return a DTensor with the placements of ``sharded`` and the local tensor ``local``."""
     return DTensor.from_local(
         local,
         sharded.device_mesh,
@@ -114,10 +115,8 @@ def _cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[Cut]:
             yield Cut(dim, mesh.size(axis), coordinate[axis], getattr(placement, "split_factor", 1))
 
 
-def _joined(local: torch.Tensor, sharding: ParameterSharding) -> torch.Tensor:
-    """What the shard axis cut, whole again, out of this rank's shard and those of the others. As bytes: not every
-    backend sends every dtype.
-    """
+def _all_gather_shards(local: torch.Tensor, sharding: ParameterSharding) -> torch.Tensor:
+    """All-gather the shards of the shard axis. They are sent as bytes, since not every backend supports every dtype."""
     axis = sharding.axes.shard
     shards = TensorShards(Extent.after(sharding.shape, _inner_cuts(sharding)).local_shape, sharding.dim, axis.size)
     if axis.size == 1:

@@ -1,4 +1,4 @@
-"""From sharded parameters and gradients to whole plain ones, and back."""
+"""Conversion of sharded parameters and gradients to full plain tensors, and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["agree_on_gradients", "blank_parameter", "keep", "keep_gradient", "wh
 
 
 def agree_on_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Which parameters have a gradient on any rank of their mesh: a gradient is gathered by all or none."""
+    """Return, for each parameter, whether any rank of its mesh has a gradient: all ranks must gather the same ones."""
     found = [parameter.grad is not None for parameter in parameters]
     for mesh in dict.fromkeys(cast(DTensor, p).device_mesh for p in parameters):
         here = [i for i, p in enumerate(parameters) if cast(DTensor, p).device_mesh == mesh]
@@ -36,7 +36,7 @@ def agree_on_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
 def whole_parameter(
     sharded: nn.Parameter, sharding: ParameterSharding, has_gradient: bool, shows: bool, offload_to_cpu: bool
 ) -> nn.Parameter | None:
-    """The whole parameter with its gradient, on ranks that show it. All ranks gather alike."""
+    """Return the full parameter with its gradient, or ``None`` if ``shows`` is False. All ranks must call this."""
     with torch.inference_mode(False), torch.no_grad():
         value, gradient = whole_tensor(sharded, sharding, offload_to_cpu), None
         if has_gradient:
@@ -50,14 +50,14 @@ def whole_parameter(
 
 
 def blank_parameter(sharded: nn.Parameter) -> nn.Parameter:
-    """The whole parameter without values, where the mesh computes. Nothing is communicated."""
+    """Return an uninitialized full parameter on the device of the mesh, without communication."""
     device = cast(DTensor, sharded).device_mesh.device_type
     with torch.inference_mode(False):
         return _like_sharded(torch.empty(sharded.shape, dtype=sharded.dtype, device=device), sharded)
 
 
 def _like_sharded(value: torch.Tensor, sharded: nn.Parameter) -> nn.Parameter:
-    """``value`` as a parameter of the class, and with the attributes, that users gave to the sharded one."""
+    """Return ``value`` as a parameter with the class and the attributes of ``sharded``."""
     owner = find_parameter(sharded)
     whole = as_parameter(value, nn.Parameter if owner is None else owner.kind, sharded.requires_grad)
     for name, attribute in vars(sharded).items():
@@ -66,25 +66,25 @@ def _like_sharded(value: torch.Tensor, sharded: nn.Parameter) -> nn.Parameter:
 
 
 def whole_tensor(tensor: torch.Tensor, sharding: ParameterSharding | None, offload_to_cpu: bool) -> torch.Tensor:
-    """The full value, in memory of its own: also where this rank has all of it. Arguments as for ``placed.gather``."""
+    """Return the full value in its own memory, even if this rank has all of it. For arguments see :func:`gather`."""
     local, full = local_part(tensor).detach(), gather(tensor.detach(), sharding)
     if offload_to_cpu:
         full = full.cpu()
-    return full.clone() if _memory_of(full) & _memory_of(local) else full
+    return full.clone() if _storage_addresses(full) & _storage_addresses(local) else full
 
 
-def _memory_of(tensor: Any) -> set[int]:
-    """Addresses of its storages: those of the inner tensors, where a class keeps its values in these."""
+def _storage_addresses(tensor: Any) -> set[int]:
+    """Return the addresses of the tensor's storages, or of those of its inner tensors."""
     if is_traceable_wrapper_subclass(tensor):
-        return {at for name in tensor.__tensor_flatten__()[0] for at in _memory_of(getattr(tensor, name))}
+        return {at for name in tensor.__tensor_flatten__()[0] for at in _storage_addresses(getattr(tensor, name))}
     return {tensor.untyped_storage().data_ptr()}
 
 
 @torch.no_grad()
 def keep(parameter: nn.Parameter, sharding: ParameterSharding, whole: torch.Tensor, requires_grad: bool) -> None:
-    """Writes this rank's part of ``whole`` to the sharded parameter."""
+    """Write this rank's shard of the full parameter ``whole`` to the sharded parameter."""
     local, part = cast(DTensor, parameter).to_local(), extent_of(parameter, sharding).take(whole.detach())
-    if not torch.equal(local, part):  # who only read has changed nothing, also between a forward and its backward
+    if not torch.equal(local, part):  # unchanged values do not bump the version
         local.copy_(part)
     if parameter.requires_grad != requires_grad:
         parameter.requires_grad_(requires_grad)
@@ -92,7 +92,7 @@ def keep(parameter: nn.Parameter, sharding: ParameterSharding, whole: torch.Tens
 
 @torch.no_grad()
 def keep_gradient(parameter: nn.Parameter, sharding: ParameterSharding, whole: torch.Tensor | None) -> None:
-    """Makes this rank's part of ``whole`` the sharded parameter's gradient, in the memory of the old one if it can."""
+    """Set this rank's shard of the full gradient ``whole``, in the memory of the old gradient if possible."""
     sharded = cast(DTensor, parameter)
     gradient: Any = sharded.grad
     if whole is None:

@@ -1,4 +1,4 @@
-"""Gradients of several small groups in one message, planned as if these were one group."""
+"""Fusion of the gradients of several small parameter groups into one message, planned as one group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["JoinedBucket", "Joiner"]
 
 @dataclass(frozen=True, slots=True)
 class JoinedBucket:
-    """What a reduction needs of the buckets whose gradients it takes at once."""
+    """The plan, process groups and gradient buffers of a fused bucket."""
 
     plan: BucketPlan
     pgs: ProcessGroups
@@ -26,24 +26,25 @@ class JoinedBucket:
 
 class _Joined(NamedTuple):
     made_of: list[object]
-    """The members, their plans and their communicators then."""
+    """The groups, their plans and their communicators when the buckets were made."""
     buckets: tuple[JoinedBucket, ...]
 
 
 class Joiner:
-    """Makes the joined buckets of groups, and has them ready for the next step.
+    """Creates and caches the fused buckets of groups.
 
-    Invariant: they keep nothing from step to step but where everything lies.
+    Invariant: the buckets keep only layouts from step to step, no values.
     """
 
     def __init__(self) -> None:
         self._known: dict[GroupTensors, _Joined] = {}
-        """By the first member."""
+        """The cached buckets, by the first group."""
 
     def join(self, members: Sequence[GroupTensors]) -> Sequence[JoinedBucket]:
-        """Buckets of all parameters of ``members``; none where these cannot go in one message. All ranks find the same.
+        """Return fused buckets for all parameters of ``members``, or none if these cannot share messages.
 
-        They cannot where they travel to different ranks, encoded or by hooks, or rest in different places.
+        They cannot if their process groups or rest devices differ, or if gradients are encoded or have hooks. The
+        result is the same on every rank.
         """
         made_of: list[object] = [each for t in members for each in (t, t.plan, t.process_groups[0].scatter)]
         known = self._known.get(members[0])
@@ -52,8 +53,8 @@ class Joiner:
         return known.buckets
 
 
-def _goes_with(first: GroupTensors, other: GroupTensors) -> bool:
-    """Whether the gradients of both go the same way between the same places."""
+def _has_same_route(first: GroupTensors, other: GroupTensors) -> bool:
+    """Return True if the gradients of both groups have the same communicators and the same rest device."""
     one, another = first.process_groups[0], other.process_groups[0]
     return (
         one.scatter == another.scatter
@@ -64,14 +65,14 @@ def _goes_with(first: GroupTensors, other: GroupTensors) -> bool:
 
 
 def _is_plain(tensors: GroupTensors) -> bool:
-    """Whether gradients travel as they are, over one pair of axes."""
+    """Return True if no gradient is encoded or has hooks, and all have the same pair of mesh axes."""
     plans = tensors.plan.buckets
     return len(tensors.process_groups) == 1 and not any(plan.gradient_is_encoded or plan.extended for plan in plans)
 
 
 def _join(members: Sequence[GroupTensors]) -> tuple[JoinedBucket, ...]:
     first, pgs = members[0], members[0].process_groups[0]
-    if not all(_goes_with(first, tensors) and _is_plain(tensors) for tensors in members):
+    if not all(_has_same_route(first, tensors) and _is_plain(tensors) for tensors in members):
         return ()
     specs = tuple(spec for tensors in members for spec in tensors.plan.specs)
     parameters = [parameter for tensors in members for parameter in tensors.parameters]

@@ -1,8 +1,8 @@
-"""The gradients of one group, from autograd's to those of the sharded parameters.
+"""Gradients of one parameter group, from autograd's to the sharded ones.
 
-They travel in *batches*, each as soon as its gradients are there, so that a large group need not have all its gradients
-in memory at once. The order of batches is part of the plan. A batch goes once those before it went, or at the end:
-every rank makes the same launches in the same order, whichever parameters it used.
+They are reduced in *batches*, each as soon as its gradients are ready, so that a large group never holds all of its
+gradients at once. The plan fixes the order: a batch is launched after those before it, or at the end of backward. So
+every rank launches the same reductions in the same order, whichever parameters it used.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from composable_fsdp._runtime.groups.state_machine import (
     GradientState,
     advance,
 )
-from composable_fsdp._runtime.params.sharded_param import plain_access
+from composable_fsdp._runtime.params.sharded_param import without_torch_function
 
 __all__ = ["AutogradRun", "GroupGradients", "Launch", "PendingReduction", "reduce_together"]
 
 
 class AutogradRun:
-    """The run of autograd that is the backward under way, shared by all groups of a root.
+    """The current autograd run, shared by all groups of a root.
 
     Attributes:
-        number: autograd's own; -1 if none is known.
+        number: autograd's id of the run, or -1 if there is none.
     """
 
     __slots__ = ("number",)
@@ -48,15 +48,15 @@ class AutogradRun:
 
     @property
     def is_around_another(self) -> bool:
-        """Whether autograd now runs another one, within it: reentrant checkpoints begin one each."""
-        return self.number != -1 and self.number != torch._C._current_graph_task_id()  # a tuple costs as much again
+        """True while autograd runs another backward inside this one, as reentrant checkpoints do."""
+        return self.number != -1 and self.number != torch._C._current_graph_task_id()  # a tuple doubles the cost
 
 
 class GroupGradients:
-    """What became of the gradients of ``tensors``.
+    """Gradient state and pending reductions of the parameter group that has ``tensors``.
 
-    Invariants: ``state`` changes only through the table of ``lifecycle``. The first ``_launched`` batches of the plan's
-    order have been launched in this round; a round ends when the last one has.
+    Invariants: ``state`` changes only through ``GRADIENT_TRANSITIONS``. The first ``_launched`` batches of the plan
+    have been launched in this backward; the counters are reset when the last one has.
     """
 
     def __init__(self, name: str, tensors: GroupTensors) -> None:
@@ -65,46 +65,45 @@ class GroupGradients:
         self.sum_only = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.on_batch: Callable[[], None] = _nothing
-        """Called when the next batch, not the last one, is complete."""
+        """Called when the next batch is ready and is not the last."""
         self.on_last: Callable[[], None] = _nothing
-        """Called when all gradients of the group are there."""
+        """Called when all gradients of the group are ready."""
         self.state = GradientState.NONE
         self.are_held = False
-        """Whether there are gradients that have not become those of the sharded parameters yet. Follows from ``state``,
-        with which it changes: every hook asks, some several times.
+        """True while there are gradients that are not yet in the sharded ones. Follows ``state``; every hook reads it.
         """
         self.run = AutogradRun()
         self.is_new = False
-        """Whether autograd left some gradients, but not all, that were neither held nor reduced since."""
+        """True while some gradients, but not all, have arrived since the last reduction or :meth:`hold`."""
         self._tensors = tensors
         self._ready = 0
         self._arrived: list[int] = []
-        """Gradients of each batch that are there and have not been launched, but for those of runs within this one."""
+        """The number of unlaunched gradients of each batch. Nested autograd runs count only for launched batches."""
         self._launched = 0
         self.were_summed = False
-        """Whether any rank may hold sums of several microbatches."""
+        """True if any rank may hold sums of several microbatches."""
         self._pending_partial: InFlight[list[ReducedBucket]] | None = None
         self._keeps_partial = False
-        """Whether the next reduction has sums over the shard axis to add."""
+        """True if a partial sum over the shard axis is to be added to the next reduction."""
         self.version_before_step: int | None = None
-        """That of the shards at the first reduction of the step, where that changed what codecs remember."""
+        """The version of the shards before the first reduction of the step that changed residuals."""
 
     def follow_choices(self, other: GroupGradients) -> None:
-        """Takes over what was chosen for ``other``."""
+        """Copy the settings of ``other``."""
         self.divide_factor, self.sum_only = other.divide_factor, other.sum_only
         self.all_reduce_hook = other.all_reduce_hook
 
     def arrive(self, batch: int) -> None:
-        """Autograd has put a gradient on an unsharded parameter of ``batch``."""
+        """Handle a new gradient of an unsharded parameter in ``batch``."""
         plan = self._tensors.plan
-        if not self.is_new:  # with the second, they are LOCAL already
+        if not self.is_new:  # the state is LOCAL already after the first
             self.is_new = True
             self._advance(GradientOperation.ACCUMULATE)
             if self._launched == 0:
                 self._arrived = [0] * len(plan.batches)
         run = self.run.number
-        # What :attr:`AutogradRun.is_around_another` says, without a call for each parameter.
-        if run != -1 and run != torch._C._current_graph_task_id():  # a reentrant checkpoint's, which may come again
+        # The same test as :attr:`AutogradRun.is_around_another`, without a call per parameter.
+        if run != -1 and run != torch._C._current_graph_task_id():  # a reentrant checkpoint: more gradients may follow
             if batch < self._launched:
                 self._arrived[batch] += 1
             return
@@ -120,7 +119,7 @@ class GroupGradients:
 
     @property
     def _next(self) -> int:
-        """The batch that goes next: those of which nothing is trained are left out."""
+        """The next batch to launch. Batches without trainable parameters are skipped."""
         batches = self._tensors.plan.batches
         for k in range(self._launched, len(batches)):
             if batches[k]:
@@ -128,36 +127,36 @@ class GroupGradients:
         return len(batches) - 1
 
     def contribute(self) -> None:
-        """This rank takes part in the next reduction even if it has no gradient: the others may have some."""
+        """Take part in the next reduction even without gradients, since other ranks may have some."""
         if self._tensors.plan.num_trainable:
             self._advance(GradientOperation.ACCUMULATE)
 
     def notice(self) -> None:
-        """Counts gradients that lie on unsharded parameters and came there without autograd's accumulation."""
+        """Take part in the next reduction if a gradient was set without autograd's accumulation."""
         parameters = (p for p in self._tensors.parameters if p.unsharded is not p.sharded)
         if any(parameter.unsharded.grad is not None for parameter in parameters):
             self.contribute()
 
     def note_sums(self) -> None:
-        """A backward ended whose gradients are held, on this rank or on others."""
+        """Record the end of a backward without gradient synchronization, on this rank or on others."""
         self.were_summed = True
 
     def hold(self) -> None:
-        """Keeps this microbatch's gradients unreduced, summed in the reduce dtype."""
-        self._end_round()
+        """Keep this microbatch's gradients without reducing them, summed in the reduce dtype."""
+        self._reset_counters()
         for bucket in self._tensors.buckets:
             for parameter in bucket.parameters:
-                parameter.hold_gradient(bucket.plan.sum_dtype)
+                parameter.accumulate_gradient(bucket.plan.sum_dtype)
 
     def drop(self) -> None:
-        """Forgets gradients that have not been reduced, accumulated microbatches included."""
-        self._end_round()
+        """Drop gradients that were not reduced, accumulated microbatches included."""
+        self._reset_counters()
         for parameter in self._tensors.parameters:
             parameter.drop_gradient()
         for bucket in self._tensors.buckets:
             bucket.scatter.drop_partial()
         self._keeps_partial = False
-        self._pending_partial = None  # complete by now, or ended by an exception, which waiting again would repeat
+        self._pending_partial = None  # done, or failed: waiting again would raise again
         self.were_summed = False
         self._advance(GradientOperation.DROP)
 
@@ -165,72 +164,72 @@ class GroupGradients:
 
     @property
     def shards_changed(self) -> bool:
-        """Whether the shards were changed in place since the first reduction of the step."""
+        """True if the shards were changed in place since the first reduction of the step."""
         return self._tensors.version != self.version_before_step
 
     @property
     def are_waiting(self) -> bool:
-        """Whether gradients wait for an optimizer, on sharded parameters, or for a later reduction."""
+        """True if gradients wait for an optimizer, in the sharded parameters, or for a later reduction."""
         return self.are_held or any(parameter.sharded.grad is not None for parameter in self._tensors.parameters)
 
     def commit_residuals(self) -> None:
-        """The step has ended: what codecs remember of it is final."""
+        """Make the residuals of this step final."""
         self.version_before_step = None
         for bucket in self._tensors.buckets:
             bucket.scatter.commit()
 
     def roll_back_residuals(self) -> None:
-        """The step has failed: codecs remember what they did before it."""
+        """Restore the residuals from before this step, which failed."""
         self.version_before_step = None
         for bucket in self._tensors.buckets:
             bucket.scatter.roll_back()
 
-    def _end_round(self) -> None:
+    def _reset_counters(self) -> None:
         self._ready = self._launched = 0
         self._arrived, self.is_new = [], False
 
     # -- reductions
 
     def take_batch(self, streams: CommStreams) -> Launch:
-        """The next batch, to be launched ahead of the others, which are not complete yet."""
-        self._await_partial()
+        """Return the reduction of the next batch, before the later ones are ready."""
+        self._wait_partial()
         batch = self._next
         self._launched = batch + 1
         self._arrived[batch] = 0
-        return Launch([(self, [batch])], streams, None, partial=False, ends_round=False)
+        return Launch([(self, [batch])], streams, None, partial=False, is_last=False)
 
-    def take_rest(self) -> list[int]:
-        """Begins the end of a round: the batches still to go, the late ones last; none where nothing was there."""
-        self._await_partial()
+    def take_remaining(self) -> list[int]:
+        """Reset the counters and return the batches that are not launched, late ones last; none without gradients."""
+        self._wait_partial()
         before = self.state
         if self._advance(GradientOperation.REDUCE) is before:
-            self._end_round()
+            self._reset_counters()
             return []
         batches = self._tensors.plan.batches
         rest = [batch for batch in range(self._next, len(batches)) if batches[batch]]
         rest += [late for late in range(self._launched) if self._arrived[late]]
-        self._end_round()
+        self._reset_counters()
         return rest
 
-    def _await_partial(self) -> None:
-        """What an earlier reduction over the shard axis alone keeps is part of the next one."""
+    def _wait_partial(self) -> None:
+        """Wait for a partial reduction, whose result the next one includes."""
         pending, self._pending_partial = self._pending_partial, None
         if pending is not None:
             pending.wait()
 
     def jobs_of(self, batches: Sequence[int]) -> list[Job]:
-        """What is to be reduced of ``batches``. Takes the gradients."""
+        """Take the gradients of ``batches`` and return their reductions."""
         return self._jobs([bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches])
 
     def jobs_with(self, others: Sequence[GroupGradients], joiner: Joiner) -> list[Job]:
-        """The same of all of this group and of ``others`` in one message; none where they cannot share one."""
-        choices = self._choices
-        if self._keeps_partial or self.all_reduce_hook is not None or any(o._choices != choices for o in others):
+        """Take the gradients of this group and ``others`` and return fused reductions, or none if impossible."""
+        choices = self._settings
+        if self._keeps_partial or self.all_reduce_hook is not None or any(o._settings != choices for o in others):
             return []
         return self._jobs(joiner.join([self._tensors, *(other._tensors for other in others)]))
 
     @property
-    def _choices(self) -> tuple[object, ...]:
+    def _settings(self) -> tuple[object, ...]:
         return self.divide_factor, self.sum_only, self.were_summed, self._keeps_partial, self.all_reduce_hook
 
     def _jobs(self, buckets: Sequence[Reducible]) -> list[Job]:
@@ -254,41 +253,41 @@ class GroupGradients:
             sum_only=self.sum_only or bucket.plan.gradient_is_encoded,
         )
 
-    def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool, ends_round: bool) -> None:
-        """``pending`` has been launched."""
-        if ends_round:
+    def begin_reduction(self, pending: InFlight[list[ReducedBucket]], *, partial: bool, is_last: bool) -> None:
+        """Record the launched reduction ``pending``."""
+        if is_last:
             self.were_summed = False
             self._keeps_partial = partial
         if partial:
             self._pending_partial = pending
 
     def end_reduction(self, *, partial: bool) -> None:
-        """All that was launched in a round has come."""
+        """Change the state after all reductions of a backward are done."""
         self._advance(GradientOperation.KEEP if partial else GradientOperation.COMPLETE)
 
     @property
     def device(self) -> torch.device:
-        """Where modules compute."""
+        """The device on which modules compute."""
         return self._tensors.device
 
     @property
     def in_batches(self) -> bool:
-        """Whether batches are worth reductions of their own."""
+        """True if batches are reduced separately."""
         return self._tensors.plan.in_batches
 
     @property
     def batch_bytes(self) -> Sequence[int]:
-        """Of each batch's gradients, in the dtype in which they are added up."""
+        """The number of gradient bytes of each batch, in the dtype of the sum."""
         return self._tensors.plan.batch_bytes
 
     def traffic_of(self, batches: Sequence[int]) -> WireBytes:
-        """What the reduction of ``batches`` moves."""
+        """Return the bytes that the reduction of ``batches`` sends."""
         own = [bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches]
         return reduce_traffic(own, were_summed=self.were_summed)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether reduced gradients end elsewhere than where modules compute."""
+        """True if reduced gradients are moved to another device than that of the modules."""
         return self._tensors.is_offloaded
 
     def _advance(self, operation: GradientOperation) -> GradientState:
@@ -298,61 +297,60 @@ class GroupGradients:
 
 
 Portion: TypeAlias = Sequence[tuple[GroupGradients, Sequence[int]]]
-"""Batches of some groups that are reduced at once."""
+"""Batches of some groups that are reduced together."""
 
 
 def reduce_together(
     members: Sequence[GroupGradients], streams: CommStreams, joiner: Joiner | None = None, *, partial: bool = False
 ) -> list[Launch]:
-    """Ends this round: what launches the gradients that are left of it, to be run one after the other.
+    """Return the reductions of all gradients that are not launched yet, to be run in order.
 
     Args:
-        members: of one group, batch by batch; of several, all at once. Those that have no gradients take no part.
-        streams: where to launch.
-        joiner: what several go in one message with, where they can.
-        partial: only over the shard axis, all at once. The result is kept, in the reduce dtype, and part of a later
-            reduction.
+        members: one group, which is reduced batch by batch, or several, in one reduction. Groups without gradients are
+            skipped.
+        streams: the streams to launch on.
+        joiner: fuses the messages of several groups if possible.
+        partial: reduce over the shard axis only, in one reduction, and keep the sum, in the reduce dtype, for a later
+            one.
     """
-    taken = [(member, rest) for member in members if (rest := member.take_rest())]
+    taken = [(member, rest) for member in members if (rest := member.take_remaining())]
     if not taken:
         return []
     portions = [taken]
     if len(taken) == 1 and not partial and taken[0][0].in_batches:
         ((member, rest),) = taken
         portions = [[(member, [batch])] for batch in rest]
-    return [
-        Launch(portion, streams, joiner, partial=partial, ends_round=portion is portions[-1]) for portion in portions
-    ]
+    return [Launch(portion, streams, joiner, partial=partial, is_last=portion is portions[-1]) for portion in portions]
 
 
 class Launch:
-    """A reduction to be launched. Final.
+    """A reduction that can be launched. Final.
 
     Args:
-        portion: what is reduced.
-        streams: where.
-        joiner: as in :func:`reduce_together`.
-        partial: as there.
-        ends_round: whether nothing is left of the round afterwards.
+        portion: the batches to reduce.
+        streams: the streams to launch on.
+        joiner: as for :func:`reduce_together`.
+        partial: as for :func:`reduce_together`.
+        is_last: True if no batch of these groups is left in this backward.
     """
 
-    __slots__ = ("_joiner", "_streams", "ends_round", "members", "nbytes", "partial", "portion", "round_bytes")
+    __slots__ = ("_joiner", "_streams", "is_last", "members", "nbytes", "partial", "portion", "round_bytes")
 
     def __init__(
-        self, portion: Portion, streams: CommStreams, joiner: Joiner | None, *, partial: bool, ends_round: bool
+        self, portion: Portion, streams: CommStreams, joiner: Joiner | None, *, partial: bool, is_last: bool
     ) -> None:
-        self.portion, self.partial, self.ends_round = portion, partial, ends_round
+        self.portion, self.partial, self.is_last = portion, partial, is_last
         self.members = [member for member, _ in portion]
         self._streams, self._joiner = streams, joiner
         self.nbytes = sum(member.batch_bytes[batch] for member, batches in portion for batch in batches)
-        """Of the gradients, in the dtype in which they are added up."""
+        """The gradient bytes, in the dtype of the sum."""
         self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
-        """The same of all batches of its groups together."""
+        """The gradient bytes of all batches of these groups."""
 
     @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self.members]))
     @without_grad
     def run(self) -> PendingReduction:
-        """Takes the gradients and launches. Once."""
+        """Take the gradients and launch their reduction. May be called once."""
         begin = trace.now() if trace.listeners else None
         first, name = self.members[0], all_of([member.name for member in self.members])
         pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
@@ -361,7 +359,7 @@ class Launch:
                 moved = member.traffic_of(batches)
                 stream = self._streams.reduce.name
                 trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
-            member.begin_reduction(pending, partial=self.partial, ends_round=self.ends_round)
+            member.begin_reduction(pending, partial=self.partial, is_last=self.is_last)
         return PendingReduction(self, pending)
 
     def _jobs(self) -> list[Job]:
@@ -374,33 +372,33 @@ class Launch:
 
 
 class PendingReduction:
-    """Gradients of some groups on their way, as ``launch`` says. Owned by the queue that completes it."""
+    """A reduction in flight. The queue that completes it owns it."""
 
     def __init__(self, launch: Launch, pending: InFlight[list[ReducedBucket]]) -> None:
         self.launch = launch
         self._pending = pending
 
     def has(self, gradients: GroupGradients, batch: int) -> bool:
-        """Whether ``batch`` of ``gradients`` is part of it."""
+        """Return True if ``batch`` of ``gradients`` is part of the reduction."""
         return any(member is gradients and batch in batches for member, batches in self.launch.portion)
 
     def start(self) -> None:
-        """Launches a second stage that had to wait for the first."""
+        """Launch the second stage, which waited for the first."""
         self._pending.start()
 
     @labelled("post_backward_rs_wait", lambda self: all_of([member.name for member in self.launch.members]))
     @without_grad
     def complete(self) -> None:
-        """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""
+        """Wait, and set the sharded gradients; a partial reduction keeps its sums instead."""
         launch = self.launch
         offloaded = any(member.is_offloaded for member in launch.members)
         reduced = self._pending.synchronize() if offloaded else self._pending.wait()
-        with plain_access():
+        with without_torch_function():
             for bucket in reduced:
                 for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
                     parameter.accept_gradient(gradient)
         for member in launch.members:
-            if launch.ends_round:
+            if launch.is_last:
                 member.end_reduction(partial=launch.partial)
             if trace.listeners and not launch.partial:
                 trace.emit(trace.Operation.REDUCED, member.name)

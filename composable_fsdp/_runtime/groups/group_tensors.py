@@ -1,7 +1,7 @@
-"""What a group owns: its parameters, their buckets, and the plan that says where everything lies.
+"""The parameters, buckets and plan of one parameter group.
 
-Complete once made. Made again only when somebody replaced the local tensors (``to_empty``, ``.to(dtype)``, loading with
-``assign``) or changed ``requires_grad``.
+They are rebuilt if a user replaced local tensors (``to_empty``, ``.to(dtype)``, ``load_state_dict(assign=True)``).
+A change of ``requires_grad`` only updates the plan.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from composable_fsdp.codecs.communication_policy import EXACT, PLAIN, GradientCo
 from composable_fsdp.errors import DeviceError
 from composable_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["GroupTensors", "rest_device", "shard_of", "take_shards"]
+__all__ = ["GroupTensors", "rest_device", "shard_full_tensor", "shard_parameters"]
 
 
-_COMMON_ALIGNMENT = 64
-"""Bytes: a cache line."""
+_SHARED_ALIGNMENT = 64
+"""The alignment of buckets in shared memory: the bytes of a cache line."""
 
-_Place: TypeAlias = tuple[tuple[int, ...], torch.dtype, torch.dtype, FlatLayout]
+_SharedKey: TypeAlias = tuple[tuple[int, ...], torch.dtype, torch.dtype, FlatLayout]
 
 
-def _place_of(plan: BucketPlan) -> _Place:
-    """What must stay as it is for the bucket to keep its place in memory that ranks have in common."""
+def _shared_key(plan: BucketPlan) -> _SharedKey:
+    """Return the properties that decide the bucket's offset in shared memory."""
     return plan.indices, plan.dtype, plan.compute_dtype, plan.gather.places
 
 
-def _in_common(plan: BucketPlan, process_groups: Sequence[ProcessGroups]) -> bool:
-    """Whether the bucket's shards, or what ranks cast from them, lie in memory that ranks have in common."""
+def _uses_shared_memory(plan: BucketPlan, process_groups: Sequence[ProcessGroups]) -> bool:
+    """Return True if the bucket's shards, or the parameters cast from them, are in memory shared between ranks."""
     return not plan.travels and process_groups[plan.axes].common_memory is not None
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
-    """Where shards rest whose modules compute on ``device``."""
+    """Return the device of the shards of modules that compute on ``device``."""
     return torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def take_shards(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> list[ShardedParameter]:
-    """Cuts this rank's shards out of the parameters as they were found."""
+def shard_parameters(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> list[ShardedParameter]:
+    """Copy this rank's shards out of the original parameters."""
     parameters = []
     is_checked = order_check_from() is not OrderCheck.OFF
     for source in sources:
@@ -84,8 +84,8 @@ def take_shards(sources: Sequence[ParameterSource], offload: OffloadPolicy) -> l
 
 
 @torch.no_grad()
-def shard_of(parameter: ShardedParameter, full: torch.Tensor) -> DTensor:
-    """``full``, a plain tensor of the whole parameter, placed as that is: this rank takes its part, and no other's."""
+def shard_full_tensor(parameter: ShardedParameter, full: torch.Tensor) -> DTensor:
+    """Return the DTensor with this rank's shard of ``full``, a plain tensor of the full parameter."""
     sharding = parameter.sharding
     if sharding.inner is not None:
         inner = sharding.inner
@@ -96,16 +96,16 @@ def shard_of(parameter: ShardedParameter, full: torch.Tensor) -> DTensor:
 
 
 class GroupTensors:
-    """The tensors of one group.
+    """The tensors of one parameter group.
 
     Args:
-        parameters: what the group holds; their local tensors are copied into the group's stores.
-        process_groups: one for each pair of axes that the parameters are sharded over.
-        device: where modules compute.
-        precision: which dtypes the plan is made for.
-        offload: where shards rest.
-        on_gradient: makes, for a batch, the hook that autograd calls when a parameter's full gradient is there.
-        in_common: memory that ranks have in common may be used, where it can: all ranks make these tensors.
+        parameters: the parameters of the group. Their local tensors are copied into the shard stores.
+        process_groups: one for each pair of mesh axes that shard the parameters.
+        device: the device on which modules compute.
+        precision: the dtypes for the plan.
+        offload: the policy that decides the device of the shards.
+        on_gradient: returns, for a batch, the hook that autograd calls when a full gradient is ready.
+        in_common: True if memory shared between ranks may be used. All ranks must then create these tensors together.
     """
 
     def __init__(
@@ -128,18 +128,18 @@ class GroupTensors:
         self._on_gradient = on_gradient
         self.rest_device = rest_device(offload, device)
         self.is_offloaded = self.rest_device != device
-        """Whether shards rest elsewhere than where modules compute."""
-        self._common_places: dict[_Place, int] = {}
+        """True if shards are on another device than that of the modules."""
+        self._shared_offsets: dict[_SharedKey, int] = {}
         self.pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.is_offloaded
         if in_common:
-            self._take_common_memory()
+            self._reserve_shared_memory()
         self.build()
 
     @property
     def version(self) -> int:
-        """Changes when parameters are frozen or thawed, and with in-place changes of shards that torch counts.
+        """A number that changes with ``requires_grad`` and with in-place changes of shards that torch counts.
 
-        It does not count those of fused and foreach optimizers.
+        Torch does not count those of fused and foreach optimizers.
         """
         memory = sum(tensor._version for bucket in self.buckets for tensor in bucket.counted)
         return memory + sum(p.sharded._version + p.was_flipped for p in self.parameters)
@@ -147,34 +147,34 @@ class GroupTensors:
     @torch.inference_mode(False)
     @torch.no_grad()
     def build(self) -> None:
-        """Stores, buffers and unsharded parameters for the local tensors that the parameters have now."""
+        """Create shard stores, buckets and unsharded parameters for the current local tensors."""
         self._find_hooks()
         self.last_gather = LastGather()
-        """That began with these, of one group or several."""
+        """The cached all-gather of this group, or of several groups of which it is the first."""
         self.plan = self._make_plan()
         moved = [
             p
             for p in self.plan.buckets
-            if _in_common(p, self.process_groups) and _place_of(p) not in self._common_places
+            if _uses_shared_memory(p, self.process_groups) and _shared_key(p) not in self._shared_offsets
         ]
-        for plan in moved:  # written to elsewhere, their memory would change under ranks that still read it
+        for plan in moved:  # ranks may still read their shared memory, which a new layout would overwrite
             self.process_groups[plan.axes].common_memory = None
         if moved:
             self.plan = self._make_plan()
-        self.are_placed = self._placed([p.local for p in self.parameters])
+        self.are_on_rest_device = self._are_on_rest_device([p.local for p in self.parameters])
         self.buckets = []
         for plan in self.plan.buckets:
             locals_ = [self.parameters[i].local for i in plan.indices]
             pgs = self.process_groups[plan.axes]
             if plan.extended:
-                self.buckets.append(self._extended(plan, pgs))
+                self.buckets.append(self._extended_bucket(plan, pgs))
                 continue
             on_meta = any(local.is_meta for local in locals_)
             store = self._store(plan, pgs, torch.device("meta") if on_meta else locals_[0].device)
-            common = self._common_place(plan) if plan.residence is Residence.COMMON else None
+            common = self._shared_buffer(plan) if plan.residence is Residence.COMMON else None
             bucket = Bucket(plan, self.parameters, pgs, store, self.device, common)
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
-                if on_meta and not local.is_meta:  # it keeps its values where they are until the others have some
+                if on_meta and not local.is_meta:  # it stays where it is until the others are materialized
                     continue
                 store.locals[k].copy_(local)
                 parameter.set_local(store.locals[k])
@@ -191,24 +191,25 @@ class GroupTensors:
     def _store(self, plan: BucketPlan, pgs: ProcessGroups, device: torch.device) -> ShardStore:
         rank = pgs.axes.shard.rank
         layout = plan.store_layout(rank)
-        in_common = plan.aliased and _in_common(plan, self.process_groups) and device.type == "cpu"
+        in_common = plan.aliased and _uses_shared_memory(plan, self.process_groups) and device.type == "cpu"
         if in_common:
-            flat = self._common_place(plan)
+            flat = self._shared_buffer(plan)
         else:
             pinned = self.pin_memory and device.type != "meta"
             flat = torch.zeros(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
         return ShardStore(plan.gather.shards, layout, rank, flat, in_common=in_common)
 
-    def _common_place(self, plan: BucketPlan) -> torch.Tensor:
-        """The full parameters of the bucket in memory that ranks have in common, 1-d, of the compute dtype."""
+    def _shared_buffer(self, plan: BucketPlan) -> torch.Tensor:
+        """Return the bucket's full parameters in shared memory, 1-d, in the compute dtype."""
         memory = self.process_groups[plan.axes].common_memory
         assert memory is not None
-        begin = self._common_places[_place_of(plan)]
+        begin = self._shared_offsets[_shared_key(plan)]
         return memory[begin : begin + plan.full_bytes].view(plan.compute_dtype)
 
-    def _take_common_memory(self) -> None:
-        """Where ranks can have memory in common, reserves what all full parameters of the group take, whether or not
-        they have values already. All ranks do, together; memory is taken where it is written.
+    def _reserve_shared_memory(self) -> None:
+        """Reserve shared memory for all full parameters of the group, if the communicators support it.
+
+        All ranks must call this together. The operating system allocates pages when they are written.
         """
         able = [c for c in self.process_groups if c.gather.aliases and c.gather.size > 1 and not self.is_offloaded]
         if not able:
@@ -216,20 +217,20 @@ class GroupTensors:
         if order_check_from() is not OrderCheck.OFF:
             self._check_alike(able)
         for pgs in able:
-            pgs.common_memory = torch.empty(0, dtype=torch.uint8)  # the plan is then one for common memory
+            pgs.common_memory = torch.empty(0, dtype=torch.uint8)  # a marker with which the plan assumes shared memory
         self._find_hooks()
         ends = dict.fromkeys(self.process_groups, 0)
         for bucket in self._make_plan().buckets:
-            if _in_common(bucket, self.process_groups):
+            if _uses_shared_memory(bucket, self.process_groups):
                 pgs = self.process_groups[bucket.axes]
-                self._common_places[_place_of(bucket)] = ends[pgs]
-                ends[pgs] += -(-bucket.full_bytes // _COMMON_ALIGNMENT) * _COMMON_ALIGNMENT
+                self._shared_offsets[_shared_key(bucket)] = ends[pgs]
+                ends[pgs] += -(-bucket.full_bytes // _SHARED_ALIGNMENT) * _SHARED_ALIGNMENT
         for pgs in able:
             communicator = cast(AliasingCommunicator, pgs.gather)
             pgs.common_memory = communicator.share(ends[pgs]) if ends[pgs] else None
 
     def _check_alike(self, process_groups: Sequence[ProcessGroups]) -> None:
-        """All ranks are about to take the same memory, and so must have the same parameters."""
+        """Check that all ranks have the same parameters before they share memory."""
         for pgs in process_groups:
             lines = [f"parameter {p.name!r}: {p.description}" for p in self.parameters if p.sharding.axes == pgs.axes]
             check_alike(
@@ -237,17 +238,17 @@ class GroupTensors:
             )
 
     def register(self) -> None:
-        """Puts the sharded parameters on all their owners, and notes where these are."""
+        """Register the sharded parameters on their owners."""
         self._note_registration()
         self.registration.show_sharded()
 
     def _note_registration(self) -> None:
         memory = [tensor for bucket in self.buckets for tensor in bucket.counted]
         extended = any(plan.extended for plan in self.plan.buckets)
-        self.registration = Registration(self.parameters, memory, gathers_make=extended)
+        self.registration = Registration(self.parameters, memory, created_by_gather=extended)
 
-    def _extended(self, plan: BucketPlan, pgs: ProcessGroups) -> ExtendedBucket:
-        """Parameters that decide by themselves how they travel keep their local tensors as they are."""
+    def _extended_bucket(self, plan: BucketPlan, pgs: ProcessGroups) -> ExtendedBucket:
+        """Return the bucket of parameters with FSDP hooks, which keep their local tensors."""
         members = [self.parameters[i] for i in plan.indices]
         found = [self._extensions[parameter] for parameter in members]
         of_gradients = [self._gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
@@ -292,8 +293,8 @@ class GroupTensors:
             extensions[parameter] = plain if extension is None else extension
         return extensions
 
-    def find_patches(self) -> None:
-        """Follow hooks set on local tensors, and dtypes given to running statistics, since the tensors were made."""
+    def follow_patches(self) -> None:
+        """Rebuild if hooks were set on local tensors, or running statistics got another dtype, since the last build."""
         hooks = [hooks_of(p.local) != self._hooks.get(p, frozenset()) for p in self.parameters]
         if any(hooks) or self._compute_dtypes != [p.compute_dtype(self._precision) for p in self.parameters]:
             self.build()
@@ -301,14 +302,14 @@ class GroupTensors:
     def _make_plan(self) -> GroupPlan:
         precision, encodable = self._precision, self._encodable()
         self._compute_dtypes = [p.compute_dtype(precision) for p in self.parameters]
-        legs = self._encoded_legs(encodable)
+        legs = self._codecs_by_axes(encodable)
         specs = []
         for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
             extended = p in self._gradient_extensions
             codecs = p.gradient_codecs if p in encodable else PLAIN
             if p.dtype.itemsize <= torch.float32.itemsize:
                 codecs = codecs.alongside(legs[p.sharding.axes])
-            if extended:  # hooks of the tensor come before a codec
+            if extended:  # the tensor's hooks replace the codec
                 codecs = replace(codecs, shard=None)
             reduce_dtype = precision.gradient_reduce_dtype(compute_dtype)
             specs.append(
@@ -326,23 +327,23 @@ class GroupTensors:
                     codec=p.gather_codec if p in encodable and p not in self._extensions else None,
                     gradient_codecs=codecs,
                     gradient_extended=extended,
-                    alone=p in encodable and p.travels_alone,
+                    alone=p in encodable and p.needs_own_bucket,
                     summed_before=p.sharding.inner is not None and p.sharding.inner.may_leave_sums,
                 )
             )
         return plan_group(tuple(specs), tuple(c.plan_options(offloaded=self.is_offloaded) for c in self.process_groups))
 
     def _encodable(self) -> set[ShardedParameter]:
-        """The parameters that are cut by all other axes by which any of the group is.
+        """Return the parameters that are sharded over every model-parallel axis that shards any of the group.
 
-        Codecs round what lies beside each other together. Ranks with copies of one parameter but different parts of its
-        neighbours would come to differ, and their copies to drift apart in training.
+        A codec rounds neighbouring values together. Ranks with replicas of one parameter but different shards of its
+        neighbours would round the replicas differently, and these would drift apart.
         """
-        cut_by = frozenset[str | int]().union(*(p.cut_by for p in self.parameters))
-        return {p for p in self.parameters if p.cut_by == cut_by}
+        model_parallel_axes = frozenset[str | int]().union(*(p.model_parallel_axes for p in self.parameters))
+        return {p for p in self.parameters if p.model_parallel_axes == model_parallel_axes}
 
-    def _encoded_legs(self, encodable: Collection[ShardedParameter]) -> dict[DataParallelAxes, GradientCodecs]:
-        """For each pair of axes some codec on each leg on which any gradient travels encoded: others join it there."""
+    def _codecs_by_axes(self, encodable: Collection[ShardedParameter]) -> dict[DataParallelAxes, GradientCodecs]:
+        """Return a codec for each leg with encoded gradients, by pair of axes. Other gradients use it there too."""
         legs: dict[DataParallelAxes, GradientCodecs] = {}
         for parameter in self.parameters:
             axes, own = parameter.sharding.axes, parameter.gradient_codecs if parameter in encodable else PLAIN
@@ -353,26 +354,25 @@ class GroupTensors:
         return legs
 
     def refresh(self, before_build: Callable[[], None]) -> None:
-        """Follows what happened to the sharded parameters since the tensors were made. For where their registration is
-        no longer current.
+        """Update after changes of the sharded parameters. To be called if the registration is no longer current.
 
         Args:
-            before_build: called before tensors are made anew; may refuse.
+            before_build: called before tensors are rebuilt; may raise.
 
         Raises:
-            ParameterError: a parameter was replaced by something that is not sharded as it was. Named in the text.
+            ParameterError: a parameter was replaced by a tensor with another sharding. The error names it.
         """
         with torch.inference_mode(False), torch.no_grad():
             for parameter in self.parameters:
                 parameter.adopt_replacement()
             locals_ = self._locals()
             are_kept = all(local is p.local for local, p in zip(locals_, self.parameters, strict=True))
-            if are_kept and not self.registration.given_local_data():
-                self._follow_requires_grad()
+            if are_kept and not self.registration.replaced_local_data():
+                self._sync_requires_grad()
                 return
-            self.are_placed = self._placed(locals_)
+            self.are_on_rest_device = self._are_on_rest_device(locals_)
             if len({local.is_meta for local in locals_}) > 1:
-                return  # half-way through materialisation: the rest is still to come
+                return  # some parameters are not materialized yet
             before_build()
             for local, parameter in zip(locals_, self.parameters, strict=True):
                 lost = self._hooks.get(parameter, frozenset()) - hooks_of(local)
@@ -385,20 +385,20 @@ class GroupTensors:
     def _locals(self) -> list[torch.Tensor]:
         return [local_part(p.sharded) for p in self.parameters]
 
-    def _placed(self, locals_: Sequence[torch.Tensor]) -> bool:
+    def _are_on_rest_device(self, locals_: Sequence[torch.Tensor]) -> bool:
         return all(local.device.type == self.rest_device.type for local in locals_)
 
-    def _follow_requires_grad(self) -> None:
+    def _sync_requires_grad(self) -> None:
         for plan in self.plan.buckets:
             for i in plan.indices:
-                self.parameters[i].follow_requires_grad(self._on_gradient(plan.batch))
+                self.parameters[i].sync_requires_grad(self._on_gradient(plan.batch))
         self.plan = self._make_plan()
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
             bucket.follow(plan)
         self._note_registration()
 
-    def misplaced(self, group: str) -> DeviceError:
-        """The error that names the parameters whose shards are not where those of ``group`` rest."""
+    def device_error(self, group: str) -> DeviceError:
+        """Return the error that names the parameters of ``group`` whose shards are on a wrong device."""
         devices = {p.name: local.device for p, local in zip(self.parameters, self._locals(), strict=True)}
         on_meta = [name for name, device in devices.items() if device.type == "meta"]
         if on_meta:

@@ -1,7 +1,7 @@
-"""Parameters that were tied only after they had been sharded, as transformers ties them once a checkpoint is loaded.
+"""Weights that were tied after ``fully_shard``, as transformers does after loading a checkpoint.
 
-The group that has the tensor keeps it, for the modules of the other one too; the other group gives up what it had in
-its place, and has the first one lend it the tensor, as if it had been sharded with ``shared_from``.
+The group that owns the registered tensor keeps it. The other group drops its own parameter and uses that tensor, as
+with ``shared_from``.
 """
 
 from __future__ import annotations
@@ -14,54 +14,55 @@ from torch import nn
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 
-__all__ = ["join_ties"]
+__all__ = ["tie_weights"]
 
 
-class _Held(NamedTuple):
+class _OwnedParameter(NamedTuple):
     state: FSDPState
     parameter: ShardedParameter
 
 
-def join_ties(states: Sequence[FSDPState]) -> None:
-    """Makes one parameter of those of ``states`` in whose places somebody has registered one tensor.
+def tie_weights(states: Sequence[FSDPState]) -> None:
+    """Merge the parameters of ``states`` in whose places one tensor is now registered.
 
-    Parameters of different shapes, or cut differently, are left alone: their groups say so when they are gathered.
+    Parameters of different shapes or shardings are skipped: their groups raise when they are next unsharded.
     """
-    held = [_Held(state, parameter) for state in states for parameter in state.group.parameters]
-    keepers = _keepers(held)
+    owned = [_OwnedParameter(state, parameter) for state in states for parameter in state.group.parameters]
+    final_owners = _final_owners(owned)
     joined = [
-        (each, keeper)
-        for each in held
-        if (keeper := keepers.get(id(_shown(each.parameter)), each)) is not each and _are_cut_alike(each, keeper)
+        (each, final_owner)
+        for each in owned
+        if (final_owner := final_owners.get(id(_registered_tensor(each.parameter)), each)) is not each
+        and _have_same_sharding(each, final_owner)
     ]
     for (state, parameter), _ in joined:
         state.group.give_up(parameter)
-    for (state, parameter), keeper in joined:
-        keeper.state.group.refresh()
-        keeper.state.group.register_at(keeper.parameter, parameter.owners)
-        if keeper.state is not state:
-            state.borrow_from(keeper.state)
+    for (state, parameter), final_owner in joined:
+        final_owner.state.group.refresh()
+        final_owner.state.group.register_at(final_owner.parameter, parameter.owners)
+        if final_owner.state is not state:
+            state.borrow_from(final_owner.state)
 
 
-def _keepers(held: Iterable[_Held]) -> dict[int, _Held]:
-    """Who keeps each tensor, by its id: whose own it is, or else the innermost that shows it."""
-    keepers: dict[int, _Held] = {}
-    for each in held:
-        shown = _shown(each.parameter)
-        known = keepers.get(id(shown))
+def _final_owners(owned: Iterable[_OwnedParameter]) -> dict[int, _OwnedParameter]:
+    """Return the owner of each tensor by ``id``: the group whose parameter it is, else the innermost that has it."""
+    final_owners: dict[int, _OwnedParameter] = {}
+    for each in owned:
+        shown = _registered_tensor(each.parameter)
+        known = final_owners.get(id(shown))
         if shown is not None and (known is None or known.parameter.sharded is not shown):
-            keepers[id(shown)] = each
-    return keepers
+            final_owners[id(shown)] = each
+    return final_owners
 
 
-def _shown(parameter: ShardedParameter) -> nn.Parameter | None:
-    """What is registered in all of its places, if that is one tensor."""
+def _registered_tensor(parameter: ShardedParameter) -> nn.Parameter | None:
+    """Return the tensor registered in all places of the parameter, or ``None`` if there are several."""
     shown = {
         id(tensor): tensor for module, name in parameter.owners if (tensor := module._parameters.get(name)) is not None
     }
     return next(iter(shown.values())) if len(shown) == 1 else None
 
 
-def _are_cut_alike(one: _Held, other: _Held) -> bool:
+def _have_same_sharding(one: _OwnedParameter, other: _OwnedParameter) -> bool:
     a, b = one.parameter.sharding, other.parameter.sharding
     return a.shape == b.shape and a.mesh == b.mesh and a.placements == b.placements

@@ -1,4 +1,4 @@
-"""One group: unshard, wait, reshard; ``gradients`` has the way back. What to do when is decided elsewhere."""
+"""One parameter group: unshard, wait, reshard. The root's iteration decides when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composable_fsdp._runtime.collectives.grad_mode import without_grad
 from composable_fsdp._runtime.collectives.packing import all_of
 from composable_fsdp._runtime.collectives.wire_bytes import gather_traffic, smaller_gather_traffic
 from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
-from composable_fsdp._runtime.groups.group_tensors import GroupTensors, take_shards
+from composable_fsdp._runtime.groups.group_tensors import GroupTensors, shard_parameters
 from composable_fsdp._runtime.groups.profiling import labelled
 from composable_fsdp._runtime.groups.state_machine import (
     PARAMETER_TRANSITIONS,
@@ -34,24 +34,24 @@ from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["ParameterGroup", "unshard_together"]
 
-_HERE_OR_COMING = frozenset(
+_UNSHARD_STARTED = frozenset(
     before
     for (before, operation), after in PARAMETER_TRANSITIONS.items()
     if operation is ParameterOperation.UNSHARD and after is before
 )
-"""In which parameters are in memory or on their way."""
+"""The states in which an all-gather is in flight or done."""
 
 
 class ParameterGroup:
-    """Parameters that are communicated together.
+    """Parameters that are unsharded, freed and reduced together.
 
     Args:
-        name: for messages and the trace, until the group's place in the model is known.
-        sources: the parameters as ``fully_shard`` found them, or ``parameters`` that are sharded already.
-        axes: where modules compute, and the axes of a group without parameters.
+        name: the name in errors and traces, until :meth:`rename` gives the qualified name.
+        sources: the parameters as ``fully_shard`` found them; ignored if ``parameters`` has sharded ones.
+        axes: the mesh axes and device of the modules.
 
-    Invariants: ``parameter_state`` changes only through the table of ``lifecycle``; a gather is pending only while
-    that is UNSHARDING.
+    Invariants: ``parameter_state`` changes only through ``PARAMETER_TRANSITIONS``. An all-gather is pending only in
+    UNSHARDING.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class ParameterGroup:
         parameters: Sequence[ShardedParameter] | None = None,
     ) -> None:
         self.name = name
-        """For messages and the trace."""
+        """The name in errors and traces."""
         self.axes = axes
         self.offload = offload
         is_new = parameters is None
         if parameters is None:
-            parameters = take_shards(sources, offload)
+            parameters = shard_parameters(sources, offload)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
         self.process_groups = [ProcessGroups(each) for each in used or (axes,)]
         self.tensors = GroupTensors(
@@ -85,15 +85,15 @@ class ParameterGroup:
         self.gradients = GroupGradients(name, self.tensors)
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: InFlight[None] | None = None
-        self._is_written_to = False
-        """Whether a gather that was given up may still write to the unsharded memory, which stays until it cannot."""
+        self._may_be_written = False
+        """True if a failed all-gather may still write to the unsharded memory, which then must not be freed."""
         self._noted_bytes = 0
-        """Unsharded memory as the trace knows it."""
+        """The unsharded bytes that were last reported to the trace."""
         self._has_own_copy = False
-        """Whether nothing that modules compute with lies in memory that ranks have in common."""
+        """True if modules compute with a private copy of parameters in shared memory."""
 
     def rename(self, name: str) -> None:
-        """The group's place in the model is known, or has changed."""
+        """Set the name, once the module's path in the model is known or has changed."""
         self.name = self.gradients.name = name
 
     @property
@@ -109,16 +109,16 @@ class ParameterGroup:
         return self.tensors.plan
 
     def follow_choices(self, other: ParameterGroup) -> None:
-        """Takes over what was chosen for ``other``, of which this is a copy, communicators included."""
+        """Copy the settings and communicators of ``other``, of which this is a copy."""
         self.gradients.follow_choices(other.gradients)
         for pgs, original in zip(self.process_groups, other.process_groups, strict=True):
             pgs.follow(original)
         self.tensors.build()
 
     def refresh(self) -> None:
-        """Follows replaced local tensors and changes of ``requires_grad``, once the parameters are sharded.
+        """Update after replaced local tensors and changes of ``requires_grad``, if the parameters are sharded.
 
-        Not while gradients are held that lie as the plan has it: the next gather delivers them first.
+        Does nothing while gradients in the old layout are held: the next all-gather reduces them first.
         """
         if self.parameter_state is not ParameterState.SHARDED or self.tensors.registration.is_current:
             return
@@ -128,11 +128,8 @@ class ParameterGroup:
         self.tensors.refresh(self.check_nothing_held)
 
     def check_data(self) -> None:
-        """
-        Raises:
-            ParameterError: somebody assigned ``p.data``. Parameters and group are named in the text.
-        """
-        given = [parameter.name for parameter in self.tensors.registration.given_data()]
+        """Raise a ``ParameterError`` that names the parameters whose ``p.data`` was assigned, if there are any."""
+        given = [parameter.name for parameter in self.tensors.registration.replaced_data()]
         if given:
             raise ParameterError(
                 f"parameters {given} of {self.name!r} were given other values by p.data = ..., which a sharded "
@@ -141,47 +138,47 @@ class ParameterGroup:
             )
 
     def rebuild(self) -> None:
-        """Makes the tensors anew, after a change of what the plan depends on."""
+        """Reshard and rebuild the tensors, after a change that the plan depends on."""
         self.check_nothing_held()
         self.reshard()
         self.tensors.build()
 
     def give_up(self, parameter: ShardedParameter) -> None:
-        """Goes on without ``parameter``, whose places are no longer its own."""
+        """Remove ``parameter``, whose places now hold a parameter of another group."""
         self.check_nothing_held()
         self.reshard()
         self.tensors.parameters.remove(parameter)
-        parameter.held_by = None
+        parameter.state_ref = None
         self.tensors.build()
 
     def register_at(self, parameter: ShardedParameter, places: Sequence[tuple[nn.Module, str]]) -> None:
-        """Registers ``parameter`` of this group also at these modules, under these names."""
+        """Register ``parameter`` of this group on more modules."""
         self.reshard()
         parameter.owners = (*parameter.owners, *places)
         self.tensors.register()
 
     def check_nothing_held(self) -> None:
-        """New tensors know nothing of gradients that the old ones hold."""
+        """Raise ``LifecycleError`` if gradients are held, since new tensors would lose them."""
         if self.gradients.are_held:
             raise LifecycleError(
                 f"{self.name!r} holds gradients that were accumulated and not delivered yet, which this change would "
                 "lose. Run a backward outside of no_sync first, or drop them with model.zero_grad()."
             )
 
-    def find_patches(self) -> None:
-        """Follows hooks that somebody has hung on local tensors, once the parameters are sharded."""
+    def follow_patches(self) -> None:
+        """Update after hooks were set on local tensors, if the parameters are sharded."""
         if self.parameter_state is ParameterState.SHARDED:
-            self.tensors.find_patches()
+            self.tensors.follow_patches()
 
     # -- parameters
 
     def unshard(self, streams: CommStreams) -> None:
-        """Launches the all-gather, if the parameters are not in memory or on their way."""
+        """Launch the all-gather, unless it is in flight or done."""
         unshard_together((self,), streams, f"all-gather of {self.name}")
 
     @contextmanager
     def unshard_async_op(self, async_op: bool) -> Iterator[None]:
-        """Inside, custom all-gathers of the group are called with ``async_op``."""
+        """Pass ``async_op`` to the custom all-gathers of the group in this context."""
         before = [pgs.unshard_async_op for pgs in self.process_groups]
         for pgs in self.process_groups:
             pgs.unshard_async_op = async_op
@@ -193,22 +190,22 @@ class ParameterGroup:
 
     @property
     def is_coming(self) -> bool:
-        """Whether the parameters are in memory or on their way, and :meth:`unshard` has nothing else to do either."""
-        return self.parameter_state in _HERE_OR_COMING and not self.gradients.are_held
+        """True if the all-gather is in flight or done, and :meth:`unshard` has nothing else to do."""
+        return self.parameter_state in _UNSHARD_STARTED and not self.gradients.are_held
 
     def _needs_gather(self, streams: CommStreams) -> bool:
-        """Whether the parameters are neither in memory nor on their way."""
+        """Apply changes to the parameters, and return True if no all-gather is in flight or done."""
         if self.gradients.are_held:
-            self._deliver_before_a_change(streams)
+            self._reduce_before_change(streams)
         if not self.tensors.registration.is_current:
             self.refresh()
-        if not self.tensors.are_placed:
-            raise self.tensors.misplaced(self.name)
-        return self.parameter_state not in _HERE_OR_COMING
+        if not self.tensors.are_on_rest_device:
+            raise self.tensors.device_error(self.name)
+        return self.parameter_state not in _UNSHARD_STARTED
 
-    def _await_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
-        """``pending`` brings the parameters; ``None`` where there are none."""
-        self._pending_gather, self._is_written_to = pending, False
+    def _begin_gather(self, pending: InFlight[None] | None, stream: str, begin: float | None) -> None:
+        """Record the all-gather ``pending``, or ``None`` for a group without parameters."""
+        self._pending_gather, self._may_be_written = pending, False
         for pgs in self.process_groups:
             pgs.awaits_parting = pgs.common_memory is not None
         self.parameter_state = advance(
@@ -220,14 +217,14 @@ class ParameterGroup:
             moved = smaller_gather_traffic(self.buckets, smaller.size) if smaller else gather_traffic(self.buckets)
             trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, stream, begin, moved.plain_bytes)
 
-    def _deliver_before_a_change(self, streams: CommStreams) -> None:
-        """Reduces what was accumulated before parameters were frozen or thawed: the next plan places other ones."""
+    def _reduce_before_change(self, streams: CommStreams) -> None:
+        """Reduce accumulated gradients if ``requires_grad`` has changed, since the next plan has another layout."""
         if any(parameter.was_flipped for parameter in self.parameters):
             for launch in reduce_together((self.gradients,), streams):
                 launch.run().complete()
 
     def wait(self) -> None:
-        """Makes the unsharded parameters usable and registers them."""
+        """Wait for the all-gather and register the unsharded parameters."""
         before = self.parameter_state
         self.parameter_state = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.WAIT, self.name)
         if self.parameter_state is before:
@@ -246,33 +243,34 @@ class ParameterGroup:
             try:
                 pending.wait()
             except BaseException:
-                self._is_written_to = not pending.has_arrived
+                self._may_be_written = not pending.has_arrived
                 raise
-        # Not before: on a device with streams, what was sent from is in use until the current stream has waited.
+        # Only after the wait: until then, the streams of a device may still read the slices.
         if self.process_groups[0].smaller is not None:
             self._drop_slices()
 
     def _drop_slices(self) -> None:
-        """The next gather comes from the whole shard axis again."""
+        """Drop the kept slices, so that the next all-gather is over the whole shard axis."""
         for bucket in self.tensors.buckets:
             bucket.drop_slice()
         for pgs in self.process_groups:
             pgs.smaller = None
 
     def reshard(self) -> None:
-        """Registers the sharded parameters and frees the unsharded memory."""
+        """Register the sharded parameters and free the unsharded memory."""
         before = self.parameter_state
         self.parameter_state = advance(PARAMETER_TRANSITIONS, before, ParameterOperation.RESHARD, self.name)
         if self.parameter_state is before:
             return
-        if before is not ParameterState.UNSHARDED:  # a gather is on its way, or slices are kept for one
+        if before is not ParameterState.UNSHARDED:  # an all-gather is in flight, or slices are kept for one
             self._end_gather()
         if before is not ParameterState.SHRUNK:
             self._release()
 
     def copy_out_of_common(self) -> None:
-        """Goes on with a copy of this rank's own where full parameters lie in memory that ranks have in common. Once
-        all have met after that, each may write to its shards while modules here still compute with the copy.
+        """Continue with a private copy of full parameters that are in shared memory.
+
+        After the next barrier other ranks may write to their shards while modules here still use the copy.
         """
         if self.parameter_state is not ParameterState.UNSHARDED:
             return
@@ -283,23 +281,24 @@ class ParameterGroup:
             self._note_memory()
 
     def has_parted(self) -> None:
-        """All ranks have met. They must meet again if full parameters still lie in memory that they have in common."""
+        """Record a barrier of all ranks. Another is needed if full parameters in shared memory are still in use."""
         stays = self.parameter_state is not ParameterState.SHARDED and not self._has_own_copy
         for pgs in self.process_groups:
             pgs.awaits_parting = pgs.awaits_parting and stays
 
     def abandon(self) -> None:
-        """As :meth:`reshard`, without waiting for a gather that will never come to its end, once its connections are
-        closed: nothing writes to the unsharded memory any more.
+        """Reshard without waiting for an all-gather that failed.
+
+        Its connections must be closed, so that nothing writes to the unsharded memory any more.
         """
-        self._pending_gather, self._is_written_to = None, False
+        self._pending_gather, self._may_be_written = None, False
         self.reshard()
         for bucket in self.tensors.buckets:
             bucket.free()
 
     @without_grad
     def shrink(self, mesh_size: int) -> None:
-        """As :meth:`reshard`, but keeps a slice from which ``mesh_size`` neighbouring ranks can gather again."""
+        """Reshard, but keep a slice from which ``mesh_size`` neighbouring ranks can all-gather again."""
         self.parameter_state = advance(
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.SHRINK, self.name
         )
@@ -317,7 +316,7 @@ class ParameterGroup:
         for pgs in self.process_groups:
             if pgs.common_memory is not None:
                 pgs.note_release()
-        if not self._is_written_to:
+        if not self._may_be_written:
             for bucket in self.tensors.buckets:
                 bucket.free()
         if trace.listeners:
@@ -333,15 +332,13 @@ class ParameterGroup:
 
 
 def unshard_together(groups: Sequence[ParameterGroup], streams: CommStreams, label: str) -> None:
-    """Launches one all-gather, for which ``label`` is what errors call it, for those of ``groups`` whose parameters are
-    not in memory or on their way.
-    """
+    """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors."""
     needed = [group for group in groups if group._needs_gather(streams)]
     if any(group.buckets for group in needed):
         _launch(needed, streams, label)
-    else:  # as a root whose parameters are all those of modules inside
+    else:  # e.g. a root whose parameters all belong to nested modules
         for group in needed:
-            group._await_gather(None, streams.gather.name, None)
+            group._begin_gather(None, streams.gather.name, None)
 
 
 @labelled("all_gather", lambda groups, streams, label: all_of([group.name for group in groups]))
@@ -350,12 +347,14 @@ def _launch(needed: Sequence[ParameterGroup], streams: CommStreams, label: str) 
     buckets = [bucket for group in needed for bucket in group.tensors.buckets]
     pending = launch_gather(streams, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
     for group in needed:
-        group._await_gather(pending, streams.gather.name, begin)
+        group._begin_gather(pending, streams.gather.name, begin)
 
 
 def _gradient_hooks(group: ParameterGroup) -> Callable[[int], Callable[[torch.Tensor], None]]:
-    """Makes the hooks of parameters of a batch. They know the group weakly: Python's collector does not see what hooks
-    of a tensor hold, so that a group which its own parameters held would never be freed.
+    """Return a function that makes the gradient hooks of a batch.
+
+    Hooks reference the group weakly: Python's garbage collector does not see references held by tensor hooks, so a
+    cycle through them would never be freed.
     """
     weakly = ref(group)
 

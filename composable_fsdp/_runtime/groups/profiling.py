@@ -1,6 +1,6 @@
-"""What profilers and ``TORCH_LOGS=+fsdp`` call the work of a group: ``FSDP::all_gather (layers.0)``.
+"""Labels in profilers and in ``TORCH_LOGS=+fsdp``, such as ``FSDP::all_gather (layers.0)``.
 
-The words are those of torch's FSDP2, by which tools look for them, and the logger is torch's.
+The labels are those of torch's FSDP2, which tools search for, and the logger is torch's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _logs = _log.isEnabledFor(logging.DEBUG)
 
 
 def ask_logger() -> None:
-    """Looks whether the logger listens. Once for each pass, since every hook has several labels."""
+    """Read whether the logger is enabled. Called once per pass, since every hook has several labels."""
     global _logs
     _logs = _log.isEnabledFor(logging.DEBUG)
 
 
 def labelled(operation: str, name_of: Callable[..., str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates what does ``operation``; ``name_of`` gets its arguments and says for which group it does."""
+    """Return a decorator that labels a function ``operation`` and the name that ``name_of`` gives for its arguments."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,9 +1,8 @@
-"""What one ``fully_shard`` call made: modules, their group, and the choices that can still be changed.
+"""The result of one ``fully_shard`` call: modules, their parameter group, and settings.
 
-Ownership, so that a dropped model is freed by reference counts alone: a module owns its unit, the modules of a root own
-its iteration, the iteration owns the units below it, a unit owns its group and its lenders. Every reference in the
-other direction is weak: from a unit to its modules, its iteration, its borrowers and the units that it prefetches, and
-from a parameter to the modules on which it is registered.
+Reference counts alone free a dropped model. A module owns its FSDP state, the modules of a root own its iteration, the
+iteration owns the states below it, and a state owns its group and its lenders. Other references are weak: from a state
+to its modules, its iteration, its borrowers and the states that it prefetches, and from a parameter to its modules.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ __all__ = [
 
 _STATE_ATTRIBUTE = "_composable_fsdp_state"
 ITERATION_ATTRIBUTE = "_composable_fsdp_iteration"
-"""Of the modules of a root. A copy of such a module has no iteration until it runs."""
+"""The attribute of a root's modules with its iteration. A copied module has none until it runs."""
 PlainPlaces = WeakKeyDictionary[nn.Module, set[str]]
-"""Attributes of modules."""
+"""The attributes of plain parameters, by module."""
 MERGED_BYTES = 1 << 20
-"""Of full parameters of neighbouring small groups that travel together."""
+"""The default for the full parameters of neighbouring small groups that share a message, in bytes."""
 
 
 class Accumulation(Enum):
-    """What becomes of the gradients of one microbatch."""
+    """The handling of one microbatch's gradients."""
 
     REDUCE = "reduce"
-    """Reduced, and set on the sharded parameters or added to what is there."""
+    """Reduce, and set or add to the sharded gradients."""
     SHARDED = "sharded"
-    """Reduced over the shard axis, and summed there in the reduce dtype until a backward under REDUCE."""
+    """Reduce over the shard axis, and sum in the reduce dtype until a backward with REDUCE."""
     UNSHARDED = "unsharded"
-    """Summed in full on every rank, in the reduce dtype, without communication, until a backward under another."""
+    """Sum the full gradients in the reduce dtype, without communication, until a backward with another value."""
 
 
-_CHOICES = (
+_SETTINGS = (
     "accumulation",
     "all_reduce",
     "has_nested_states",
@@ -72,15 +71,15 @@ _CHOICES = (
 
 
 _NO_RECORD = ForwardRecord()
-"""Of rounds to which no backward comes. Nothing is noted in it."""
+"""The shared record of forwards without a backward. Nothing is written to it."""
 
 
 class Round:
-    """One run of a unit in forward, from the first of its modules that begins to the last that ends.
+    """One run of an FSDP state in forward, from the first of its modules that begins to the last that ends.
 
-    Kept alive by the graph. ``seen``: what the parameters were, where that is compared in backward.
-    ``awaited`` counts the module calls whose inputs' gradients backward has not reached yet.
-    ``ends_unseen``: the inputs of some call need no gradient, so that nothing shows when backward is done with it.
+    The autograd graph keeps it alive. ``seen`` has the versions of the parameters, if backward checks them. ``awaited``
+    counts the module calls whose input gradients are not ready yet. ``ends_unseen`` is True if a call had no input that
+    needs a gradient, so that no hook shows the end of its backward.
     """
 
     __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining", "seen")
@@ -95,17 +94,17 @@ class Round:
 
 
 class FSDPState:
-    """The modules of one call, in the order given, and their group.
+    """The modules of one ``fully_shard`` call, in the order given, and their parameter group.
 
-    The public fields are choices, read when they are needed: most count at once, those of a root from the next forward,
-    ``reductions_in_flight`` from the next backward.
+    The public fields are settings. Most take effect at once, those of a root in the next forward, and
+    ``reductions_in_flight`` in the next backward.
 
     Args:
-        modules: the modules whose forwards and backwards bring the group in and out of memory; none within another.
-        group: the parameters that the call took.
-        reshard: what happens after forward.
-        precision: dtypes of inputs, parameters, reduction and outputs.
-        lenders: units that hold parameters which these modules use too, and so are unsharded along with this one.
+        modules: the modules that unshard and reshard the group; none contains another.
+        group: the parameters of the call.
+        reshard: what to do after forward.
+        precision: the dtypes of inputs, parameters, reduction and outputs.
+        lenders: the states whose groups own parameters that these modules use too. They are unsharded together.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class FSDPState:
         self.module_ids = frozenset(map(id, modules))
         self.has_several_modules = len(modules) > 1
         self.class_name = ", ".join(type(module).__name__.removeprefix("FSDP") for module in modules)
-        """The modules' own classes, for messages."""
+        """The original class names of the modules, for errors."""
         self.group = group
         self.precision = precision
         self.reshard = reshard
@@ -130,54 +129,54 @@ class FSDPState:
         self.all_reduce = True
         self.reductions_in_flight: int | None = None
         self.max_unsharded_bytes: int | None = None
-        """Of a root: up to which groups are gathered ahead of their turn."""
+        """For a root: the bound for prefetching, in bytes of unsharded parameters."""
         self.prefetch_limit = PREFETCH_LIMIT
-        """Of a root: how many groups are gathered ahead of their turn."""
+        """For a root: the number of groups to prefetch."""
         self.order_check = order_check_from()
-        """Of a root: how much ranks compare before they begin."""
+        """For a root: the checks between ranks before collectives."""
         self.max_merged_bytes = MERGED_BYTES
-        """Of a root: of groups that are gathered, and reduced, together."""
+        """For a root: the size up to which neighbouring small groups share an all-gather or a reduction."""
         self.version_check: VersionCheck | None = VersionCheck(group, reads_shards=False)
-        """Compares parameters in backward with those of the forward."""
+        """The comparison of the parameters in backward with those in forward, or ``None`` if it is off."""
         self.forward_prefetch: Sequence[ref[FSDPState]] | None = None
-        """Units to gather in forward ahead of their turn, where the user chose them."""
+        """The states that the user chose to prefetch in forward."""
         self.backward_prefetch: Sequence[ref[FSDPState]] | None = None
-        """The same in backward."""
+        """The states that the user chose to prefetch in backward."""
         self.lenders = tuple(lenders)
         self.borrowing: list[ref[FSDPState]] = []
-        """Units whose lender it is."""
+        """The states that have this one as a lender."""
         for lender in self.lenders:
             lender._lend_to(self)
         self.has_nested_states = any(find_state(m) is not None for module in modules for m in module.modules())
         self.calls_under_way: list[Any] = []
-        """Forward calls that have begun and not ended, innermost last; the hooks know what they are."""
+        """The open forward calls, innermost last. The hooks define their type."""
         self.round: Round | None = None
-        """The run of its modules in the forward that is under way."""
+        """The current forward run of the modules."""
         self.open_calls = 0
-        """Forward calls whose inputs' gradients this backward has not yet reached."""
+        """The number of forward calls whose input gradients this backward has not reached."""
         self.entered_backward = -1
-        """The last backward that reached the unit through an output that its hooks saw."""
+        """The last backward that reached this state through an output with a hook."""
         self.runs = 0
-        """Runs in forward to which a backward may come: in one forward, or in several before one backward."""
+        """The number of forward runs that a backward may still reach."""
         self.plain_places: PlainPlaces | None = None
-        """Where parameters were plain, and stayed so, when ``fully_shard`` made the unit. Not known of a copy."""
+        """The plain parameters left out by ``fully_shard``. ``None`` for a copy."""
         self.kept_version: int | None = None
-        """The group's version when it was last left unsharded between passes."""
+        """The version of the group when it was last kept unsharded between passes."""
         self.kept_steps: object = None
-        """The optimizer steps that its full parameters then showed."""
+        """The optimizer steps that those unsharded parameters include."""
         self.kept_frozen = False
-        """Whether it was left so for good, with nothing in it that an optimizer could change."""
+        """True if the group stays unsharded and has no parameter that an optimizer could change."""
         self.client_pre_backward: Callable[..., None] | None = None
         self.client_post_backward: Callable[..., None] | None = None
-        """What a client put around what the iteration does when backward reaches the unit, and with its gradients."""
+        """Wrappers that a client put around the iteration's pre-backward and post-backward."""
         self._iteration: Callable[[], Any] = _no_iteration
         for module in modules:
             self.attach(module)
         for parameter in group.parameters:
-            parameter.held_by = ref(self)
+            parameter.state_ref = ref(self)
 
     def borrow_from(self, lender: FSDPState) -> None:
-        """``lender`` holds a parameter that these modules use too."""
+        """Add ``lender``, whose group owns a parameter that these modules use too."""
         if lender not in self.lenders:
             self.lenders = (*self.lenders, lender)
             lender._lend_to(self)
@@ -187,14 +186,14 @@ class FSDPState:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """In the order given, without those that were dropped since."""
+        """The modules in the order given, without those that were garbage-collected."""
         return tuple(module for known in self._modules if (module := known()) is not None)
 
     @property
     def iteration(self) -> Any:
-        """The ``Iteration`` it takes part in, once its root has been assembled and until the root is dropped.
+        """The ``Iteration`` of the root, or ``None`` before it is assembled and after the root is dropped.
 
-        ``assemble`` knows the type.
+        The type is that of ``assemble``, which this module cannot import.
         """
         return self._iteration()
 
@@ -203,13 +202,13 @@ class FSDPState:
         self._iteration = _no_iteration if iteration is None else ref(iteration)
 
     def deliver_before_changes(self) -> None:
-        """Ends the reductions in flight of parameters that were frozen or thawed since, before the group follows."""
+        """Complete the reductions in flight of parameters whose ``requires_grad`` has changed."""
         iteration = self.iteration
         if iteration is not None:
             iteration.deliver_before_changes()
 
     def note_kept(self, steps: object) -> None:
-        """The group is left unsharded between passes. ``steps``: of optimizers, when it was gathered or earlier."""
+        """Record that the group stays unsharded. ``steps``: the optimizer steps at its all-gather, or earlier ones."""
         self.kept_version, self.kept_steps = self.group.tensors.version, steps
         self.kept_frozen = (
             not self.reshard_after_backward
@@ -225,33 +224,33 @@ class FSDPState:
         return self.group.name
 
     def follow_choices(self, other: FSDPState) -> None:
-        """Takes over what was chosen for ``other``, of which this is a copy; not what it prefetches."""
-        for choice in _CHOICES:
+        """Copy the settings of ``other``, of which this is a copy, except explicit prefetching."""
+        for choice in _SETTINGS:
             setattr(self, choice, getattr(other, choice))
 
     def attach(self, module: nn.Module) -> None:
-        """Makes the unit that of ``module``."""
+        """Make this the state of ``module``."""
         vars(module)[_STATE_ATTRIBUTE] = self
 
     def registered_parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter object that this unit may have registered on its modules."""
+        """Yield every parameter that this state may have registered on its modules."""
         for parameter in self.group.parameters:
             yield parameter.sharded
             yield parameter.unsharded
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of one of its modules is under way."""
+        """True while a forward of one of the modules runs."""
         return bool(self.calls_under_way) or self.round is not None
 
     @property
     def is_lent(self) -> bool:
-        """Whether the forward of another unit that is under way uses parameters of this one."""
+        """True while a forward of another state uses parameters of this one."""
         return bool(self.borrowing) and any(borrower.is_running for borrower in alive(self.borrowing))
 
     @property
     def keeps_partial(self) -> bool:
-        """Whether a reduction now ends at the shard axis."""
+        """True if a reduction now ends after the shard axis."""
         if self.all_reduce:
             return self.accumulation is Accumulation.SHARDED
         replicates = any(pgs.replicate.size > 1 for pgs in self.group.process_groups)
@@ -259,10 +258,10 @@ class FSDPState:
 
     @property
     def sends_batches(self) -> bool:
-        """Whether gradients go in several batches, each as soon as it is complete.
+        """True if each batch of gradients is reduced as soon as it is ready.
 
-        Not where other units' collectives come in between: a rank that does not use the batch sends it at the end. Nor
-        what travels together with others.
+        False if collectives of other states could come in between, since a rank that does not use a batch reduces it at
+        the end. Also False for small groups, which are fused with others.
         """
         plan = self.group.tensors.plan
         if not plan.in_batches or plan.is_small:
@@ -273,7 +272,7 @@ class FSDPState:
 
     @property
     def may_have_company(self) -> bool:
-        """Whether its parameters may be gathered, and its gradients reduced, together with those of other units."""
+        """True if collectives of this group may be fused with those of other groups."""
         shares = self.lenders or self.borrowing
         chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
         if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
@@ -282,18 +281,18 @@ class FSDPState:
 
     @property
     def unequal_use(self) -> bool:
-        """Whether ranks may use different parts of the group, or skip the unit, in the same step."""
+        """True if ranks may use different parameters of the group, or skip the modules, in the same step."""
         return self.group.process_groups[0].unequal_use
 
     @property
     def frees_with_last_gradient(self) -> bool:
-        """Whether nothing in the modules' own backward can still need the parameters once all have their gradients."""
+        """True if the modules' backward needs no parameter once all gradients are ready."""
         plan = self.group.plan
         return not self.borrowing and plan.num_trainable == len(plan.specs)
 
 
 class ModuleReference:
-    """A weak reference to the module that owns whoever has it. In a deep copy it refers to the copied module."""
+    """A weak reference to the module that owns the holder. A deep copy refers to the copied module."""
 
     __slots__ = ("_module",)
 
@@ -310,28 +309,28 @@ class ModuleReference:
 
 
 def _no_iteration() -> None:
-    """In place of a reference to an iteration."""
+    """Return ``None``, as a dead reference to an iteration would."""
 
 
 def alive(references: Sequence[ref[FSDPState]]) -> list[FSDPState]:
-    """Those of the units that were not dropped."""
+    """Return the states that still exist."""
     return [state for known in references if (state := known()) is not None]
 
 
 def holding_state(parameter: object) -> FSDPState | None:
-    """The unit that holds ``parameter``, a sharded parameter or the tensor of either of its forms, if there is one."""
+    """Return the state whose group owns ``parameter``, a ``ShardedParameter`` or either of its forms, or ``None``."""
     found = parameter if isinstance(parameter, ShardedParameter) else find_parameter(parameter)
-    return found.held_by() if found is not None and found.held_by is not None else None
+    return found.state_ref() if found is not None and found.state_ref is not None else None
 
 
 def find_state(module: nn.Module) -> FSDPState | None:
-    """The unit that a ``fully_shard`` call on ``module`` made, if there was one."""
+    """Return the state that ``fully_shard`` attached to ``module``, or ``None``."""
     state = vars(module).get(_STATE_ATTRIBUTE)
     return state if isinstance(state, FSDPState) else None
 
 
 def state_of(module: nn.Module) -> FSDPState:
-    """The unit of ``module``, which must have one."""
+    """Return the state of ``module``, or raise a ``LifecycleError`` if it has none."""
     state = find_state(module)
     if state is None:
         raise LifecycleError(f"{type(module).__name__} has not been sharded: call fully_shard on it first.")

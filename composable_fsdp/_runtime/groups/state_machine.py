@@ -1,6 +1,6 @@
-"""The two small machines of a group, as data: where its parameters are, and where its gradients are.
+"""The two state machines of a parameter group, as tables: one for parameters, one for gradients.
 
-Idempotence is a row of a table. What is not in a table is not legal, and :func:`advance` says what would have been.
+Idempotence is a row of a table. An operation without a row is illegal, and :func:`advance` lists the legal ones.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = [
 
 
 class Key(Enum):
-    """Members that are hashed by identity, as they are compared: ``Enum`` itself hashes their names, in Python."""
+    """An ``Enum`` hashed by identity, which is faster: ``Enum`` hashes member names in Python."""
 
     __hash__ = object.__hash__
 
 
 class ParameterState(Key):
-    """Where a group's parameters are."""
+    """The state of a group's parameters."""
 
     SHARDED = "SHARDED"
     UNSHARDING = "UNSHARDING"
     UNSHARDED = "UNSHARDED"
     SHRUNK = "SHRUNK"
-    """Resharded after forward to a smaller mesh: the modules show the sharded parameters, a larger slice is kept."""
+    """Resharded after forward to a smaller mesh: the sharded parameters are registered, and a larger slice is kept."""
 
 
 class ParameterOperation(Key):
-    """What can be done to a group's parameters."""
+    """The operations on a group's parameters."""
 
     UNSHARD = "UNSHARD"
     WAIT = "WAIT"
@@ -49,19 +49,19 @@ class ParameterOperation(Key):
 
 
 class GradientState(Key):
-    """Where a group's gradients are."""
+    """The state of a group's gradients."""
 
     NONE = "NONE"
     LOCAL = "LOCAL"
-    """Autograd has put at least one on an unsharded parameter, and it has not been sent yet."""
+    """At least one unsharded gradient is ready and not yet reduced."""
     REDUCING = "REDUCING"
     PARTIAL = "PARTIAL"
-    """Summed over the shard axis and kept; what makes them gradients is still to come."""
+    """Reduced over the shard axis and kept for a later reduction."""
     REDUCED = "REDUCED"
 
 
 class GradientOperation(Key):
-    """What can happen to a group's gradients."""
+    """The operations on a group's gradients."""
 
     ACCUMULATE = "ACCUMULATE"
     REDUCE = "REDUCE"
@@ -88,11 +88,11 @@ PARAMETER_TRANSITIONS: Mapping[tuple[ParameterState, ParameterOperation], Parame
 _G, _GO = GradientState, GradientOperation
 GRADIENT_TRANSITIONS: Mapping[tuple[GradientState, GradientOperation], GradientState] = {
     (_G.NONE, _GO.ACCUMULATE): _G.LOCAL,
-    (_G.NONE, _GO.REDUCE): _G.NONE,  # took no part in this backward
+    (_G.NONE, _GO.REDUCE): _G.NONE,  # not used in this backward
     (_G.NONE, _GO.DROP): _G.NONE,
     (_G.LOCAL, _GO.ACCUMULATE): _G.LOCAL,
     (_G.LOCAL, _GO.REDUCE): _G.REDUCING,
-    (_G.LOCAL, _GO.COMPLETE): _G.LOCAL,  # an earlier reduction ended after new gradients had come
+    (_G.LOCAL, _GO.COMPLETE): _G.LOCAL,  # an earlier reduction ended after new gradients arrived
     (_G.LOCAL, _GO.KEEP): _G.LOCAL,
     (_G.LOCAL, _GO.DROP): _G.NONE,
     (_G.REDUCING, _GO.ACCUMULATE): _G.LOCAL,  # a second backward reached the group
@@ -101,14 +101,14 @@ GRADIENT_TRANSITIONS: Mapping[tuple[GradientState, GradientOperation], GradientS
     (_G.REDUCING, _GO.KEEP): _G.PARTIAL,
     (_G.REDUCING, _GO.DROP): _G.NONE,
     (_G.PARTIAL, _GO.ACCUMULATE): _G.LOCAL,
-    (_G.PARTIAL, _GO.REDUCE): _G.REDUCING,  # took no part in the last backward, but in one before
+    (_G.PARTIAL, _GO.REDUCE): _G.REDUCING,  # used in an earlier backward, but not in the last
     (_G.PARTIAL, _GO.KEEP): _G.PARTIAL,  # the earlier of two reductions in flight
     (_G.PARTIAL, _GO.COMPLETE): _G.PARTIAL,
     (_G.PARTIAL, _GO.DROP): _G.NONE,
     (_G.REDUCED, _GO.ACCUMULATE): _G.LOCAL,
     (_G.REDUCED, _GO.REDUCE): _G.REDUCED,
     (_G.REDUCED, _GO.COMPLETE): _G.REDUCED,  # the earlier of two reductions in flight
-    (_G.REDUCED, _GO.KEEP): _G.PARTIAL,  # an earlier reduction was whole, this one not
+    (_G.REDUCED, _GO.KEEP): _G.PARTIAL,  # this reduction is partial, an earlier one was not
     (_G.REDUCED, _GO.DROP): _G.NONE,
 }
 
@@ -117,7 +117,7 @@ Op = TypeVar("Op", bound=Key)
 
 
 def advance(table: Mapping[tuple[S, Op], S], state: S, operation: Op, group: str) -> S:
-    """The state after ``operation``, or a ``LifecycleError`` that names the group and what is legal."""
+    """Return the state after ``operation``, or raise a ``LifecycleError`` with the legal operations of ``group``."""
     try:
         return table[state, operation]
     except KeyError:

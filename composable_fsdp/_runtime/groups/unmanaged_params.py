@@ -1,7 +1,7 @@
-"""Parameters that came below a sharded root after ``fully_shard``, such as adapters: nobody shards or reduces them.
+"""Detection of parameters added after ``fully_shard``, such as adapters, which no group shards or reduces.
 
-What ``fully_shard`` finds it takes, or was told to ignore. So whatever is plain when the first forward begins, and was
-not when the root was sharded, was added in between.
+``fully_shard`` shards every parameter that is not in ``ignored_params``. So a parameter that is plain in the first
+forward, and was not there when the root was sharded, was added in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PlainParameterWarning(UserWarning):
 
 
 def plain_places(modules: Iterable[nn.Module]) -> PlainPlaces:
-    """Where plain parameters are registered in ``modules`` that no unit has."""
+    """Return the places of plain parameters in ``modules`` that no FSDP state manages."""
     places = PlainPlaces()
     for _, owner, attribute, _ in _plain(modules):
         places.setdefault(owner, set()).add(attribute)
@@ -32,10 +32,10 @@ def plain_places(modules: Iterable[nn.Module]) -> PlainPlaces:
 
 
 def warn_of_unmanaged(root: FSDPState) -> None:
-    """Names plain trainable parameters below ``root`` that were not there when it was sharded.
+    """Warn of plain trainable parameters that were added below ``root`` after it was sharded.
 
     Warns:
-        PlainParameterWarning: there are some, and other ranks have copies of them.
+        PlainParameterWarning: there are such parameters, and more than one rank.
     """
     if root.plain_places is None or root.group.axes.num_ranks == 1:
         return
@@ -56,7 +56,7 @@ def warn_of_unmanaged(root: FSDPState) -> None:
 
 
 def _plain(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Path and module, attribute, and the parameter."""
+    """Yield module path, module, attribute and parameter of each plain parameter."""
     tops = list(modules)
     states = {state for top in tops for m in top.modules() if (state := find_state(m)) is not None}
     groups = {each.group for state in states for each in (state, *state.lenders)}

@@ -1,8 +1,7 @@
-"""Parameters that change between a forward and its backward, so that gradients would be of a model that never ran.
+"""Detection of parameters that change between a forward and its backward, which would give wrong gradients.
 
-Torch counts changes in place, as autograd does for tensors that it saves. It does not count those of foreach and fused
-optimizers on DTensors, so ``runtime.steps`` does. It does not count writes through ``.data``: only reading the shards
-finds these.
+Torch counts in-place changes, as autograd does for saved tensors. It misses those of foreach and fused optimizers on
+DTensors, which ``optimizer_steps`` adds, and writes through ``.data``, which only reading the shards can find.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ __all__ = ["Seen", "VersionCheck"]
 
 
 Seen: TypeAlias = tuple[Registration, list[int], list[list[int]] | None]
-"""The parameters of a group in one forward: its registration, their versions, which are comparable only while that is
-the same, and the bits of the sums of their shards, where these are read. As numbers, sums that are nan would differ.
+"""A group's registration, versions and, if shards are read, the bits of their sums: as floats, nan would not equal nan.
+
+Versions of different registrations are not comparable.
 """
 
 
 class VersionCheck:
-    """Compares the parameters of ``group`` in backward with those of the forward.
+    """Compares the parameters of ``group`` in backward with those in forward.
 
     Args:
-        group: whose parameters.
-        reads_shards: also add up all shards, in forward and in backward, and have the host wait for that.
+        group: the group to check.
+        reads_shards: True to compare the sums of all shards too, for which the host waits.
     """
 
     def __init__(self, group: ParameterGroup, *, reads_shards: bool) -> None:
@@ -39,20 +39,21 @@ class VersionCheck:
         self._reads_shards = reads_shards
 
     def in_forward(self) -> Seen:
-        """The parameters as they are now."""
+        """Return the current versions, and sums if they are read."""
         registration = self._group.tensors.registration
         return registration, registration.versions, self._sums() if self._reads_shards else None
 
     def in_backward(self, seen: Seen) -> None:
-        """
+        """Compare with ``seen``, the result of :meth:`in_forward`.
+
         Raises:
-            LifecycleError: parameters are not what they were in the forward that found ``seen``. Named in the text.
+            LifecycleError: parameters have changed since. The error names them.
         """
         now = self.in_forward()
         if now == seen:
             return
         (registration, versions, sums), (registration_now, versions_now, sums_now) = seen, now
-        if registration_now is not registration:  # tensors were made anew, or some were frozen
+        if registration_now is not registration:  # tensors were rebuilt, or requires_grad was changed
             versions_now = versions
         if sums is None or sums_now is None:
             sums = sums_now = None
@@ -62,7 +63,7 @@ class VersionCheck:
         changed = _changed(parameters, versions, versions_now)
         if sums is not None and sums_now is not None:
             changed |= _changed(parameters, sums, sums_now)
-        if not changed:  # through the local tensors, of which torch counts all that share memory together
+        if not changed:  # changed through the local tensors, which share one version counter per bucket
             sharing = [bucket.parameters for bucket in self._group.buckets for _ in bucket.counted]
             memory, memory_now = versions[len(parameters) :], versions_now[len(parameters) :]
             changed = {p for ps, then, at in zip(sharing, memory, memory_now, strict=True) if then != at for p in ps}
@@ -87,7 +88,7 @@ def _changed(
 
 def _sum_of(parameter: ShardedParameter) -> list[int]:
     local = parameter.local
-    if type(local) is not torch.Tensor:  # a class of its own, which may not know how to add up
+    if type(local) is not torch.Tensor:  # a tensor subclass, which may not implement sum
         return []
     total = local.sum(dtype=torch.promote_types(local.dtype, torch.float64))
     bits: list[int] = total.reshape(1).view(torch.int64).tolist()

@@ -1,6 +1,6 @@
-"""How many optimizer steps there were, and that each counts as a change in place of the parameters that it steps.
+"""Counters of optimizer steps, which also bump the version counters of the parameters that a step updates.
 
-Foreach and fused optimizers change DTensors without torch's versions showing it.
+Foreach and fused optimizers update DTensors without changing torch's version counters.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from torch.autograd.graph import increment_version
 
 __all__ = ["OptimizerSteps", "note_optimizer_step", "optimizer_steps", "plain_steps", "sharded_steps"]
 
-# Threads may step at the same time. An addition could then give a number a second time, and who has seen it before
-# would miss the step in between; a counter gives each number once.
+# Several threads may step at once. ``+= 1`` could then give one number twice, and a reader that knew this number would
+# miss the second step. ``itertools.count`` gives each number once.
 _count, _count_sharded, _count_plain = count(1), count(1), count(1)
 _steps = _sharded_steps = _plain_steps = 0
 
 
 class OptimizerSteps:
-    """Those of the optimizers that hold parameters of one root. Final."""
+    """The number of steps of the optimizers that hold parameters of one root. Final."""
 
     def __init__(self) -> None:
         self.number = 0
 
     def note(self) -> None:
-        """One of them has stepped."""
+        """Count one step."""
         self.number += 1
 
 
 def note_optimizer_step(sharded: Sequence[torch.Tensor]) -> None:
-    """Counts an optimizer's step, and a change in place of each of the ``sharded`` parameters that it updates."""
+    """Count an optimizer step, and bump the versions of those ``sharded`` parameters that have a gradient."""
     global _steps, _sharded_steps, _plain_steps
     _steps = next(_count)
     if sharded:
@@ -42,15 +42,15 @@ def note_optimizer_step(sharded: Sequence[torch.Tensor]) -> None:
 
 
 def optimizer_steps() -> int:
-    """Of all optimizers of this process, since the hook was set."""
+    """Return the number of steps of all optimizers of this process since the hooks were installed."""
     return _steps
 
 
 def sharded_steps() -> int:
-    """Of those that have sharded parameters, which all ranks must take together."""
+    """Return the number of steps of optimizers with sharded parameters. All ranks must take these together."""
     return _sharded_steps
 
 
 def plain_steps() -> int:
-    """Of those that have none. They may hold local tensors in the memory of sharded parameters."""
+    """Return the number of steps of optimizers without sharded parameters. They may hold local shards."""
     return _plain_steps

@@ -1,4 +1,4 @@
-"""Where parameters and buffers are registered on modules: each once, however many names it has."""
+"""The modules and attributes under which parameters and buffers are registered."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ __all__ = ["ParamPlace", "registered_buffers", "registered_parameters"]
 
 @dataclass
 class ParamPlace:
-    """A parameter, its first full name, and all (module, attribute) under which it is known."""
+    """A parameter, its first qualified name, and every (module, attribute) under which it is registered."""
 
     name: str
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def current(self) -> object:
-        """What is at the first place now; ``None`` if nothing is."""
+        """Return the attribute at the first place, or ``None`` if there is none."""
         module, attribute = self.places[0]
         return getattr(module, attribute, None)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Registers ``parameter`` at all places, in the order that they had."""
+        """Register ``parameter`` at all places; the order of a module's parameters stays."""
         for module, attribute in self.places:
             if type(module).__setattr__ is nn.Module.__setattr__ and attribute in module._parameters:
                 module._parameters[attribute] = parameter
-            else:  # a class that wants to see it, such as nn.LSTM; or what was there has been deleted or replaced
+            else:  # the class overrides __setattr__, as nn.LSTM, or the attribute was deleted or replaced
                 vars(module).pop(attribute, None)
                 setattr(module, attribute, parameter)
 
 
 def registered_parameters(module: nn.Module) -> list[ParamPlace]:
-    """All parameters of ``module`` and of modules below it."""
+    """Return the places of each parameter of ``module`` and its submodules."""
     found: dict[int, ParamPlace] = {}
     for path, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
@@ -44,7 +44,7 @@ def registered_parameters(module: nn.Module) -> list[ParamPlace]:
 
 
 def registered_buffers(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The places of each buffer of ``module`` and of modules below it."""
+    """Return the (module, attribute) pairs of each buffer of ``module`` and its submodules."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():

@@ -1,7 +1,7 @@
-"""Which tensors are registered on a group's modules: the sharded ones at rest, the unsharded while modules compute.
+"""Swap the tensors registered on the modules of a group: sharded parameters at rest, unsharded ones in use.
 
-They come and go together, several times in a step, so all that is written and compared is listed beforehand, and the
-lists are walked by builtins: a loop in Python costs three times as much for each parameter.
+All parameters of a group are swapped together, several times in a step. So the lists that are written and compared are
+prepared once and walked by builtins: a Python loop takes three times as long per parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part, plain_access
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part, without_torch_function
 
 __all__ = ["Registration"]
 
@@ -27,7 +27,7 @@ _storage: Any = torch.Tensor.untyped_storage
 
 @dataclass(slots=True)
 class _Owner:
-    """One module's parameters of the group, in both forms."""
+    """The parameters of the group on one module, sharded and unsharded."""
 
     registered: dict[str, nn.Parameter | None]
     sharded: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -35,30 +35,31 @@ class _Owner:
 
 
 class Registration:
-    """The places of ``parameters`` on their owners, complete once made: a new owner, a new form of a parameter or a
-    change of what is trainable needs a new one.
+    """The registration of ``parameters`` on their modules.
+
+    A new owner, a replaced tensor or a change of ``requires_grad`` needs a new object.
 
     Args:
-        parameters: of one group.
-        memory: tensors whose versions count what is written to the parameters' local tensors.
-        gathers_make: some unsharded forms are made by gathers, and so are looked up after each.
+        parameters: the parameters of one group.
+        memory: tensors whose version counters cover in-place writes to the local shards.
+        created_by_gather: True if an all-gather makes new unsharded parameters, which are looked up after each.
 
-    Invariant: what was shown last, sharded or unsharded, is registered on all owners, unless somebody replaced it.
+    Invariant: the tensors shown last, sharded or unsharded, are registered on all owners, unless a user replaced them.
     """
 
     def __init__(
-        self, parameters: Sequence[ShardedParameter], memory: Sequence[torch.Tensor], *, gathers_make: bool
+        self, parameters: Sequence[ShardedParameter], memory: Sequence[torch.Tensor], *, created_by_gather: bool
     ) -> None:
         self._parameters = tuple(parameters)
-        self._gathers_make = gathers_make
+        self._created_by_gather = created_by_gather
         self._shows_unsharded = False
-        self._note_forms()
+        self._collect_tensors()
         self._counted = [*self._sharded, *memory]
         self._stored = [*self._sharded, *self._locals]
-        with plain_access():
+        with without_torch_function():
             self._storages = list(map(_storage, self._stored))
 
-    def _note_forms(self) -> None:
+    def _collect_tensors(self) -> None:
         parameters = self._parameters
         self._sharded = [p.sharded for p in parameters]
         self._unsharded = [p.unsharded for p in parameters]
@@ -69,16 +70,16 @@ class Registration:
         self._names = [name for _, name, _ in owned]
         self._shown = [p.sharded for _, _, p in owned]
         self._shown_unsharded = [p.unsharded for _, _, p in owned]
-        self._intercepting = [(ref(module), name, p) for module, name, p in owned if _intercepts(module)]
+        self._with_setattr = [(ref(module), name, p) for module, name, p in owned if _overrides_setattr(module)]
         owners: dict[int, _Owner] = {}
         for module, name, parameter in owned:
-            if not _intercepts(module):
+            if not _overrides_setattr(module):
                 owner = owners.setdefault(id(module), _Owner(module._parameters))
                 owner.sharded[name], owner.unsharded[name] = parameter.sharded, parameter.unsharded
         self._owners = tuple(owners.values())
 
     def show_sharded(self) -> None:
-        """Registers the sharded parameters. Who froze or thawed what was registered until now meant these."""
+        """Register the sharded parameters. A change of ``requires_grad`` of the unsharded ones is applied to them."""
         if list(map(_requires_grad, self._unsharded)) != self._trainable:
             for parameter in self._parameters:
                 if parameter.unsharded.requires_grad != parameter.trainable:
@@ -86,39 +87,40 @@ class Registration:
         if self._shows_unsharded:
             self._shows_unsharded = False
             if not all(map(is_, map(dict.get, self._registered, self._names), self._shown_unsharded)):
-                self._show_sharded_beside_others()
+                self._show_sharded_around_replacements()
                 return
         for owner in self._owners:
             owner.registered.update(owner.sharded)
-        for known, name, parameter in self._intercepting:
+        for known, name, parameter in self._with_setattr:
             if (module := known()) is not None:
                 setattr(module, name, parameter.sharded)
 
-    def _show_sharded_beside_others(self) -> None:
-        """What somebody put in a parameter's place stays there, so that the next gather finds it, and raises."""
+    def _show_sharded_around_replacements(self) -> None:
+        """Register the sharded parameters, but keep tensors that a user registered. The next all-gather raises."""
         owned = [(module, name, p) for p in self._parameters for module, name in p.owners]
         for module, name, parameter in owned:
             if module._parameters.get(name) is parameter.unsharded:
                 setattr(module, name, parameter.sharded)
 
     def show_unsharded(self) -> None:
-        """Registers the parameters that modules compute with."""
-        if self._gathers_make:
-            self._note_forms()
+        """Register the unsharded parameters."""
+        if self._created_by_gather:
+            self._collect_tensors()
         self._shows_unsharded = True
         for owner in self._owners:
             owner.registered.update(owner.unsharded)
-        for known, name, parameter in self._intercepting:
+        for known, name, parameter in self._with_setattr:
             if (module := known()) is not None:
                 setattr(module, name, parameter.unsharded)
 
     @property
     def is_current(self) -> bool:
-        """Whether the sharded parameters, their memory and ``requires_grad`` are what the group was built from, and
-        are what is registered. Who changed the unsharded ones was heard when these were taken off.
+        """True if the sharded parameters, their memory and ``requires_grad`` are unchanged and registered.
+
+        :meth:`show_sharded` handles changes of the unsharded parameters.
         """
         registered: Any = map(dict.get, self._registered, self._names)
-        with plain_access():
+        with without_torch_function():
             return (
                 all(map(is_, map(_local_tensor, self._sharded), self._locals))
                 and list(map(_requires_grad, self._sharded)) == self._trainable
@@ -128,20 +130,20 @@ class Registration:
 
     @property
     def versions(self) -> list[int]:
-        """How often each sharded parameter, and then each part of the memory, was changed in place, as torch counts."""
-        with plain_access():
+        """The version counters of the sharded parameters, then of ``memory``."""
+        with without_torch_function():
             return list(map(_version, self._counted))
 
-    def given_data(self) -> list[ShardedParameter]:
-        """Parameters to which somebody assigned ``p.data``, which their local tensors do not follow."""
+    def replaced_data(self) -> list[ShardedParameter]:
+        """Return the parameters whose ``.data`` was assigned, which does not change their local tensors."""
         return [
             p
             for p, local, storage in zip(self._parameters, self._locals, self._storages, strict=False)
             if p.sharded.untyped_storage() is not storage and local_part(p.sharded) is local
         ]
 
-    def given_local_data(self) -> list[ShardedParameter]:
-        """Parameters whose local tensors have other memory than the group gave them."""
+    def replaced_local_data(self) -> list[ShardedParameter]:
+        """Return the parameters whose local tensors no longer have the memory that the group allocated."""
         return [
             p
             for p, local, storage in zip(
@@ -151,6 +153,6 @@ class Registration:
         ]
 
 
-def _intercepts(module: nn.Module) -> bool:
-    """Whether the module's class wants to see parameters being set, as ``nn.LSTM`` does; others skip that cost."""
+def _overrides_setattr(module: nn.Module) -> bool:
+    """Return True if the module's class overrides ``__setattr__``, as ``nn.LSTM`` does. Others skip its cost."""
     return type(module).__setattr__ is not nn.Module.__setattr__

@@ -1,4 +1,16 @@
-"""One parameter in its two forms: the sharded one at rest, the unsharded one while modules compute."""
+"""One parameter in two forms: a DTensor at rest, and the full tensor that modules compute with.
+
+The tensors of one parameter of shape ``(S0, S1, ...)`` in a step, in order (docs/glossary.md has shapes and lifetimes):
+
+- sharded parameter: a DTensor in the original dtype, ``ShardedParameter.sharded``
+- local shard: the rows of this rank, ``local``, a view of the bucket's shard store, ``ShardStore.flat``
+- all-gather input and output: flat, in ``param_dtype`` or encoded
+- unsharded buffer: the full parameters of a bucket, flat, in ``param_dtype``, ``Bucket.buffer``
+- unsharded parameter: ``unsharded``, whose plain tensor, ``full``, is a view of the unsharded buffer
+- unsharded gradient: ``unsharded.grad``; with gradient accumulation also ``accumulated``, in ``reduce_dtype``
+- reduce-scatter input and output: flat, in ``reduce_dtype`` or encoded, ``Scatter.transfers`` and ``Scatter.output``
+- sharded gradient: a DTensor in the original dtype, ``sharded.grad``
+"""
 
 from __future__ import annotations
 
@@ -35,13 +47,13 @@ __all__ = [
     "find_unsharded",
     "local_part",
     "note_taken",
-    "plain_access",
+    "without_torch_function",
 ]
 
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A parameter as ``fully_shard`` found it: where it is registered, and how it is to be cut."""
+    """A parameter as ``fully_shard`` found it, its owners, and the sharding that it will have."""
 
     name: str
     tensor: nn.Parameter
@@ -51,14 +63,15 @@ class ParameterSource:
 
 
 class ShardedParameter:
-    """One parameter of a group.
+    """One parameter of a parameter group.
 
     ``sharded`` is the ``nn.Parameter`` that users, optimizers and checkpoints see; its local tensor is a view of the
-    group's shard store. ``unsharded`` is what modules compute with; it is on autograd's graph, ``sharded`` never is.
+    shard store. ``unsharded`` is the parameter that modules compute with. Only ``unsharded`` is part of autograd's
+    graph.
     Invariant: exactly one of the two is registered on all owners.
 
-    ``shape`` is that of what the data-parallel axes cut: the whole parameter, or this rank's part of it where it was a
-    DTensor before.
+    ``shape`` is the shape of the tensor that the data-parallel axes shard: the full parameter, or the local tensor of a
+    parameter that was a DTensor already.
     """
 
     def __init__(self, source: ParameterSource, local: torch.Tensor) -> None:
@@ -69,28 +82,28 @@ class ShardedParameter:
         self.shape = tuple(local_part(tensor).shape)
         self._attributes = dict(vars(tensor))
         self.kind = parameter_class(tensor)
-        """Class that the parameter had before it was sharded: modules ask for it, such as bitsandbytes' Linear4bit."""
+        """The class of the original parameter. Modules may check it, e.g. for bitsandbytes' ``Params4bit``."""
         self._is_packed = self.kind is not nn.Parameter and not tensor.requires_grad
-        """Whether the bytes may be packed values, as those of bitsandbytes' ``Params4bit``, whatever their dtype."""
-        self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else _SAME
+        """True if the bytes may be packed values, as in bitsandbytes' ``Params4bit``, whatever the dtype."""
+        self._gradient_dtype = tensor.grad_dtype if tensor.grad_dtype != tensor.dtype else _SAME_DTYPE
         self.owners = source.owners
-        self.held_by: ref[Any] | None = None
-        """The unit, of which this module knows no more."""
+        self.state_ref: ref[Any] | None = None
+        """A weak reference to the FSDP state, whose type this module does not import."""
         self.sharded = nn.Parameter(self.sharding.wrap_shard(local), requires_grad=tensor.requires_grad)
         self.unsharded: nn.Parameter = self.sharded
         self.full = local
-        """The plain tensor in ``unsharded``: a view of the unsharded buffer."""
+        """The plain tensor of ``unsharded``, a view of the unsharded buffer."""
         self.trainable = self.sharded.requires_grad
-        """``requires_grad`` of both forms, as far as the group took note of it."""
+        """``requires_grad`` of both forms when the group last read it."""
         self.local = local
         self.accumulated: torch.Tensor | None = None
         self.start: Start | None = None
-        """Samples of the values that were cut, until ranks have compared them in the first forward."""
+        """Samples of the original values. Ranks compare them in the first forward, which clears them."""
         self.set_local(local)
         self._mark(self.sharded)
 
     def copy_onto(self, sharded: nn.Parameter, owners: Sequence[tuple[nn.Module, str]]) -> ShardedParameter:
-        """The same for ``sharded``, a copy of this one's sharded parameter, registered on copies of the modules."""
+        """Return a copy for ``sharded``, a copy of this one's parameter that is registered on copied modules."""
         copy = object.__new__(ShardedParameter)
         copy.name, copy.sharding, copy.shape = self.name, self.sharding, self.shape
         copy.communication = self.communication
@@ -100,13 +113,13 @@ class ShardedParameter:
         copy.sharded = copy.unsharded = sharded
         copy.local = copy.full = cast(Any, sharded)._local_tensor
         copy.trainable, copy.accumulated = sharded.requires_grad, None
-        copy.start = copy.held_by = None
+        copy.start = copy.state_ref = None
         copy._mark(sharded)
         return copy
 
     @property
     def owners(self) -> tuple[tuple[nn.Module, str], ...]:
-        """Where it is registered: modules and attributes, without modules that were dropped since."""
+        """The (module, attribute) pairs on which it is registered, without modules that were garbage-collected."""
         return tuple((module, name) for known, name in self._owners if (module := known()) is not None)
 
     @owners.setter
@@ -115,7 +128,7 @@ class ShardedParameter:
 
     @property
     def description(self) -> str:
-        """What must be the same on every rank besides the name, for comparison and for people."""
+        """The properties besides the name that must be the same on every rank, as text."""
         sharding, kind, mesh = self.sharding, type(self.local).__name__, self.sharding.mesh
         parts = [
             f"{str(self.dtype).removeprefix('torch.')} {sharding.shape}",
@@ -128,17 +141,17 @@ class ShardedParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype in which the parameter rests."""
+        """The dtype of the sharded parameter."""
         return self.local.dtype
 
     @property
     def dim(self) -> int:
-        """Tensor dim on which the data-parallel axes cut."""
+        """The tensor dim that the data-parallel axes shard."""
         return self.sharding.dim
 
     @property
-    def cut_by(self) -> frozenset[str | int]:
-        """Model-parallel mesh axes that cut it too. Along all others ranks hold copies of what the shard axis cuts."""
+    def model_parallel_axes(self) -> frozenset[str | int]:
+        """The model-parallel mesh axes that shard the parameter too. On the other axes ranks hold replicas."""
         inner = self.sharding.inner
         if inner is None:
             return frozenset()
@@ -148,33 +161,33 @@ class ShardedParameter:
 
     @property
     def gather_codec(self) -> Codec | None:
-        """How the shards travel, if there is anywhere to travel to and the parameter is not too small."""
+        """The codec of the all-gather, or ``None`` for one rank or a small or not encodable parameter."""
         codec = self.communication.all_gather
         if codec is None or not self._is_encoded or self.sharding.axes.shard.size == 1:
             return None
-        return resolve_codec(codec, self._largest_shard)
+        return resolve_codec(codec, self._padded_shard_shape)
 
     @property
     def gradient_codecs(self) -> GradientCodecs:
-        """How the gradient travels, where there is anywhere to travel to and the parameter is not too small."""
+        """The codecs of the gradient reduction: none on an axis of one rank, or if the parameter is not encodable."""
         chosen, axes = self.communication, self.sharding.axes
         return GradientCodecs(
             chosen.reduce_scatter if self._is_encoded and axes.shard.size > 1 else None,
             chosen.all_reduce if self._is_encoded and axes.replicate.size > 1 else None,
-        ).for_parameter(self._largest_shard)
+        ).for_parameter(self._padded_shard_shape)
 
     @property
-    def travels_alone(self) -> bool:
-        """Whether a codec that counts rows would lose step behind it in a message, where it is filled up with zeros."""
+    def needs_own_bucket(self) -> bool:
+        """True if padding in a shared message would shift the rows that a row-wise codec counts."""
         chosen = self.communication
         codecs = (chosen.all_gather, *map(without_feedback, (chosen.reduce_scatter, chosen.all_reduce)))
         chosen_ones = [codec for codec in codecs if codec is not None]
         if not chosen_ones or not self._is_encoded or not any(isinstance(c, CodecPerParameter) for c in chosen_ones):
             return False
-        return prod(self._largest_shard) % ALIGNMENT_BYTES != 0
+        return prod(self._padded_shard_shape) % ALIGNMENT_BYTES != 0
 
     @property
-    def _largest_shard(self) -> tuple[int, ...]:
+    def _padded_shard_shape(self) -> tuple[int, ...]:
         return TensorShards(self.shape, self.dim, self.sharding.axes.shard.size).padded_shape
 
     @property
@@ -183,11 +196,11 @@ class ShardedParameter:
         return is_number and prod(self.shape) >= self.communication.min_numel
 
     def compute_dtype(self, precision: MixedPrecisionPolicy) -> torch.dtype:
-        """dtype in which the parameter is gathered and modules compute with it.
+        """Return the dtype of the all-gather and of the unsharded parameter.
 
-        It is not always that of ``precision``. Packed bytes are never cast. Parameters of a normalization with running
-        statistics have the dtype of these, if that is the wider one: torch's kernels take 16-bit inputs with fp32
-        parameters and statistics, but no 16-bit parameters with fp32 statistics.
+        It is the dtype of ``precision`` with two exceptions. Packed bytes are never cast. Parameters of a normalization
+        with running statistics get the dtype of the statistics if it is wider: torch's kernels take 16-bit inputs with
+        fp32 parameters and statistics, but no 16-bit parameters with fp32 statistics.
         """
         if self._is_packed:
             return self.dtype
@@ -200,40 +213,40 @@ class ShardedParameter:
         return dtype
 
     def gradient_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
-        """dtype of the reduced gradient: the parameter's own, unless its ``grad_dtype`` was set to another, or none."""
-        if self._gradient_dtype is _SAME:
+        """Return the dtype of the sharded gradient: ``grad_dtype``, or ``reduce_dtype`` if that is ``None``."""
+        if self._gradient_dtype is _SAME_DTYPE:
             return self.dtype
         return cast("torch.dtype | None", self._gradient_dtype) or reduce_dtype
 
     def set_local(self, local: torch.Tensor) -> None:
-        """Makes ``local``, a view of the shard store, the sharded parameter's memory."""
+        """Make ``local``, a view of the shard store, the local tensor of the sharded parameter."""
         self.local = local
         cast(Any, self.sharded)._local_tensor = local
 
     @property
     def local_now(self) -> torch.Tensor:
-        """The local tensor of what is registered in the sharded parameter's place, which the group may not know yet."""
+        """The local tensor of the registered parameter, which may have replaced the one that the group knows."""
         registered = self._registered()
         return self.local if registered is None or registered is self.unsharded else local_part(registered)
 
     @property
     def was_flipped(self) -> bool:
-        """Whether somebody froze or thawed the parameter, in either form, since the group last took note."""
+        """True if a user changed ``requires_grad`` of either form since the group last read it."""
         return not (self.sharded.requires_grad == self.unsharded.requires_grad == self.trainable)
 
     def adopt_replacement(self) -> None:
-        """Takes over what somebody else registered or put in place of the local tensor (``to_empty``, ``assign``).
+        """Take over a parameter or local tensor that a user put in place of the group's, e.g. by ``to_empty``.
 
         Raises:
-            ParameterError: what is registered now is not a DTensor sharded as this parameter is.
+            ParameterError: the registered tensor is not a DTensor with the sharding of this parameter.
         """
         registered: Any = self._registered()
         if registered is self.unsharded:
             return
         if registered is self.sharded:
-            # A conversion (``to``, ``to_empty``) swaps these away with the tensor.
+            # ``to`` and ``to_empty`` swap tensors, and with them their attributes and ``grad_dtype``.
             self._carry_attributes(registered)
-            if self._gradient_dtype is not _SAME and registered.grad is None:
+            if self._gradient_dtype is not _SAME_DTYPE and registered.grad is None:
                 registered.grad_dtype = self._gradient_dtype
             return
         old, new = cast(Any, self.sharded), registered
@@ -261,36 +274,36 @@ class ShardedParameter:
         self._mark(new)
 
     def build_unsharded(self, data: torch.Tensor, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Makes the parameter that modules compute with out of ``data``, a view of the unsharded buffer."""
+        """Create the unsharded parameter, with the hook ``on_gradient``, from a view of the unsharded buffer."""
         self.trainable = self.sharded.requires_grad
         self.full = data
         self.unsharded = as_parameter(self.sharding.wrap_full(data), self.kind, self.trainable)
-        _by_form[id(self.unsharded)] = self
+        _by_tensor_id[id(self.unsharded)] = self
         self._carry_attributes(self.unsharded)
-        if self._gradient_dtype is not _SAME:
+        if self._gradient_dtype is not _SAME_DTYPE:
             self.unsharded.grad_dtype = self._gradient_dtype
         if self.unsharded.requires_grad:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 
     def show(self, data: torch.Tensor) -> None:
-        """Makes modules compute with ``data``, which has the same values in other memory. Hooks and gradients stay."""
+        """Let the unsharded parameter use ``data``, a copy in other memory. Its hooks and gradients stay."""
         for tensor in (self.full, local_part(self.unsharded)):
             tensor.data = data
 
-    def follow_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Freezes or thaws the unsharded parameter after the sharded one."""
+    def sync_requires_grad(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
+        """Set ``requires_grad`` of the unsharded parameter to that of the sharded one."""
         self.trainable = self.sharded.requires_grad
-        if self.unsharded is self.sharded:  # never gathered so far
+        if self.unsharded is self.sharded:  # it was never all-gathered
             return
         self.unsharded.requires_grad_(self.trainable)
         if self.trainable and not cast(Any, self.unsharded)._post_accumulate_grad_hooks:
             self.unsharded.register_post_accumulate_grad_hook(on_gradient)
 
     def take_gradient(self, sum_dtype: torch.dtype) -> torch.Tensor | None:
-        """The full gradient that this rank has, accumulated microbatches included; it is no longer here afterwards.
+        """Remove and return this rank's full gradient, accumulated microbatches included, or ``None``.
 
         Args:
-            sum_dtype: in which pending sums over model-parallel axes are carried out.
+            sum_dtype: the dtype for pending sums over model-parallel axes.
         """
         unsharded = self.unsharded
         gradient, unsharded.grad = unsharded.grad, None
@@ -302,12 +315,12 @@ class ShardedParameter:
         accumulated, self.accumulated = self.accumulated, None
         return accumulated if gradient is None else accumulated.add_(gradient)
 
-    def hold_gradient(self, dtype: torch.dtype) -> None:
-        """Keeps this microbatch's gradient for a later reduction, summed in ``dtype``.
+    def accumulate_gradient(self, dtype: torch.dtype) -> None:
+        """Keep this microbatch's gradient for a later reduction, summed in ``dtype``.
 
-        Autograd adds plain gradients of ``dtype`` by itself, but DTensors wrongly. On a data-parallel axis a partial
-        and a replicated one must be added as the local tensors that they are. And the gradients of two parameters may
-        be DTensors in the same memory, to which autograd would write once for each. So these are copied.
+        Plain gradients of ``dtype`` stay in ``unsharded.grad``, where autograd adds the next one. DTensor gradients do
+        not: a partial and a replicated one must be added as local tensors, and the gradients of two parameters may
+        share memory, to which autograd would write twice. They are copied.
         """
         gradient = self.unsharded.grad
         if gradient is None:
@@ -320,19 +333,19 @@ class ShardedParameter:
         self.accumulated = total.to(dtype, copy=True) if is_first else total
 
     def accept_gradient(self, local: torch.Tensor) -> None:
-        """Sets or adds this rank's shard of the reduced gradient, then calls the hooks that users registered for it.
+        """Set or add this rank's shard of the reduced gradient, then call the user's hooks on the sharded parameter.
 
-        May be called within :data:`plain_access`, in which the hooks are not.
+        May be called under :data:`without_torch_function`; the hooks run outside of it.
         """
         sharded: Any = self.sharded
         spec = sharded._spec
-        if self._gradient_dtype is not _SAME:
+        if self._gradient_dtype is not _SAME_DTYPE:
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-        # ``DTensor(...)`` does this too, and then calls an ``__init__`` that costs twice as much and does nothing.
+        # ``DTensor(...)`` also calls an ``__init__`` that does nothing and doubles the cost.
         gradient: Any = DTensor.__new__(DTensor, local, spec, requires_grad=False)
         hooks = sharded._backward_hooks
         for hook in tuple(hooks.values()) if hooks else ():
-            with _usual_access():
+            with _with_torch_function():
                 replacement = hook(gradient)
             gradient = gradient if replacement is None else replacement
         held = sharded.grad
@@ -342,17 +355,17 @@ class ShardedParameter:
             held._local_tensor.add_(gradient._local_tensor)
         hooks = sharded._post_accumulate_grad_hooks
         for hook in tuple(hooks.values()) if hooks else ():
-            with _usual_access():
+            with _with_torch_function():
                 hook(sharded)
 
     def drop_gradient(self) -> None:
-        """Forgets gradients that have not been reduced."""
-        if self.unsharded is self.sharded:  # never gathered so far
+        """Drop gradients that were not reduced."""
+        if self.unsharded is self.sharded:  # it was never all-gathered
             return
         self.unsharded.grad = self.accumulated = None
 
     def _registered(self) -> nn.Parameter | None:
-        """What is in the sharded parameter's place now, at whichever owner; ``None`` if somebody deleted it."""
+        """Return the parameter registered now: the first that is not ``sharded``, or ``None`` if it was deleted."""
         for module, name in self.owners:
             registered = module._parameters.get(name)
             if registered is not self.sharded:
@@ -360,10 +373,10 @@ class ShardedParameter:
         return self.sharded
 
     def _mark(self, parameter: nn.Parameter) -> None:
-        """Makes ``parameter`` show that it is this sharded parameter."""
-        _by_form[id(parameter)] = self
+        """Record ``parameter`` as a form of this sharded parameter, and give it the user's attributes."""
+        _by_tensor_id[id(parameter)] = self
         self._carry_attributes(parameter)
-        if self._gradient_dtype is not _SAME:
+        if self._gradient_dtype is not _SAME_DTYPE:
             parameter.grad_dtype = self._gradient_dtype
 
     def _carry_attributes(self, parameter: nn.Parameter) -> None:
@@ -372,66 +385,66 @@ class ShardedParameter:
                 setattr(parameter, name, value)
 
 
-plain_access: Any = torch._C.DisableTorchFunctionSubclass
-"""Within it, attributes of a DTensor are read in half of the time, or less."""
-_usual_access: Any = torch._C._EnableTorchFunction
-"""Ends it, within it."""
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
+"""A context manager that disables ``__torch_function__``. It halves the time of reading an attribute of a DTensor."""
+_with_torch_function: Any = torch._C._EnableTorchFunction
+"""A context manager that enables ``__torch_function__`` again inside :data:`without_torch_function`."""
 
-_SAME: Any = object()
-"""The ``grad_dtype`` of a parameter whose gradients have its own dtype."""
+_SAME_DTYPE: Any = object()
+"""A marker for a ``grad_dtype`` that equals the dtype of the parameter."""
 
-_by_form: WeakValueDictionary[int, ShardedParameter] = WeakValueDictionary()
-"""By the ids of their sharded and unsharded forms. It is never iterated, since other threads may change it meanwhile.
+_by_tensor_id: WeakValueDictionary[int, ShardedParameter] = WeakValueDictionary()
+"""The sharded parameters by the ``id`` of either form. Never iterated: other threads may change it meanwhile.
 
-Weak references to the tensors are not possible: ``torch.utils.swap_tensors``, with which modules are converted, refuses
-tensors that have any. An id may have been that of an earlier tensor.
+Keys are no weak references, since ``torch.utils.swap_tensors``, which converts modules, rejects tensors that have any.
+An ``id`` may belong to an earlier tensor, so :func:`find_parameter` compares the object.
 """
 
 
 def find_parameter(tensor: object) -> ShardedParameter | None:
-    """The one that ``tensor`` is a form of, if any."""
-    found = _by_form.get(id(tensor))
+    """Return the sharded parameter of which ``tensor`` is either form, or ``None``."""
+    found = _by_tensor_id.get(id(tensor))
     return found if found is not None and (found.sharded is tensor or found.unsharded is tensor) else None
 
 
 def find_unsharded(tensors: Iterable[torch.Tensor]) -> ShardedParameter | None:
-    """One whose unsharded form is among ``tensors``, if any."""
+    """Return a parameter whose unsharded form is among ``tensors``, or ``None``."""
     found = ((tensor, find_parameter(tensor)) for tensor in tensors)
     return next((p for tensor, p in found if p is not None and p.sharded is not tensor), None)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What became of a parameter that a group took."""
+    """The sharded parameter that replaced an original one, and its description."""
 
     parameter: ref[ShardedParameter]
     description: str
 
 
 _taken: MutableMapping[torch.Tensor, Taken] = WeakIdKeyDictionary()
-"""Original parameters that a group replaced: whoever still holds one shares it across groups, or steps it in vain."""
+"""The replacement of each original parameter. Finds parameters shared across groups and outdated optimizers."""
 
 
 def note_taken(source: ParameterSource, parameter: ShardedParameter, group: str) -> None:
-    """Remembers that ``parameter`` has taken the place of the one found in ``source``."""
+    """Record that ``parameter`` replaced the original parameter of ``source``."""
     _taken[source.tensor] = Taken(ref(parameter), f"{source.name!r} of {group}")
 
 
 def find_taken(original: torch.Tensor) -> Taken | None:
-    """What became of ``original``, if a group took it."""
+    """Return the replacement of the parameter ``original``, or ``None`` if no group sharded it."""
     return _taken.get(original)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
+    """Return the local tensor of a DTensor, or a plain tensor itself."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def alias_of(sharded: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor like ``sharded`` in the memory of ``local``, of which ``copy.deepcopy`` makes one with its own.
+    """Return a DTensor like ``sharded`` in the memory of ``local`` that ``copy.deepcopy`` can copy.
 
-    Of what ``detach`` gives it does not, where ``local`` is a view that begins later than its storage: the DTensor then
-    says that it begins there too, but has no storage.
+    The result of ``detach`` cannot be copied if ``local`` has a storage offset: the DTensor then reports that offset,
+    but has no storage.
     """
     spec = cast(Any, sharded)._spec
     if type(local) is not torch.Tensor:

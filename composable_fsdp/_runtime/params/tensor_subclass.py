@@ -1,7 +1,7 @@
-"""Tensors of classes of their own: the hooks that they bring, and the few operations that sharding needs of them.
+"""Support for tensor subclasses: their FSDP hooks, and the few operations that sharding needs.
 
-A tensor class implements only some operations, and some of those return plain tensors. Every function here names the
-parameter, the class and the operation where one is missing, and warns where one loses the hooks.
+A subclass may lack an operation, or an operation may return a plain tensor. The functions here raise errors that name
+the parameter, the class and the missing operation, and warn if an operation loses the hooks.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def hooks_of(tensor: torch.Tensor) -> frozenset[str]:
 
 
 def parameter_class(tensor: torch.Tensor) -> type[nn.Parameter]:
-    """Return the subclass of ``nn.Parameter`` that ``tensor`` is an instance of, or ``nn.Parameter``."""
-    # isinstance() says yes to any tensor that is a parameter, whatever its class.
+    """Return the class of ``tensor`` if it is a subclass of ``nn.Parameter``, else ``nn.Parameter``."""
+    # isinstance() is True for any tensor marked as a parameter, whatever its class.
     return cast("type[nn.Parameter]", type(tensor)) if issubclass(type(tensor), nn.Parameter) else nn.Parameter
 
 
 def as_parameter(value: torch.Tensor, kind: type[nn.Parameter], requires_grad: bool) -> nn.Parameter:
-    """Return ``value`` as a parameter of class ``kind``, whose constructor is not called.
+    """Return ``value`` as a parameter of class ``kind``, without calling its constructor.
 
-    A ``value`` of a class of its own keeps that class, as with ``nn.Parameter(value)``.
+    A tensor subclass stays what it is, as with ``nn.Parameter(value)``.
     """
     if kind is nn.Parameter or type(value) is not torch.Tensor:
         return nn.Parameter(value, requires_grad=requires_grad)
@@ -67,12 +67,12 @@ def as_parameter(value: torch.Tensor, kind: type[nn.Parameter], requires_grad: b
 
 
 def is_wrapper(tensor: Any) -> bool:
-    """Return whether ``tensor`` is of a class that says which tensors it wraps."""
+    """Return True if the class of ``tensor`` implements ``__tensor_flatten__``."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that hold the values of ``tensor``, or ``tensor`` itself if it is one."""
+    """Yield the inner plain tensors of ``tensor``, or ``tensor`` itself if it is plain."""
     if not is_wrapper(tensor):
         yield tensor
         return
@@ -82,13 +82,13 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def cut_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, device: torch.device) -> torch.Tensor:
-    """Return the shard of ``rank`` of parameter ``name`` as a tensor of the class of ``full``, in memory of its own.
+    """Return the shard of ``rank`` of parameter ``name`` in its own memory, with the class of ``full``.
 
     Raises:
-        ParameterError: the class lacks the operations. Named in the text.
+        ParameterError: the class lacks an operation, which the error names.
 
     Warns:
-        LostExtensionWarning: ``full`` has hooks, and one of its operations returned a tensor without them.
+        LostExtensionWarning: ``full`` has hooks, and an operation returned a tensor without them.
     """
     owned = shards.layout.owned_by(rank)
 
@@ -107,7 +107,7 @@ def cut_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, de
         return (narrow() if piece is None else piece).clone()
 
     cuts: dict[str, Callable[[], torch.Tensor | None]] = {"chunk": chunk, "narrow": narrow}
-    cut_by, piece = _first_supported(name, full, "cut into shards", cuts)
+    model_parallel_axes, piece = _first_supported(name, full, "cut into shards", cuts)
     copies = {"new_zeros and copy_": new_zeros, "clone": clone}
     copied_by, shard = _first_supported(name, full, "copied into memory of its own", copies)
     moved = shard.to(device)
@@ -115,26 +115,26 @@ def cut_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, de
     if lost:
         by = f"to({str(device)!r})" if not hooks_of(full) - hooks_of(shard) else copied_by
         if by == "clone" and piece is not None and hooks_of(full) - hooks_of(piece):
-            by = cut_by
+            by = model_parallel_axes
         warn_of_lost_hooks(name, full, moved, lost, f"{by} of that class returned")
     return moved
 
 
 def copy_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, padded: torch.Tensor) -> None:
-    """Copy the shard of ``rank`` of parameter ``name`` into ``padded``, which is plain, flat and padded with zeros.
+    """Copy the shard of ``rank`` of parameter ``name`` into ``padded``, a plain 1-d tensor of zeros.
 
     Raises:
-        ParameterError: ``full`` is of a class that lacks the operations. Named in the text.
+        ParameterError: the class of ``full`` lacks an operation, which the error names.
     """
     way = {"narrow and copy_": lambda: take_shard(shards, full.detach(), rank, padded)}
     _first_supported(name, full, "copied into a plain shard", way)
 
 
 def cut_padding(name: str, full: torch.Tensor, shape: tuple[int, ...], dim: int) -> torch.Tensor | None:
-    """Return the view of ``full`` that has ``shape``, or ``None`` if ``full`` is no padded tensor of that shape.
+    """Return a view of ``full`` without padding, of ``shape``, or ``None`` if ``full`` is not such a tensor.
 
-    It is one if it is longer on ``dim``. Where ``dim`` is 0 it may also be flat, contiguous and at least as long. The
-    padding is at the end, as with ``torch.chunk``.
+    ``full`` may be longer on ``dim``. If ``dim`` is 0, it may also be 1-d, contiguous and at least as long. The padding
+    is at the end, as with ``torch.chunk``.
     """
     found = tuple(full.shape)
     if found == shape:
@@ -157,16 +157,16 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 
 def warn_of_lost_hooks(name: str, before: torch.Tensor, after: torch.Tensor, lost: Collection[str], how: str) -> None:
-    """Warn that ``after``, the local tensor of parameter ``name``, lacks hooks that ``before`` has.
+    """Warn that ``after``, the local tensor of parameter ``name``, lacks hooks of ``before``.
 
     Args:
-        how: the operation, with a verb to which ``after`` is the object.
+        how: a clause of the warning that names the operation and ends with a verb; its object is ``after``.
     """
-    hung = sorted(set(lost) & set(vars(before)))
+    instance_hooks = sorted(set(lost) & set(vars(before)))
     remedy = (
         "The hooks are attributes of the tensor object: set them on parameter._local_tensor once nothing replaces it "
         "any more, after fully_shard and to_empty."
-        if hung
+        if instance_hooks
         else f"Make these operations of {type(before).__name__} return a {type(before).__name__} (in its "
         "__torch_dispatch__ or __torch_function__)."
     )
@@ -180,7 +180,7 @@ def warn_of_lost_hooks(name: str, before: torch.Tensor, after: torch.Tensor, los
 
 
 def _first_supported(name: str, tensor: torch.Tensor, done: str, ways: Mapping[str, Callable[[], T]]) -> tuple[str, T]:
-    """Return the first of ``ways`` that the class of ``tensor`` supports, and its result."""
+    """Return the name and the result of the first of ``ways`` that the class of ``tensor`` supports."""
     refusals: dict[str, Exception] = {}
     for operation, way in ways.items():
         try:
@@ -189,8 +189,8 @@ def _first_supported(name: str, tensor: torch.Tensor, done: str, ways: Mapping[s
             if type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(error, torch.OutOfMemoryError):
                 raise
             refusals[operation] = error
-    told = "; ".join(f"{operation}: {type(error).__name__}: {error}" for operation, error in refusals.items())
+    reasons = "; ".join(f"{operation}: {type(error).__name__}: {error}" for operation, error in refusals.items())
     raise ParameterError(
-        f"parameter {name!r} is a {type(tensor).__name__}, which cannot be {done}: {told}. Implement one of these "
+        f"parameter {name!r} is a {type(tensor).__name__}, which cannot be {done}: {reasons}. Implement one of these "
         "operations for the class, or pass the parameter in ignored_params."
     ) from list(refusals.values())[-1]
