@@ -1,4 +1,4 @@
-"""What codecs with error feedback remember, for checkpoints."""
+"""The state of codecs with error feedback, for checkpoints."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["CommunicationState"]
 
 
 class CommunicationState:
-    """The residuals of ``ErrorFeedback`` in a sharded model: part of the state of training, as the optimizer's is.
+    """The residuals of ``ErrorFeedback`` in a sharded model: training state, as that of the optimizer is.
 
-    Has the methods of ``torch.distributed.checkpoint``'s ``Stateful``, so that it is saved and loaded along with the
-    rest: ``dcp.save({"model": ..., "optimizer": ..., "communication": CommunicationState(model)})``. What a rank keeps
-    is about its own gradients, so it can be loaded only on as many ranks as it was saved on; on others ``dcp.load``
-    tells of a size mismatch. Leave it out there: what one step lost is all that is missing.
+    It has the methods of ``torch.distributed.checkpoint``'s ``Stateful``, so it is saved and loaded with the rest:
+    ``dcp.save({"model": ..., "optimizer": ..., "communication": CommunicationState(model)})``. The residuals of a rank
+    belong to its own gradients, so they can be loaded only on the number of ranks they were saved on; on other numbers
+    ``dcp.load`` reports a size mismatch. Omit it there: only the error of one step is lost.
 
-    In the middle of a step, between its first backward and the optimizer's step, it is the state from before the step:
-    a checkpoint has no gradients, so that training goes on from there with the whole step.
+    In the middle of a step, between its first backward and the optimizer's step, it is the state from before the step.
+    A checkpoint has no gradients, so training resumes from there with the whole step.
 
     Args:
         model: the outermost sharded module, or one that contains it.
@@ -40,9 +40,10 @@ class CommunicationState:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """By leg of the first of the parameters that are encoded together: ``residual``, a uint8 ``DTensor`` of ``(all
-        ranks' rows, bytes)`` sharded on dim 0 over all ranks of the parameters' mesh, and ``rounds``, the steps that it
-        is made of.
+        """Return ``residual`` and ``rounds`` by the first parameter of each encoded bucket and the reduction stage.
+
+        ``residual`` is a uint8 ``DTensor`` of shape ``(all ranks' rows, bytes)``, sharded on dim 0 over all ranks of
+        the parameters' mesh. ``rounds`` is the number of steps it is made of.
         """
         return {
             name: {"residual": _as_dtensor(encoder.residual(bucket.scatter.device), _mesh(bucket)), "rounds": rounds}
@@ -51,10 +52,10 @@ class CommunicationState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`state_dict` gave.
+        """Restore the state that :meth:`state_dict` returned.
 
         Raises:
-            ConfigurationError: it was saved with other groups, codecs or numbers of ranks; nothing is loaded then.
+            ConfigurationError: it was saved with other groups, codecs or numbers of ranks. Then nothing is loaded.
         """
         encoders = {name: (bucket, encoder) for name, bucket, encoder in self._encoders()}
         if encoders.keys() != state_dict.keys():
@@ -78,21 +79,21 @@ class CommunicationState:
             encoder.restore(found[name], int(state_dict[name]["rounds"]))
 
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
-        places = {module: name for name, module in self._model.named_modules()}
+        module_names = {module: name for name, module in self._model.named_modules()}
         for state_name, state in states_of(self._model):
             if state.iteration is not None:
                 state.iteration.commit_residuals()
             for bucket in state.group.buckets:
-                name = _name(bucket, places) or state_name
+                name = _name(bucket, module_names) or state_name
                 for leg, encoder in bucket.scatter.encoders.items():
                     if encoder.remembers and encoder.numel:
                         yield f"{name}.{leg}", bucket, encoder
 
 
-def _name(bucket: AnyBucket, places: Mapping[nn.Module, str]) -> str | None:
-    """That of the first of its parameters: no other bucket has it, nor has another stage of a pipeline."""
-    owned = ((places[m], name) for p in bucket.parameters for m, name in p.owners if m in places)
-    return next((f"{place}.{name}" if place else name for place, name in owned), None)
+def _name(bucket: AnyBucket, module_names: Mapping[nn.Module, str]) -> str | None:
+    """Return the name of the bucket's first parameter, which no other bucket or pipeline stage has."""
+    owned = ((module_names[m], name) for p in bucket.parameters for m, name in p.owners if m in module_names)
+    return next((f"{module_name}.{name}" if module_name else name for module_name, name in owned), None)
 
 
 def _mesh(bucket: AnyBucket) -> DeviceMesh:

@@ -1,6 +1,6 @@
-"""Exceptions. The type says whose fault it is; the text says where, what, and what to do.
+"""The exceptions of this library. The type says whose fault it is; the text says where, what, and what to do.
 
-Each also derives from the builtin that fits, so that ``except ValueError`` written for torch's own API catches it.
+Each also derives from the builtin that fits, so ``except ValueError`` written for torch's own API catches it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConfigurationError(FSDPError, ValueError):
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
-    """An argument of ``fully_shard`` or of one of its setters has a type that it cannot have."""
+    """An argument of ``fully_shard`` or of one of its setters has a wrong type."""
 
 
 class ConflictError(ConfigurationError, AssertionError):
@@ -40,11 +40,11 @@ class ConflictError(ConfigurationError, AssertionError):
 
 
 class MeshError(ConfigurationError):
-    """The device mesh, or the process groups under it, cannot serve the request."""
+    """The device mesh, or one of its process groups, does not fit the request."""
 
 
 class ParameterError(FSDPError, ValueError):
-    """A parameter cannot be sharded, or is not what it was when it was sharded. The text names it."""
+    """A parameter cannot be sharded, or has changed since it was sharded. The text names it."""
 
 
 class DeviceError(ParameterError, RuntimeError):
@@ -52,19 +52,19 @@ class DeviceError(ParameterError, RuntimeError):
 
 
 class ExtensionError(ParameterError, AssertionError):
-    """The communication hooks of a parameter's local tensor do not have the form that they must have."""
+    """The communication hooks of a parameter's local tensor do not have the required form."""
 
 
 class LifecycleError(FSDPError, RuntimeError):
-    """An operation came in a state in which it is not legal."""
+    """An operation was called in a state in which it is not legal."""
 
 
 class GradientError(FSDPError, RuntimeError):
-    """Gradients have values with which the operation asked for makes no sense."""
+    """Gradients have values for which the operation makes no sense."""
 
 
 class PeerError(FSDPError, RuntimeError):
-    """Another rank is gone, or did not answer in time. The text names it and the operation, where that is known."""
+    """Another rank is gone, or did not answer in time. The text names it and the operation, if known."""
 
 
 class DivergenceError(FSDPError, RuntimeError):
@@ -72,8 +72,8 @@ class DivergenceError(FSDPError, RuntimeError):
 
 
 class CheckpointError(FSDPError, RuntimeError):
-    """A checkpoint or state dict is damaged, incomplete, or of another model. The text names what and where."""
+    """A checkpoint or state dict is damaged, incomplete, or of another model. The text says what is wrong and where."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
-    """A part of the FSDP2 interface that this version does not offer. The text says what to do instead."""
+    """A part of the FSDP2 interface that this version does not support. The text says what to do instead."""

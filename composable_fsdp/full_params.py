@@ -1,9 +1,8 @@
-"""``unsharded_params``: for a while, whole plain parameters in place of the sharded ones; ``apply_to_full_params``: the
-same for one group after the other.
+"""Temporary access to full parameters: ``unsharded_params``, and ``apply_to_full_params`` for one group at a time.
 
-Invariants: inside, a sharded parameter is registered nowhere on a rank that shows whole ones; outside, everywhere that
-it was before, and it is the same object. Which collectives a rank makes depends on modules, meshes and arguments alone:
-not on its shards, nor on what the body did or raised.
+Invariants: inside, a sharded parameter is registered nowhere on a rank that shows full ones. Outside, the same object
+is registered everywhere that it was before. The collectives of a rank depend on modules, meshes and arguments alone:
+neither on its shards, nor on what the body did or raised.
 """
 
 from __future__ import annotations
@@ -41,34 +40,35 @@ def unsharded_params(
     with_grads: bool = False,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """Within, the sharded parameters of ``module`` are whole plain tensors, in the dtype in which they rest.
+    """Replace the sharded parameters of ``module`` by full plain tensors, in their original dtype, inside the context.
 
-    They are registered under their names, so ``named_parameters`` and ``state_dict`` show them; shared ones stay one
-    object. Afterwards the sharded parameters are back, the same objects as before, so that optimizers stay valid. All
-    ranks must enter and leave it together. It gathers everything at once: have memory for it, or pass
-    ``recurse=False`` and go module by module. The idea is ``summon_full_params`` of torch's FSDP1.
+    They are registered under their names, so ``named_parameters`` and ``state_dict`` show them; tied ones stay one
+    object. Afterwards the same sharded parameters are back, so optimizers stay valid. All ranks must enter and leave
+    the context together. It gathers everything at once: have memory for that, or pass ``recurse=False`` and go module
+    by module. It is modelled on ``summon_full_params`` of torch's FSDP1.
 
-    Where the body raises, the sharded parameters are back as they were before it, whatever ``writeback`` says; with
-    ``rank0_only``, where it raises on the first rank.
+    If the body raises, the sharded parameters have their old values, whatever ``writeback`` says; with ``rank0_only``,
+    if it raises on the first rank.
 
     Args:
         module: a sharded module, or one that contains some. Without any, nothing happens.
-        writeback: keep what the body wrote, replaced parameters and ``requires_grad`` included. Each rank keeps its own
-            part of its own values, so all ranks must write the same; with ``rank0_only``, those of the first rank.
-        rank0_only: only the first rank of the mesh shows whole parameters, the others their sharded ones.
+        writeback: keep what the body wrote, including replaced parameters and ``requires_grad``. Each rank keeps its
+            shard of its own values, so all ranks must write the same; with ``rank0_only``, the first rank's values are
+            kept.
+        rank0_only: only the first rank of the mesh shows full parameters; the others show their sharded ones.
         offload_to_cpu: show them in CPU memory; the accelerator holds one at a time.
-        with_grads: their ``.grad`` is whole as well, and kept with ``writeback``. Gradients that have not been reduced
-            (``set_requires_gradient_sync(False)``) do not show.
-        recurse: also the sharded modules below ``module``; without it, the group of ``module`` alone.
+        with_grads: their ``.grad`` is full as well, and kept with ``writeback``. Gradients that have not been reduced
+            (``set_requires_gradient_sync(False)``) are not shown.
+        recurse: include the sharded modules below ``module``; otherwise only the group of ``module``.
 
     Raises:
         LifecycleError: during a forward or backward, or inside another ``unsharded_params`` for the same modules; and
             inside, from a forward of one of the modules.
-        ParameterError: parameters are on the meta device; or, on leaving, not of the shape that they had.
-        ConfigurationError: ``rank0_only`` with ``writeback``, where no mesh has all ranks that hold parameters.
+        ParameterError: parameters are on the meta device; or, on leaving, a parameter has another shape than before.
+        ConfigurationError: ``rank0_only`` with ``writeback``, if no mesh has all ranks that hold parameters.
     """
     states = states_below(module) if recurse else [state for state in [find_state(module)] if state is not None]
-    with _unsharded(module, states, _Terms(writeback, rank0_only, offload_to_cpu, with_grads)):
+    with _unsharded(module, states, _Options(writeback, rank0_only, offload_to_cpu, with_grads)):
         yield
 
 
@@ -82,11 +82,11 @@ def apply_to_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> None:
-    """Calls ``fn(name, parameter)`` with each sharded parameter of ``module`` whole, and keeps what it writes in place.
+    """Call ``fn(name, parameter)`` with each sharded parameter of ``module`` in full, and keep what it writes in place.
 
-    Group by group, each as inside :func:`unsharded_params`, so that memory is needed for one group only. For
-    surgery and statistics that need whole tensors; plain parameters are whole anyway, and are not
-    passed. All ranks must call it together. Where ``fn`` raises, groups that were complete before keep what it wrote.
+    It goes group by group, each as inside :func:`unsharded_params`, so it needs memory for one group only. It is meant
+    for edits and statistics that need full tensors. Plain parameters are not passed. All ranks must call it together.
+    If ``fn`` raises, the groups that were complete before keep what it wrote.
 
     Args:
         module: a sharded module, or one that contains some.
@@ -95,23 +95,23 @@ def apply_to_full_params(
         writeback: keep what ``fn`` wrote.
         rank0_only: as for :func:`unsharded_params`.
         offload_to_cpu: as for :func:`unsharded_params`.
-        with_grads: ``parameter.grad`` is whole as well, and kept with ``writeback``.
+        with_grads: ``parameter.grad`` is full as well, and kept with ``writeback``.
 
     Raises:
         LifecycleError: during a forward or backward, or inside ``unsharded_params`` for the same modules.
         ParameterError: parameters are on the meta device.
-        ConfigurationError: ``rank0_only`` with ``writeback``, where no mesh has all ranks that hold parameters.
+        ConfigurationError: ``rank0_only`` with ``writeback``, if no mesh has all ranks that hold parameters.
     """
-    terms = _Terms(writeback, rank0_only, offload_to_cpu, with_grads)
+    options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
     for state in states_below(module):
-        with _unsharded(module, [state], terms) as lent:
-            for name, whole in lent.items():
-                fn(name, whole)
+        with _unsharded(module, [state], options) as lent:
+            for name, full_param in lent.items():
+                fn(name, full_param)
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """On which parameters are lent: the arguments of :func:`unsharded_params`."""
+class _Options:
+    """The arguments of :func:`unsharded_params`."""
 
     writeback: bool
     rank0_only: bool
@@ -120,7 +120,7 @@ class _Terms:
 
 
 @contextmanager
-def _unsharded(module: nn.Module, states: Sequence[FSDPState], terms: _Terms) -> Iterator[dict[str, nn.Parameter]]:
+def _unsharded(module: nn.Module, states: Sequence[FSDPState], options: _Options) -> Iterator[dict[str, nn.Parameter]]:
     """Unshard the parameters of ``states``, and yield those that this rank shows, by their names in ``module``."""
     check_idle(states)
     for state in states:
@@ -130,28 +130,28 @@ def _unsharded(module: nn.Module, states: Sequence[FSDPState], terms: _Terms) ->
         state.group.refresh()
     entries = _sharded_parameters(module, states)
     shardings = _shardings(entries, states)
-    carrier = _Carrier(entries, shardings) if terms.rank0_only and entries else None
-    if carrier is not None and terms.writeback:
-        carrier.check_reach()
-    has_gradient = agree_on_gradients([e.parameter for e in entries]) if terms.with_grads else [False] * len(entries)
-    shows = carrier is None or carrier.is_first
-    wholes = [
-        whole_parameter(e.parameter, s, g, shows, terms.offload_to_cpu)
+    writeback_mesh = _WritebackMesh(entries, shardings) if options.rank0_only and entries else None
+    if writeback_mesh is not None and options.writeback:
+        writeback_mesh.check_has_all_ranks()
+    has_gradient = agree_on_gradients([e.parameter for e in entries]) if options.with_grads else [False] * len(entries)
+    shows = writeback_mesh is None or writeback_mesh.is_first
+    full_params = [
+        whole_parameter(e.parameter, s, g, shows, options.offload_to_cpu)
         for e, s, g in zip(entries, shardings, has_gradient, strict=True)
     ]
-    loan = LentParams(states, entries, wholes)
+    lent = LentParams(states, entries, full_params)
     try:
-        yield {e.name: whole for e, whole in zip(entries, wholes, strict=True) if whole is not None}
+        yield {e.name: full_param for e, full_param in zip(entries, full_params, strict=True) if full_param is not None}
     except BaseException:
-        shown = loan.end()
-        if terms.writeback and carrier is not None:
-            carrier.settle(shown, terms.with_grads, raised=True)
+        shown = lent.end()
+        if options.writeback and writeback_mesh is not None:
+            writeback_mesh.write_back(shown, options.with_grads, raised=True)
         raise
-    shown = loan.end()
-    if terms.writeback and carrier is not None:
-        carrier.settle(shown, terms.with_grads, raised=False)
-    elif terms.writeback:
-        _keep_own(entries, shardings, shown, terms.with_grads)
+    shown = lent.end()
+    if options.writeback and writeback_mesh is not None:
+        writeback_mesh.write_back(shown, options.with_grads, raised=False)
+    elif options.writeback:
+        _write_back_own(entries, shardings, shown, options.with_grads)
 
 
 def _sharded_parameters(module: nn.Module, states: Sequence[FSDPState]) -> list[ParamPlace]:
@@ -171,30 +171,30 @@ def _shardings(entries: Sequence[ParamPlace], states: Sequence[FSDPState]) -> li
     return [known[id(entry.parameter)] for entry in entries]
 
 
-# -- what is kept of it
+# -- writeback
 
 
-def _keep_own(
+def _write_back_own(
     entries: Sequence[ParamPlace], shardings: Sequence[ParameterSharding], shown: Sequence[object], with_grads: bool
 ) -> None:
-    """Each rank its own part of its own values."""
-    wrong = _of_other_shape(entries, shown)
+    """Write each rank's shard of its own values back."""
+    wrong = _wrong_shapes(entries, shown)
     if wrong:
-        _refuse(wrong)
+        _raise_wrong_shapes(wrong)
     for entry, sharding, value in zip(entries, shardings, cast(Sequence[torch.Tensor], shown), strict=True):
         keep(entry.parameter, sharding, value, value.requires_grad)
         if with_grads:
             keep_gradient(entry.parameter, sharding, value.grad)
 
 
-def _refuse(wrong: object) -> NoReturn:
+def _raise_wrong_shapes(wrong: object) -> NoReturn:
     raise ParameterError(
         f"on leaving unsharded_params, these parameters are not of the shape that they had: {wrong}. None was written "
         "back. Change parameters in place, or replace them by others of the same shape."
     )
 
 
-def _of_other_shape(entries: Sequence[ParamPlace], shown: Sequence[object]) -> dict[str, object]:
+def _wrong_shapes(entries: Sequence[ParamPlace], shown: Sequence[object]) -> dict[str, object]:
     return {
         entry.name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
         for entry, value in zip(entries, shown, strict=True)
@@ -206,8 +206,8 @@ def _mesh(entry: ParamPlace) -> DeviceMesh:
     return cast(DTensor, entry.parameter).device_mesh
 
 
-class _Carrier:
-    """The largest mesh among those of the parameters: its first rank is the one that shows, and sends, whole ones."""
+class _WritebackMesh:
+    """The largest mesh of the parameters. Its first rank shows the full parameters and sends them to the others."""
 
     DISCARD, KEEP, REFUSE = range(3)
 
@@ -218,8 +218,12 @@ class _Carrier:
         self._mesh = max(self._meshes, key=lambda mesh: mesh.size())
         self.is_first = not any(self._mesh.get_coordinate() or ())
 
-    def check_reach(self) -> None:
-        """That every rank that holds a part of a parameter is on the carrier."""
+    def check_has_all_ranks(self) -> None:
+        """Check that every rank that holds a shard of a parameter is in the mesh.
+
+        Raises:
+            ConfigurationError: some rank is not.
+        """
         reached = set(self._mesh.mesh.flatten().tolist())
         for mesh in self._meshes:
             if not reached.issuperset(mesh.mesh.flatten().tolist()):
@@ -229,35 +233,35 @@ class _Carrier:
                     "rank0_only=False and write the same on every rank, or enter it for each part separately."
                 )
 
-    def settle(self, shown: Sequence[object], with_grads: bool, *, raised: bool) -> None:
-        """Has all ranks keep the first one's values, or none of them: what came of the body there decides everywhere.
+    def write_back(self, shown: Sequence[object], with_grads: bool, *, raised: bool) -> None:
+        """Keep the first rank's values on all ranks, or none: the outcome of the body on the first rank decides.
 
-        A rank on which the body raised takes part as well, so that none waits for another.
+        A rank on which the body raised takes part as well, so that no rank waits for another.
         """
         outcome = torch.zeros(1 + len(self._entries), dtype=torch.int64, device=self._mesh.device_type)
         if self.is_first and not raised:
-            wrong = bool(_of_other_shape(self._entries, shown))
+            wrong = bool(_wrong_shapes(self._entries, shown))
             outcome[0] = self.REFUSE if wrong else self.KEEP
             outcome[1:] = torch.tensor([_code(value) for value in shown], dtype=torch.int64)
         broadcast_([outcome], self._mesh)
         verdict, *codes = outcome.tolist()
         if verdict == self.REFUSE:
-            _refuse(_of_other_shape(self._entries, shown) if self.is_first else "see the first rank")
+            _raise_wrong_shapes(_wrong_shapes(self._entries, shown) if self.is_first else "see the first rank")
         if verdict == self.KEEP:
             for entry, sharding, value, code in zip(self._entries, self._shardings, shown, codes, strict=True):
                 self._send(entry, sharding, value, code, with_grads)
 
     def _send(self, entry: ParamPlace, sharding: ParameterSharding, value: object, code: int, with_grads: bool) -> None:
         requires_grad, has_gradient = bool(code & 1), bool(code & 2) and with_grads
-        of_first = value if self.is_first and isinstance(value, torch.Tensor) else None
-        whole = self._on_wire(entry, of_first)
-        gradient = self._on_wire(entry, None if of_first is None else of_first.grad) if has_gradient else None
-        broadcast_([whole] if gradient is None else [whole, gradient], self._mesh)
-        keep(entry.parameter, sharding, whole, requires_grad)
+        first_value = value if self.is_first and isinstance(value, torch.Tensor) else None
+        full_param = self._as_message(entry, first_value)
+        gradient = self._as_message(entry, None if first_value is None else first_value.grad) if has_gradient else None
+        broadcast_([full_param] if gradient is None else [full_param, gradient], self._mesh)
+        keep(entry.parameter, sharding, full_param, requires_grad)
         if with_grads:
             keep_gradient(entry.parameter, sharding, gradient)
 
-    def _on_wire(self, entry: ParamPlace, tensor: torch.Tensor | None) -> torch.Tensor:
+    def _as_message(self, entry: ParamPlace, tensor: torch.Tensor | None) -> torch.Tensor:
         like = entry.parameter
         if tensor is None:
             return torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device_type)
@@ -265,5 +269,5 @@ class _Carrier:
 
 
 def _code(value: object) -> int:
-    """Whether a parameter requires, and has, a gradient, as two bits."""
+    """Return whether ``value`` requires a gradient (bit 0) and has one (bit 1)."""
     return value.requires_grad + 2 * (value.grad is not None) if isinstance(value, torch.Tensor) else 0

@@ -1,7 +1,7 @@
-"""What the user chooses, as frozen values: precision, offload, when to reshard.
+"""Options of ``fully_shard`` as frozen values: precision, offload, resharding.
 
 ``MixedPrecisionPolicy``, ``OffloadPolicy`` and ``CPUOffloadPolicy`` keep the names, fields and meanings of
-``torch.distributed.fsdp``; torch's own objects are accepted wherever ours are (see ``acceptance``).
+``torch.distributed.fsdp``. torch's own objects are accepted wherever ours are (see ``_torch_compat``).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes in which a group's parameters travel and compute, its gradients are reduced, its outputs leave.
+    """The dtypes of a group's communication, computation, gradient reduction and outputs.
 
-    Sharded parameters, and with them optimizer and checkpoints, always stay in the dtype they were built with.
+    Sharded parameters, and with them optimizer state and checkpoints, always keep their original dtype.
 
     Args:
-        param_dtype: dtype of the unsharded floating-point parameters, and so of the all-gather and of the computation;
+        param_dtype: dtype of the unsharded floating-point parameters, and so of the all-gather and the computation;
             ``None`` keeps the original dtype. Integer and boolean parameters are never cast, nor are frozen ones of a
             subclass of ``nn.Parameter``, which may be packed. Parameters of a normalization with running statistics
             keep the dtype of these, if that is wider.
         reduce_dtype: dtype of the gradient reduction; ``None`` reduces in the dtype of the computation.
         output_dtype: dtype to which floating-point tensors in the module's output are cast; ``None`` leaves them.
-        cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, where that is set.
+        cast_forward_inputs: cast floating-point tensors in the module's inputs to ``param_dtype``, if that is set.
     """
 
     param_dtype: torch.dtype | None = None
@@ -46,36 +46,36 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
-        """Dtype of an unsharded parameter whose shard rests in ``original``."""
+        """Return the dtype of an unsharded parameter whose shard has the dtype ``original``."""
         if self.param_dtype is None or not original.is_floating_point:
             return original
         return self.param_dtype
 
     def gradient_reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Dtype in which gradients of a parameter are reduced that modules compute with in ``compute``."""
+        """Return the dtype in which gradients of a parameter are reduced that is unsharded in the dtype ``compute``."""
         if self.reduce_dtype is None or not compute.is_floating_point:
             return compute
         return self.reduce_dtype
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """Dtype to which floating-point inputs are cast, or ``None`` to leave them."""
+        """The dtype to which floating-point inputs are cast, or ``None`` to leave them."""
         return self.param_dtype if self.cast_forward_inputs else None
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Shards rest on the mesh's device: no offload."""
+    """A policy without offload: shards are kept on the mesh's device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, their gradients and so the optimizer state rest in host memory; computation stays on the mesh's device.
+    """A policy that keeps shards, their gradients and so the optimizer state in host memory.
 
-    On a CPU mesh there is nothing to offload and the policy changes nothing.
+    Computation stays on the mesh's device. On a CPU mesh the policy changes nothing.
 
     Args:
-        pin_memory: keep the shards in page-locked memory, so that copies overlap with computation. Costs host memory
+        pin_memory: keep the shards in page-locked memory, so that copies overlap with computation. It costs host memory
             that cannot be swapped.
     """
 
@@ -84,10 +84,10 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dims of a full mesh are data-parallel, by name, for parameters that are DTensors on that mesh.
+    """The names of the data-parallel dims of a full mesh, for parameters that are DTensors on that mesh.
 
     Gradients are those of DDP: the mean of the gradients of each data-parallel rank's own loss. On these dims the local
-    tensor of a gradient is taken for the gradient of that loss, whether it arrives as ``Partial`` or as ``Replicate``.
+    tensor of a gradient is taken for the gradient of that loss, whether its placement is ``Partial`` or ``Replicate``.
 
     Args:
         shard: dims over which parameters are sharded. Several names count as one axis.
@@ -121,28 +121,28 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class ReshardKind(Enum):
-    """What happens to the unsharded parameters after forward."""
+    """The treatment of unsharded parameters after forward."""
 
     AUTO = "auto"
     """Free them, except in the outermost module, whose backward begins at once."""
     ALWAYS = "always"
-    """Free them; backward gathers again over the whole shard axis."""
+    """Free them; backward all-gathers them again over the whole shard axis."""
     NEVER = "never"
     """Keep them until after backward."""
     SMALLER = "smaller"
-    """Keep one slice of ``Reshard.mesh_size``; backward gathers over that many neighbouring ranks."""
+    """Keep one slice of ``Reshard.mesh_size``; backward all-gathers over that many neighbouring ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """``reshard_after_forward`` once parsed. Invariant: ``mesh_size`` > 1 exactly where ``kind`` is SMALLER."""
+    """The parsed ``reshard_after_forward``. Invariant: ``mesh_size`` > 1 exactly if ``kind`` is SMALLER."""
 
     kind: ReshardKind
     mesh_size: int = 1
 
     @staticmethod
     def parse(value: object, shard_size: int) -> Reshard:
-        """Reads the ``bool | int | None`` of the public interface for a shard axis of ``shard_size`` ranks."""
+        """Parse the ``bool | int | None`` of the public interface for a shard axis of ``shard_size`` ranks."""
         if value is None:
             return AUTO_RESHARD
         if isinstance(value, bool):

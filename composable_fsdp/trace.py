@@ -1,7 +1,7 @@
-"""What happened, for whoever wants to know: tests, the memory ledger, timelines, execution-order checks.
+"""Trace events for tests, the memory ledger, timelines and order checks.
 
-Code that acts calls :func:`emit`, guarded by ``if listeners:``, so that a step nobody listens to pays one check per
-operation. Readers are callables; :class:`Recorder` is the one that keeps everything.
+Producers call :func:`emit` after ``if listeners:``, so without listeners each operation costs one check. Listeners are
+callables; :class:`Recorder` is one that keeps all events.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ __all__ = [
 
 
 class Operation(str, Enum):
-    """What a group did."""
+    """An operation of a parameter group."""
 
     UNSHARD = "unshard"
-    """All-gather launched; ``bytes`` is what it puts out on this rank: the unsharded size on the wire. What is summed
-    up in place counts twice, as it travels twice."""
+    """The all-gather was launched. ``bytes`` is the size of its output on this rank: the unsharded size on the wire.
+    All-reduced parameters count twice, because an all-reduce sends them twice.
+    """
     WAIT = "wait"
-    """The unsharded parameters became usable."""
+    """The unsharded parameters are usable."""
     RESHARD = "reshard"
     """Sharded parameters are registered again and the unsharded memory is released."""
     REDUCE = "reduce"
-    """Gradient reduction launched; ``bytes`` is what goes in on this rank over the shard axis, twice what is reduced in
-    place."""
+    """The gradient reduction was launched. ``bytes`` is the size of its input on this rank over the shard axis.
+    All-reduced gradients count twice.
+    """
     REDUCED = "reduced"
     """The reduced gradients were set on the sharded parameters."""
     ALLOCATE = "allocate"
@@ -45,20 +47,20 @@ class Operation(str, Enum):
     FREE = "free"
     """``bytes`` of unsharded parameter memory were given back."""
     COLLECTIVE = "collective"
-    """What the other ranks must do too is about to be launched; ``group`` is its label, ``bytes`` what goes in."""
+    """A collective is about to be launched. ``group`` is its label, ``bytes`` the size of its input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a collective stands among those of its process group.
+    """The position of a collective among those of its process group.
 
     Invariant: ranks that did the same have, at equal positions, events with the same label.
 
     Args:
         group: the name of the process group.
-        ranks: its ranks, by their number in the whole job.
-        connection: how often they have connected to each other anew.
-        number: counted since then.
+        ranks: its ranks, as global ranks.
+        connection: the number of times that they have reconnected.
+        number: the number of the collective since then.
     """
 
     group: str
@@ -71,8 +73,8 @@ class Position:
 class TraceEvent:
     """One operation of one group. ``begin`` and ``end`` are host times in seconds, as of ``time.perf_counter``.
 
-    Where codecs or hooks change what travels, ``plain_bytes`` is what ``bytes`` would be without them. Collectives have
-    a ``position``.
+    If codecs or hooks change the communicated bytes, ``plain_bytes`` is what ``bytes`` would be without them.
+    Collectives have a ``position``.
     """
 
     operation: Operation
@@ -90,7 +92,7 @@ class TraceEvent:
 
 listeners: list[Callable[[TraceEvent], None]] = []
 fault_listeners: list[Callable[[BaseException | None, str, Position | None], None]] = []
-"""Called with what :func:`tell_fault` is."""
+"""Callables with the arguments of :func:`tell_fault`."""
 
 now = time.perf_counter
 
@@ -104,7 +106,7 @@ def emit(
     plain_bytes: int | None = None,
     position: Position | None = None,
 ) -> None:
-    """Tells every listener. Call it only where ``listeners`` is not empty."""
+    """Send an event to every listener. Call it only if ``listeners`` is not empty."""
     end = now()
     plain = nbytes if plain_bytes is None else plain_bytes
     event = TraceEvent(operation, group, nbytes, stream, end if begin is None else begin, end, plain, position)
@@ -113,19 +115,19 @@ def emit(
 
 
 def tell_fault(error: BaseException | None, where: str, position: Position | None = None) -> None:
-    """Tells every fault listener what ended a pass or a collective of this rank, before it is raised.
+    """Send the error that ended a pass or a collective of this rank to every fault listener, before it is raised.
 
     Args:
-        error: ``None`` where nobody saw it, as in a backward that was left by an exception.
+        error: ``None`` if nobody saw it, as in a backward that ended in an exception.
         where: the pass or the collective.
-        position: of the collective.
+        position: that of the collective.
     """
     for listener in tuple(fault_listeners):
         listener(error, where, position)
 
 
 class Recorder:
-    """Keeps all events while it is entered.
+    """Records all events inside its context.
 
     >>> with Recorder() as recorder:
     ...     emit(Operation.ALLOCATE, "layers.0", 4096)
@@ -148,12 +150,12 @@ class Recorder:
 
     @property
     def allocated(self) -> dict[str, int]:
-        """The ledger: bytes of unsharded parameters each group holds now, groups that hold none left out."""
+        """The bytes of unsharded parameters that each group holds now, without groups that hold none."""
         return ledger(self.events)
 
     @property
     def peak_groups(self) -> int:
-        """The most groups whose parameters were in memory or on their way at one time, if anything had to travel."""
+        """The maximum number of groups that were unsharded or in flight at one time, if any had to be communicated."""
         gathered: set[str] = set()
         most = 0
         for event in self.events:
@@ -166,13 +168,13 @@ class Recorder:
 
 
 def ledger(events: Iterable[TraceEvent]) -> dict[str, int]:
-    """Bytes of unsharded parameters per group after ``events``."""
-    *_, last = _holdings(events)
+    """Return the bytes of unsharded parameters per group after ``events``."""
+    *_, last = _bytes_held(events)
     return last
 
 
-def _holdings(events: Iterable[TraceEvent]) -> Iterator[dict[str, int]]:
-    """Bytes of unsharded parameters per group, before the first event and after each that changes them."""
+def _bytes_held(events: Iterable[TraceEvent]) -> Iterator[dict[str, int]]:
+    """Yield the bytes of unsharded parameters per group, before the first event and after each that changes them."""
     held: dict[str, int] = {}
     yield held
     signs = {Operation.ALLOCATE: 1, Operation.FREE: -1}

@@ -1,1 +1,1 @@
-"""Meshes, process groups, and how each parameter is sharded on them."""
+"""Meshes, process groups, and the sharding of each parameter."""

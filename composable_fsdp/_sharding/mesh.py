@@ -1,4 +1,4 @@
-"""From a ``DeviceMesh`` to the two axes of data parallelism, each with its communicator."""
+"""The two data-parallel axes of a ``DeviceMesh``, each with its communicator."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ HOW_TO_START = (
 
 @dataclass(frozen=True)
 class DataParallelAxes:
-    """The shard axis and the replicate axis of ``mesh``; an axis that the mesh lacks has one rank.
+    """The shard axis and the replicate axis of ``mesh``. An axis that the mesh lacks has one rank.
 
     Args:
-        mesh: the data-parallel mesh. Its last axis is the shard axis, where that has more than one rank.
-        device: where this rank computes.
-        shard: the ranks among which parameters are cut.
-        replicate: the ranks that hold the same shard.
+        mesh: the data-parallel mesh. Its last axis is the shard axis, if that has more than one rank.
+        device: the device on which this rank computes.
+        shard: communicator of the ranks that parameters are sharded over.
+        replicate: communicator of the ranks that hold the same shard.
     """
 
     mesh: DeviceMesh
@@ -52,7 +52,7 @@ class DataParallelAxes:
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks: what a mean of gradients divides by."""
+        """The number of data-parallel ranks, by which the mean of gradients divides."""
         return self.shard.size * self.replicate.size
 
     @property
@@ -69,10 +69,10 @@ class DataParallelAxes:
         return _shard_meshes[group]
 
     def on(self, device: torch.device | str | int) -> DataParallelAxes:
-        """These axes for a rank that computes on ``device``; an int is the index of one of the mesh's type.
+        """Return these axes for a rank that computes on ``device``; an int is a device index of the mesh's device type.
 
         Raises:
-            MeshError: it is of another type than the mesh's.
+            MeshError: ``device`` has another type than the mesh.
         """
         kind = self.mesh.device_type
         chosen = torch.device(kind, device) if isinstance(device, int) else torch.device(device)
@@ -84,9 +84,9 @@ class DataParallelAxes:
         return self if chosen == torch.device(kind) else replace(self, device=chosen)
 
     def smaller_shard_axis(self, size: int) -> Communicator:
-        """The ``size`` neighbouring ranks of the shard axis that this rank is among, or all of it where it has no more.
+        """Return the communicator of the ``size`` neighbouring shard ranks around this one, or of the shard axis.
 
-        All of them must ask together.
+        The shard axis is returned if it has no more than ``size`` ranks. The neighbouring ranks must call it together.
 
         Raises:
             MeshError: ``size`` does not divide the shard axis.
@@ -98,28 +98,28 @@ class DataParallelAxes:
                 f"reshard_after_forward={size} does not divide the {self.shard.size} shard ranks of {self.mesh}, over "
                 "which some parameters of the group are sharded."
             )
-        whole = self.mesh.get_group(self.mesh.ndim - 1)
-        known = _smaller_axes.setdefault(whole, {})
+        shard_group = self.mesh.get_group(self.mesh.ndim - 1)
+        known = _smaller_axes.setdefault(shard_group, {})
         if size not in known:
-            ranks = dist.get_process_group_ranks(whole)
+            ranks = dist.get_process_group_ranks(shard_group)
             first = self.shard.rank - self.shard.rank % size
             group = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
             known[size] = communicator_over(group, self.mesh.device_type)
         return known[size]
 
 
-# By process group: every slice of a mesh is another object.
+# Keyed by process group, because every slice of a mesh is a new object.
 _shard_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 _smaller_axes: WeakKeyDictionary[dist.ProcessGroup, dict[int, Communicator]] = WeakKeyDictionary()
 _default_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 
 class OffloadBackendWarning(UserWarning):
-    """Shards rest on CPU, and a process group of their mesh moves no CPU tensors."""
+    """Shards are on CPU, and a process group of their mesh has no backend for CPU tensors."""
 
 
 def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
-    """Says which operations fail on shards that are offloaded to CPU, where a process group has no backend for CPU.
+    """Warn which operations fail on CPU-offloaded shards if a process group has no backend for CPU tensors.
 
     Training needs none: parameters and gradients are communicated on the device where modules compute.
 
@@ -143,9 +143,9 @@ def warn_without_cpu_backend(axes: DataParallelAxes) -> None:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-d mesh over all ranks of the default process group, on its accelerator if it serves one, else on CPU.
+    """Return a 1-d mesh over the default process group, on its accelerator if it serves one, else on CPU.
 
-    The mesh has no dim names, as peft and others take any name but ``fsdp`` for tensor parallelism.
+    The mesh has no dim names, because peft and others take any name but ``fsdp`` for tensor parallelism.
     """
     if not dist.is_initialized():
         raise MeshError(f"fully_shard was given no mesh and there is no default process group. {HOW_TO_START}")
@@ -157,7 +157,10 @@ def default_mesh() -> DeviceMesh:
 
 
 def _default_device_type() -> str:
-    """The accelerator, where the default process group has a backend made for it; gloo only stages through the host."""
+    """Return the accelerator's type if the default process group has a native backend for it, else ``"cpu"``.
+
+    gloo is not native: it stages through the host.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "cpu"
@@ -166,10 +169,10 @@ def _default_device_type() -> str:
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
-    """The axes of a 1-d mesh (shard) or of a 2-d one (replicate, shard).
+    """Return the axes of a 1-d mesh (shard) or of a 2-d mesh (replicate, shard).
 
     Raises:
-        ArgumentTypeError: ``mesh`` is no ``DeviceMesh``.
+        ArgumentTypeError: ``mesh`` is not a ``DeviceMesh``.
         MeshError: the mesh has another number of dims, or this rank is not in it.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -192,10 +195,10 @@ def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:
 
 
 def named_data_parallel_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelAxes:
-    """The axes made of the dims that ``dims`` names of a mesh that has others too. Several names become one axis.
+    """Return the axes of the dims of ``mesh`` that ``dims`` names. Several names become one axis.
 
     Raises:
-        ArgumentTypeError: ``mesh`` is no ``DeviceMesh``.
+        ArgumentTypeError: ``mesh`` is not a ``DeviceMesh``.
         MeshError: ``mesh`` has no dim names, or not these.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -219,7 +222,7 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
-    """One mesh with the axes of all. They must be slices of one mesh.
+    """Return one mesh with the axes of all ``meshes``, which must be slices of one mesh.
 
     Raises:
         MeshError: they are not.

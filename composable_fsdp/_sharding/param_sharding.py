@@ -1,4 +1,4 @@
-"""How one parameter is sharded: which axes cut it, on which mesh the result lives, and what it was before."""
+"""The sharding of one parameter: its mesh axes, its mesh and placements, and its layout before ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` may return to shard a parameter over a mesh of its own, such as that of experts.
+    """A return value of ``shard_placement_fn`` that shards a parameter over its own mesh, for example that of experts.
 
     Args:
         placement: ``Shard(d)``, or ``None`` for ``Shard(0)``.
@@ -44,13 +44,13 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True, eq=False)
 class ModelParallel:
-    """The DTensor that a parameter was before it was sharded, and is again while its module computes.
+    """The DTensor layout of a parameter before ``fully_shard``. Its unsharded form has this layout too.
 
     Args:
-        mesh: where it is placed: a tensor-parallel mesh, or with ``dp_mesh_dims`` the full one.
+        mesh: a tensor-parallel mesh, or with ``dp_mesh_dims`` the full mesh.
         placements: one per axis of ``mesh``.
-        shape: of the whole parameter.
-        data_axes: axes of ``mesh`` that are data-parallel.
+        shape: the global shape of the parameter.
+        data_axes: the axes of ``mesh`` that are data-parallel.
     """
 
     mesh: DeviceMesh
@@ -60,24 +60,24 @@ class ModelParallel:
 
     @property
     def may_leave_sums(self) -> bool:
-        """Whether gradients can arrive as pending sums over a model-parallel axis."""
+        """True if gradients can arrive as pending sums over a model-parallel axis."""
         return any(self.mesh.size(axis) > 1 for axis in range(self.mesh.ndim) if axis not in self.data_axes)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """``local`` as a DTensor that shares its memory."""
+        """Return ``local`` as a DTensor that shares its memory."""
         return _distributed(local, self.mesh, self.placements, self.shape)
 
     def local_gradient(self, gradient: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
-        """The gradient of this rank's loss, as a plain tensor, to be averaged over the data-parallel ranks.
+        """Return the gradient of this rank's loss as a plain tensor, to be averaged over the data-parallel ranks.
 
-        On a data-parallel axis the local tensor of ``gradient`` is the gradient of this rank's loss, whether it arrives
-        as ``Replicate`` or as ``Partial``; nothing is communicated there. A gradient that arrives cut over such an axis
-        holds the sum of all ranks' gradients. It is gathered, and each rank passes on an equal part of it.
+        On a data-parallel axis, the local tensor of ``gradient`` is the gradient of this rank's loss, whether its
+        placement is ``Replicate`` or ``Partial``, and nothing is communicated. A gradient that is sharded over such an
+        axis holds the sum of all ranks' gradients. It is gathered, and each rank takes an equal fraction of it.
 
         Args:
-            gradient: what autograd left, a DTensor on :attr:`mesh`.
-            sum_dtype: in which pending sums over model-parallel axes are carried out. A result that is such a sum has
-                this dtype; any other has the dtype of ``gradient``.
+            gradient: the gradient from autograd, a DTensor on :attr:`mesh`.
+            sum_dtype: dtype in which pending sums over model-parallel axes are computed. Such a result has this dtype;
+                any other has the dtype of ``gradient``.
         """
         assert isinstance(gradient, DTensor)
         arrived = gradient.placements
@@ -97,7 +97,7 @@ class ModelParallel:
 
 
 def _is_linear(placement: Placement) -> bool:
-    """Whether a tensor with ``placement`` is a sum or a mean of the ranks' local tensors."""
+    """Return whether a tensor with ``placement`` is a sum or a mean of the ranks' local tensors."""
     return placement.is_replicate() or (isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg"))
 
 
@@ -111,10 +111,10 @@ def _distributed(
 
 @dataclass(frozen=True, eq=False)
 class ParameterSharding:
-    """The axes that cut a parameter on ``dim``, and the mesh and placements of the DTensor that comes out.
+    """The axes that shard a parameter on ``dim``, and the mesh and placements of the resulting DTensor.
 
-    ``shape`` is that of the whole parameter. What the axes cut is the rank's local tensor of it, the whole one unless
-    ``inner`` says that it was a DTensor before.
+    ``shape`` is the global shape of the parameter. If the parameter was a DTensor before (``inner``), the axes shard
+    its local tensor.
     """
 
     axes: DataParallelAxes
@@ -125,19 +125,19 @@ class ParameterSharding:
     inner: ModelParallel | None = field(default=None)
 
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
-        """``local``, this rank's shard, as a DTensor that shares its memory."""
+        """Return ``local``, this rank's shard, as a DTensor that shares its memory."""
         return _distributed(local, self.mesh, self.placements, self.shape)
 
     def wrap_full(self, local: torch.Tensor) -> torch.Tensor:
-        """What modules compute with, out of what a gather brings."""
+        """Return the parameter that modules compute with, for the all-gathered tensor ``local``."""
         return local if self.inner is None else self.inner.wrap(local)
 
 
 def shard_over_axes(parameter: torch.Tensor, axes: DataParallelAxes, dim: int) -> ParameterSharding:
-    """``parameter``, plain or a DTensor on a mesh of its own, cut by the data-parallel ``axes``.
+    """Return the sharding over ``axes`` of ``parameter``, a plain tensor or a DTensor on another mesh.
 
     Raises:
-        MeshError: the two meshes are no slices of one mesh, so that they cannot be joined.
+        MeshError: the two meshes are not slices of one mesh.
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -149,7 +149,7 @@ def shard_over_axes(parameter: torch.Tensor, axes: DataParallelAxes, dim: int) -
 
 @dataclass(frozen=True, eq=False)
 class FullMesh:
-    """A mesh with all axes of a job, of which ``dims`` names the data-parallel ones, and ``axes`` made of these."""
+    """The mesh with all axes of a job, its data-parallel ``dims``, and the ``axes`` made of these."""
 
     mesh: DeviceMesh
     dims: DataParallelMeshDims
@@ -157,10 +157,10 @@ class FullMesh:
 
 
 def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim: int) -> ParameterSharding:
-    """``parameter``, a DTensor on the full mesh and replicated over its data-parallel axes, cut by these.
+    """Return the sharding of ``parameter``, a DTensor on the full mesh, over its data-parallel axes.
 
     Raises:
-        ParameterError: it is plain, or placed on another mesh, or not replicated there. Named in the text.
+        ParameterError: it is a plain tensor, on another mesh, or not replicated over these axes. The text names it.
     """
     if not isinstance(parameter, DTensor) or parameter.device_mesh != full.mesh:
         found = f"on {parameter.device_mesh}" if isinstance(parameter, DTensor) else "a plain tensor"
@@ -184,7 +184,7 @@ def shard_over_full_mesh(name: str, parameter: torch.Tensor, full: FullMesh, dim
         later = [axis for axis in range(first + 1, full.mesh.ndim) if axis not in data_axes]
         placements[first] = shard_within(dim, [placements[a] for a in later], [full.mesh.size(a) for a in later])
     mesh = full.mesh
-    if len(data_axes) > full.axes.mesh.ndim:  # some were flattened into one: they are one axis of the result too
+    if len(data_axes) > full.axes.mesh.ndim:  # axes that were flattened into one stay one
         others = [axis for axis in range(full.mesh.ndim) if axis not in data_axes]
         before = [axis for axis in others if shard_axes and axis < shard_axes[0]]
         after = [axis for axis in others if axis not in before]

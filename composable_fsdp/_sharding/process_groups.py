@@ -1,4 +1,4 @@
-"""The communicators with which one group talks over one pair of data-parallel axes. They can be exchanged."""
+"""The communicators of one parameter group over one pair of data-parallel axes. They can be replaced."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["ProcessGroups"]
 
 
 class ProcessGroups:
-    """All-gathers go over ``gather``, reduce-scatters over ``scatter``: the same ranks, often the same communicator.
+    """The communicators for all-gathers (``gather``) and reduce-scatters (``scatter``), over the same ranks.
 
-    Gradients that are added up where they arrive go over ``exchange``, which is ``scatter`` without a callable of the
-    user in its place: that moves the bytes of reduce-scatters, in memory that it gives for nothing else.
+    Reductions that add up in place use ``exchange``: ``scatter`` without the user's callable, because that callable
+    moves bytes, and allocates memory, for reduce-scatters only.
 
-    ``smaller`` is the axis from which the next all-gather comes, while slices are kept on it.
+    ``smaller`` is the communicator of the next all-gather, while slices are kept for it.
     """
 
     def __init__(self, axes: DataParallelAxes) -> None:
@@ -36,18 +36,20 @@ class ProcessGroups:
         self._pooled = False
         self.smaller: Communicator | None = None
         self.common_memory: torch.Tensor | None = None
-        """``(nbytes,)``, where the shards of all ranks lie, or their full parameters, if these have it in common."""
+        """``(nbytes,)``: memory shared between ranks, with the shards of all ranks or the shared unsharded buffer."""
         self._released_at = -1
-        """The axis' ``partings`` when full parameters in common memory were last released."""
+        """The axis' ``partings`` (epoch number) when the shared unsharded buffer was last released."""
         self.unshard_async_op = False
-        """The ``async_op`` that a custom all-gather is called with."""
+        """The ``async_op`` argument for a custom all-gather."""
         self.awaits_parting = False
-        """Whether this rank has read full parameters in common memory since all ranks last parted, or still may. All
-        ranks find the same, since they gather and part together.
+        """True if this rank may have read the shared unsharded buffer in this epoch.
+
+        It is the same on all ranks, because they all-gather and end epochs together.
         """
         self.unequal_use = False
-        """Whether a rank may take part in a reduction without any gradient. A reduction then gives all trainable
-        parameters a gradient, zeros for those that no rank used.
+        """True if a rank may join a reduction without any gradient.
+
+        A reduction then gives every trainable parameter a gradient, zeros for those that no rank used.
         """
 
     @property
@@ -55,33 +57,33 @@ class ProcessGroups:
         return self.axes.replicate
 
     def note_release(self) -> None:
-        """This rank no longer reads the full parameters in common memory, but others may until all have parted."""
+        """Note that this rank no longer reads the shared unsharded buffer. Others may, until the epoch ends."""
         self._released_at = cast(AliasingCommunicator, self.axes.shard).partings
 
     @property
     def others_may_read(self) -> bool:
-        """Whether full parameters in common memory may be in use on other ranks. All ranks find the same."""
+        """True if other ranks may use the shared unsharded buffer. It is the same on all ranks."""
         return (
             self.common_memory is not None and self._released_at == cast(AliasingCommunicator, self.axes.shard).partings
         )
 
     @property
     def is_custom(self) -> bool:
-        """Whether callables of the user move bytes."""
+        """True if callables of the user move bytes."""
         return self._custom_gather is not None or self._custom_scatter is not None
 
     @property
     def gathers_over(self) -> Communicator:
-        """From where the next all-gather comes."""
+        """The communicator of the next all-gather."""
         return self.smaller or self.gather
 
     @property
     def averages(self) -> bool:
-        """Whether every axis can average by itself."""
+        """True if every axis can compute averages itself."""
         return self.scatter.averages and self.replicate.averages
 
     def plan_options(self, *, offloaded: bool) -> PlanOptions:
-        """What the plan needs to know."""
+        """Return the options of the group's plan."""
         return PlanOptions(
             num_shards=self.axes.shard.size,
             direct_bytes=self.gather.direct_bytes,
@@ -95,33 +97,33 @@ class ProcessGroups:
         )
 
     def _batch_bytes(self) -> int:
-        if self.axes.shard.size == 1 and self.replicate.size > 1:  # all that travels
+        if self.axes.shard.size == 1 and self.replicate.size > 1:  # the only axis with communication
             return self.replicate.batch_bytes
         return max(self.gather.batch_bytes, self.scatter.batch_bytes)
 
     def customize_gather(self, collective: object) -> None:
-        """Lets ``collective`` move the bytes of all-gathers."""
-        customize(self.axes.shard, collective, "set_custom_all_gather")  # raises where it cannot
+        """Use ``collective`` for all-gathers."""
+        customize(self.axes.shard, collective, "set_custom_all_gather")  # raises if it cannot be used
         self._custom_gather = collective
         self._combine()
 
     def customize_scatter(self, collective: object) -> None:
-        """Lets ``collective`` move the bytes of reduce-scatters."""
+        """Use ``collective`` for reduce-scatters."""
         customize(self.axes.shard, collective, "set_custom_reduce_scatter")
         self._custom_scatter = collective
         self._combine()
 
     def pool(self, pooled: bool) -> None:
-        """Whether messages lie in memory of the backend's allocator. Custom collectives allocate their own."""
+        """Choose whether messages use the backend's allocator. Custom collectives allocate their own."""
         self._pooled = pooled
         self._combine()
 
     def separate_scatter(self, known: MutableMapping[object, GroupCommunicator] | None) -> None:
-        """Gives reduce-scatters a process group of their own, or takes it back.
+        """Give reduce-scatters their own process group, or undo that.
 
         Args:
-            known: what was made so far, by the process group that it is a double of; every channel over the same one
-                shares it. ``None`` takes back.
+            known: the duplicates made so far, keyed by the original process group; process groups with the same
+                original share one. ``None`` undoes.
         """
         shard = self.axes.shard
         if known is None:
@@ -133,14 +135,14 @@ class ProcessGroups:
         self._combine()
 
     def follow(self, other: ProcessGroups) -> None:
-        """Takes over what was chosen for ``other``."""
+        """Copy the choices made for ``other``."""
         self._custom_gather, self._custom_scatter = other._custom_gather, other._custom_scatter
         self._pooled, self._separate, self.unequal_use = other._pooled, other._separate, other.unequal_use
         self.unshard_async_op = other.unshard_async_op
         self._combine()
 
     def _combine(self) -> None:
-        """Makes both communicators out of all that was chosen."""
+        """Rebuild the communicators from all choices."""
         gather, scatter = self._with_pool(self.axes.shard), self._with_pool(self._separate or self.axes.shard)
         self.exchange = scatter
         if self._custom_gather is not None:

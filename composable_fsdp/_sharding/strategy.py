@@ -1,4 +1,4 @@
-"""The strategies of the older wrapper API by name: what each asks of the mesh and of ``reshard_after_forward``."""
+"""The sharding strategies of torch's FSDP1, as a mesh and a value of ``reshard_after_forward``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Resolved", "ShardingStrategy", "resolve_strategy"]
 
 
 class ShardingStrategy(Enum):
-    """What is sharded, among which ranks, and for how long parameters stay in memory."""
+    """A sharding strategy of torch's FSDP1: the sharded tensors, the ranks, and the time when parameters are freed."""
 
     FULL_SHARD = "FULL_SHARD"
-    """Parameters, gradients and optimizer state over all ranks; parameters are freed after forward."""
+    """Shards parameters, gradients and optimizer state over all ranks; frees parameters after forward."""
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
-    """The same, but parameters stay in memory from forward until after backward."""
+    """Like ``FULL_SHARD``, but keeps parameters unsharded from forward until after backward."""
     NO_SHARD = "NO_SHARD"
-    """Nothing: every rank has everything, gradients are averaged."""
+    """Shards nothing: replicates over all ranks and averages gradients."""
     HYBRID_SHARD = "HYBRID_SHARD"
     """``FULL_SHARD`` within a host, replicated over hosts."""
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
@@ -36,13 +36,13 @@ class ShardingStrategy(Enum):
 
 @dataclass(frozen=True)
 class _MeshKind:
-    """What strategies ask of a mesh.
+    """The mesh that a strategy needs.
 
     Args:
-        needs: in words, after the strategy's name.
-        shape: of a mesh of ``n`` ranks, as source.
-        names: of its dims, as source.
-        serves: whether a mesh with so many replicas and shards is one; ``None`` where it has no such axis.
+        needs: description, to follow the strategy's name.
+        shape: source code of the shape for ``n`` ranks.
+        names: source code of the dim names.
+        serves: predicate on the numbers of replicas and shards; ``None`` if the mesh has no such axis.
     """
 
     needs: str
@@ -69,12 +69,12 @@ _MEANING = {
     ShardingStrategy.HYBRID_SHARD: (_HYBRID, True),
     ShardingStrategy.HYBRID_SHARD_ZERO2: (_HYBRID, False),
 }
-"""The mesh, and whether parameters are freed after forward."""
+"""The mesh of each strategy, and whether it frees parameters after forward."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a strategy comes to: ``mesh`` and ``reshard_after_forward`` for ``fully_shard``."""
+    """The ``mesh`` and ``reshard_after_forward`` arguments of ``fully_shard`` for a strategy."""
 
     mesh: DeviceMesh
     reshard_after_forward: bool | int | None
@@ -86,11 +86,11 @@ def resolve_strategy(
     dims: DataParallelMeshDims | None,
     reshard_after_forward: bool | int | None,
 ) -> Resolved:
-    """Makes the mesh where there is none, and checks the one that is given. Every rank must call it.
+    """Resolve a strategy: check the mesh given, or make one. Every rank must call it.
 
     Raises:
-        ConfigurationError: ``reshard_after_forward`` says the opposite.
-        MeshError: the mesh cannot serve the strategy, or none can be made.
+        ConfigurationError: ``reshard_after_forward`` contradicts the strategy.
+        MeshError: the mesh does not fit the strategy, or none can be made.
     """
     kind, frees = _MEANING[strategy]
     if reshard_after_forward is None:
@@ -104,7 +104,7 @@ def resolve_strategy(
     given: object = mesh
     if mesh is None:
         mesh = _mesh_for(strategy, kind)
-    elif isinstance(given, DeviceMesh) and (dims is not None or mesh.ndim in (1, 2)):  # others fully_shard refuses
+    elif isinstance(given, DeviceMesh) and (dims is not None or mesh.ndim in (1, 2)):  # fully_shard rejects the others
         replicas, shards = _axis_sizes(mesh, dims)
         if not kind.serves(replicas, shards):
             raise MeshError(
@@ -115,7 +115,7 @@ def resolve_strategy(
 
 
 def _axis_sizes(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> tuple[int | None, int | None]:
-    """Replicas and shards; ``None`` where the mesh has no such axis."""
+    """Return the numbers of replicas and shards, each ``None`` if the mesh has no such axis."""
     if dims is None:
         return (None, mesh.size(0)) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
@@ -133,11 +133,11 @@ def _how_to_make(kind: _MeshKind, device_type: str, ranks: int) -> str:
 
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
-"""By default process group and number of shards."""
+"""Meshes keyed by default process group and number of shards."""
 
 
 def _mesh_for(strategy: ShardingStrategy, kind: _MeshKind) -> DeviceMesh:
-    """A mesh over all ranks of the default process group. One and the same for all groups that ask for it."""
+    """Return the mesh for ``kind`` over the default process group. It is the same object for all callers."""
     flat = default_mesh()
     if kind is _SHARDED:
         return flat
@@ -151,7 +151,7 @@ def _mesh_for(strategy: ShardingStrategy, kind: _MeshKind) -> DeviceMesh:
 
 
 def _has_groups(mesh: DeviceMesh) -> bool:
-    """Whether nobody has destroyed the mesh's process groups."""
+    """Return whether the process groups of the mesh still exist."""
     try:
         mesh.get_all_groups()
     except RuntimeError:
@@ -160,7 +160,7 @@ def _has_groups(mesh: DeviceMesh) -> bool:
 
 
 def _ranks_per_host(strategy: ShardingStrategy, flat: DeviceMesh) -> int:
-    """As ``torchrun`` tells, which counts on every host alike."""
+    """Return the number of ranks per host from ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets alike on every host."""
     ranks, told = flat.size(), os.environ.get("LOCAL_WORLD_SIZE")
     local = int(told) if told is not None and told.isdigit() else ranks
     if ranks > 1 and (local == ranks or not local or ranks % local):

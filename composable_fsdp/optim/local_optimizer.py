@@ -33,7 +33,7 @@ ELEMENTWISE = frozenset(
         torch.optim.SGD,
     }
 )
-"""With all of their options but ``differentiable``. Not what derives from them, which may do anything."""
+"""The element-wise optimizers, with any options but ``differentiable``. Subclasses are not among them."""
 
 _NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "takes means over rows, columns and whole parameters",
@@ -44,31 +44,31 @@ _NOT_ELEMENTWISE: dict[type[Optimizer], str] = {
 
 
 def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> OptimizerT:
-    """Lets ``optimizer`` update the local shards of its parameters as plain tensors.
+    """Make ``optimizer`` update the local shards of its parameters as plain tensors.
 
-    The results are the same to the bit, without the cost of DTensor operations, which is most of the step for small
-    parameters. On a CPU, large shards are updated piece by piece, so that each is read and written once, and not once
-    for every operation of the update.
+    The results are bitwise identical, without the overhead of DTensor operations, which dominates the step for small
+    parameters. On a CPU, large shards are updated in pieces, so each is read and written once instead of once per
+    operation of the update.
 
-    All else stays as it is: ``param_groups`` and ``state`` hold DTensors whenever anybody looks, in hooks and closures
-    too, so that learning-rate schedulers, gradient scalers and ``torch.distributed.checkpoint`` see no difference.
-    Plain parameters are updated as before, also in one group with sharded ones.
+    All else is unchanged: ``param_groups`` and ``state`` hold DTensors at all other times, also in hooks and closures,
+    so learning-rate schedulers, gradient scalers and ``torch.distributed.checkpoint`` see no difference. Plain
+    parameters are updated as before, also in one group with sharded ones.
 
-    A pickle or a copy of the optimizer is an ordinary one, with the same state.
+    A pickle or a copy of the optimizer is an ordinary optimizer with the same state.
 
     Args:
         optimizer: ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop or SGD of ``torch.optim``,
             with any options but ``differentiable``.
-        elementwise: the promise that an optimizer of another class is element-wise: what it does to an element depends
-            on that element of parameter, gradient and state, and on numbers that are the same on every rank. Its state
-            for a parameter must be a dict. Tensors in there of the shard's shape are taken for sharded like it.
+        elementwise: asserts that an optimizer of another class is element-wise: its update of an element depends on
+            that element of parameter, gradient and state, and on numbers that are the same on every rank. Its state for
+            a parameter must be a dict. State tensors of the shard's shape are treated as sharded like the parameter.
 
     Returns:
         The same object. Keep it: its ``step`` alone does not keep it alive.
 
     Raises:
-        ConfigurationError: the class is not element-wise, or not known to be; or the ``step`` of the object is not its
-            class's any more.
+        ConfigurationError: the class is not element-wise, or not known to be; or the ``step`` of the object has been
+            replaced already.
 
     Example::
 
@@ -78,7 +78,7 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
     _check(optimizer, elementwise)
     update = cast(Any, type(optimizer)).step.__wrapped__  # torch wraps the step of every class for its hooks
     hooked = Optimizer.profile_hook_step(_on_shards(update))
-    # No cycle, which would keep the state alive until the next garbage collection.
+    # A reference cycle would keep the state alive until the next garbage collection.
     itself, name = ref(optimizer), type(optimizer).__name__
 
     @wraps(hooked)
@@ -90,7 +90,7 @@ def local_optimizer(optimizer: OptimizerT, *, elementwise: bool = False) -> Opti
             )
         return hooked(this, *args, **kwargs)
 
-    cast(Any, step).__func__ = hooked  # learning-rate schedulers take it from what should be a bound method
+    cast(Any, step).__func__ = hooked  # learning-rate schedulers read it: they expect a bound method
     cast(Any, optimizer).step = step
     return optimizer
 
@@ -118,20 +118,20 @@ def _check(optimizer: Optimizer, elementwise: bool) -> None:
 
 
 def _on_shards(update: Step) -> Step:
-    """``update``, the step of an optimizer's class, with twins in the place of sharded parameters.
+    """Return ``update``, the step of an optimizer's class, with local copies in place of sharded parameters.
 
-    The closure runs before that: it calls ``backward``, and ``zero_grad`` on the optimizer.
+    The closure runs before the replacement: it calls ``backward``, and ``zero_grad`` on the optimizer.
     """
 
     @wraps(update)
     def step(self: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        cuts = type(self) in ELEMENTWISE  # of whose state it is known what belongs to an element
+        allow_split = type(self) in ELEMENTWISE  # for these it is known which state is element-wise
         if closure is None:
-            with local_copies_of(self, cuts=cuts):
+            with local_copies_of(self, allow_split=allow_split):
                 return update(self, **options)
         with torch.enable_grad():
             loss = closure()
-        with local_copies_of(self, cuts=cuts):
+        with local_copies_of(self, allow_split=allow_split):
             update(self, **options)
         return loss
 

@@ -1,4 +1,4 @@
-"""Policies that choose which modules of a model are sharded as groups, and ties between groups."""
+"""Policies that choose which modules of a model become parameter groups, and tied weights between groups."""
 
 from composable_fsdp.wrap._plan import Group, Policy, Scope
 from composable_fsdp.wrap.wrap_policy import (

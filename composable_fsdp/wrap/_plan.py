@@ -1,11 +1,11 @@
-"""From a policy to a plan: which modules of a model become groups, and with which options. Changes nothing.
+"""The plan of a policy: which modules of a model become groups, and with which options. Changes nothing.
 
-A policy gets a :class:`Scope`, what can be chosen of a model, and returns a sequence of :class:`Group`.
-:func:`plan_groups` checks that and completes it; ``fully_shard(model, policy=...)`` then makes a group of each.
+A policy gets a :class:`Scope`, which has the modules to choose from, and returns a sequence of :class:`Group`.
+:func:`plan_groups` checks and completes it; ``fully_shard(model, policy=...)`` then makes a group of each.
 
 Invariants of a complete plan: no module is in two groups; no group comes after one that contains a module of it; the
 last group is that of the model itself; a module that is used within several groups has one of its own; every option is
-one that groups may have of their own.
+one that a group may override.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["READ_WITHOUT_CALLS", "Group", "Policy", "Scope", "plan_groups"]
 
 _NO_OVERRIDES: Mapping[str, object] = {}
 READ_WITHOUT_CALLS = (nn.MultiheadAttention,)
-"""Classes that compute with parameters of modules below them without calling these."""
+"""Classes that compute with parameters of modules below them without calling these modules."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Modules that are to be sharded as one group.
+    """Modules to shard as one group.
 
     Args:
         modules: usually one; several are sharded as a list.
-        names: of each in the model, ``""`` for the model itself.
+        names: the name of each in the model, ``""`` for the model itself.
         overrides: keywords of ``fully_shard`` for this group, in place of those of the call.
     """
 
@@ -46,14 +46,14 @@ class Group:
 
 
 class Scope:
-    """What a policy may choose from: modules that are called and have parameters which no group has yet.
+    """The modules that a policy may choose from: those that are called and have parameters in no group yet.
 
-    Ignored modules and those that are sharded already are left out with all that is below them, and so is what is below
+    It excludes ignored and sharded modules with all modules below them. It also excludes the modules below
     ``nn.MultiheadAttention``, which reads parameters without calling their modules.
 
     Args:
         model: the outermost module.
-        ignored_modules: ids of modules to leave out.
+        ignored_modules: ids of modules to exclude.
         ignored_parameters: ids of parameters that do not count.
     """
 
@@ -62,27 +62,27 @@ class Scope:
     ) -> None:
         self.model = model
         states = (state for module in model.modules() if (state := find_state(module)) is not None)
-        self._held = {id(p) for state in states for p in state.registered_parameters()} | set(ignored_parameters)
-        self._left_out = ignored_modules
+        self._managed = {id(p) for state in states for p in state.registered_parameters()} | set(ignored_parameters)
+        self._ignored = ignored_modules
         self.modules = {
             module: name
             for name, module in self._bottom_up(model, "", set())
             if _is_called(module) and self.parameters(module)
         }
-        """Name by module, from the bottom up, otherwise in the order in which modules are registered."""
+        """Name by module, bottom up, otherwise in the order of registration."""
 
     def _bottom_up(self, module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-        """Also where a module has several places, it comes before all that contain it."""
+        """Yield modules bottom up: a module comes before all that contain it, even if it is registered twice."""
         seen.add(module)
         if not isinstance(module, READ_WITHOUT_CALLS):
             for attribute, child in module.named_children():
-                if child not in seen and id(child) not in self._left_out and find_state(child) is None:
+                if child not in seen and id(child) not in self._ignored and find_state(child) is None:
                     yield from self._bottom_up(child, f"{name}.{attribute}" if name else attribute, seen)
         yield name, module
 
     def parameters(self, module: nn.Module, *, recurse: bool = True) -> list[nn.Parameter]:
-        """Those of ``module`` that are neither in a group nor ignored, each once."""
-        return [p for p in module.parameters(recurse) if id(p) not in self._held]
+        """Return the parameters of ``module`` that are neither in a group nor ignored, each once."""
+        return [p for p in module.parameters(recurse) if id(p) not in self._managed]
 
     def numel(self, module: nn.Module) -> int:
         return sum(p.numel() for p in self.parameters(module))
@@ -91,29 +91,29 @@ class Scope:
         return sum(p.numel() * p.element_size() for p in self.parameters(module))
 
     def group(self, modules: Sequence[nn.Module], overrides: Mapping[str, object] = _NO_OVERRIDES) -> Group:
-        """A group of ``modules`` of this scope."""
+        """Return a group of ``modules``, which are in this scope."""
         return Group(tuple(modules), tuple(self.modules[module] for module in modules), dict(overrides))
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides which modules become groups."""
+    """An object that decides which modules become groups."""
 
     def plan(self, scope: Scope) -> Sequence[Group]:
-        """The groups, inner ones before those that contain them. The model's own may be left out."""
+        """Return the groups, inner ones before those that contain them. The model's own may be omitted."""
         ...
 
 
 def plan_groups(policy: Policy, scope: Scope, options: Collection[str]) -> list[Group]:
-    """All groups that ``policy`` chooses, the model's own last.
+    """Return all groups that ``policy`` chooses, the model's own last.
 
     Args:
-        policy: decides.
-        scope: of the model.
+        policy: the policy of the user.
+        scope: the modules to choose from.
         options: names of keywords that groups may override.
 
     Raises:
-        ConfigurationError: the policy chose what cannot be a group, in a wrong order, or with unknown options.
+        ConfigurationError: the policy chose modules that cannot be a group, a wrong order, or unknown options.
     """
     groups = list(policy.plan(scope))
     chosen: dict[nn.Module, Group] = {}
@@ -146,12 +146,13 @@ def plan_groups(policy: Policy, scope: Scope, options: Collection[str]) -> list[
 
 
 def _used_in_several(scope: Scope, groups: Sequence[Group]) -> nn.Module | None:
-    """The outermost module that is in several groups and has none of its own: calls of it in one of them would find
-    the parameters sharded that another has taken.
+    """Return the outermost module that is in several groups and has no group of its own.
+
+    A call of it in one group would find parameters that another group has sharded.
     """
     chosen = {module: group for group in groups for module in group.modules}
     groups_of: dict[nn.Module, set[int]] = {}
-    visits = [(scope.model, groups[-1])]  # no recursive function: it would own itself, and the modules with it
+    visits = [(scope.model, groups[-1])]  # not recursive: a nested function would own itself, and the modules with it
     while visits:
         module, group = visits.pop()
         group = chosen.get(module, group)

@@ -1,6 +1,6 @@
-"""Parameters that modules of different groups share, such as an embedding's weight that is the head's too.
+"""Tied weights between groups, such as an embedding's weight that the output head shares.
 
-They belong to the group that is made first. Groups made later borrow them: theirs are then unsharded along with it.
+The group that is made first owns them. When a later group that uses them is unsharded, so is the owner.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _TIED_ATTRIBUTE = "_composable_fsdp_tied"
 
 
 def tie_groups(modules: Sequence[nn.Module]) -> None:
-    """Declares that ``modules`` share parameters, so that each may be in another group.
+    """Declare that ``modules`` share parameters, so that each may be in another group.
 
     Call it before ``fully_shard``; later calls then need no ``shared_from``. The parameters belong to the first group
-    that is made of one of the modules, or of a module around it, and are brought into memory along with the others.
-    With ``policy=`` it is not needed.
+    that is made of one of the modules, or of a module that contains it. They are unsharded along with the other groups.
+    With ``policy=`` this call is not needed.
 
     Args:
-        modules: two or more of which each shares a parameter with another, for example ``[embedding, head]``.
+        modules: two or more modules, each of which shares a parameter with another, for example ``[embedding, head]``.
 
     Raises:
-        ConfigurationError: they share nothing, or some are sharded already.
+        ConfigurationError: a module shares nothing with the others, or is sharded already.
     """
     if len(modules) < 2 or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigurationError("tie_groups takes a list of two or more modules that share parameters.")
@@ -55,12 +55,12 @@ def _class_name(module: nn.Module) -> str:
 
 
 def tied_holders(modules: Iterable[nn.Module]) -> list[FSDPState]:
-    """Units that have what ``modules``, or those below them, share by :func:`tie_groups`."""
+    """Return the FSDP states that own weights that :func:`tie_groups` tied in ``modules`` or modules below them."""
     return holders(below for m in modules for below in m.modules() if vars(below).get(_TIED_ATTRIBUTE))
 
 
 def holders(modules: Iterable[nn.Module]) -> list[FSDPState]:
-    """Units that took parameters of which ``modules``, or those below them, still have the original."""
+    """Return the FSDP states that sharded parameters of which ``modules``, or modules below them, have the original."""
     taken = [find_taken(parameter) for module in modules for parameter in module.parameters()]
     states = (holding_state(each.parameter()) for each in taken if each is not None)
     return list(dict.fromkeys(state for state in states if state is not None))

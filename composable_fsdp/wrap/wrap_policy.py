@@ -1,4 +1,4 @@
-"""Ready-made policies for ``fully_shard(model, policy=...)``, and the protocol for others.
+"""Policies for ``fully_shard(model, policy=...)``.
 
 A policy is any object with ``plan(scope) -> Sequence[Group]``: see :class:`Policy`.
 """
@@ -33,18 +33,18 @@ __all__ = [
 
 Predicate = Callable[[nn.Module, str], "bool | Mapping[str, object]"]
 PolicyLike = Policy | Collection[type[nn.Module]] | Callable[..., Any]
-"""What users may pass: a policy of ours or torch's, module classes, a :data:`Predicate`."""
+"""The types of ``policy=``: a policy of ours or torch's, module classes, or a :data:`Predicate`."""
 
 _STACKS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_SMALLEST_STACK = 0.01
-"""Share of a model's parameters from which repeated modules are worth groups of their own."""
+_MIN_STACK_FRACTION = 0.01
+"""The minimum share of a model's parameters for repeated modules to become groups of their own."""
 
 
 def as_policy(policy: object) -> Policy:
-    """What a user passed as ``policy=``.
+    """Return the policy for the ``policy=`` argument of the user.
 
     Raises:
-        ConfigurationError: it is nothing that says which modules to choose.
+        ConfigurationError: ``policy`` has none of the types of :data:`PolicyLike`.
     """
     if isinstance(policy, Policy):
         return policy
@@ -61,14 +61,14 @@ def as_policy(policy: object) -> Policy:
 
 
 def by_class(*classes: type[nn.Module], **overrides: object) -> Policy:
-    """A group for every module of one of ``classes``, or of a class derived from one.
+    """Return a policy that makes a group of every module whose class is one of ``classes`` or derives from one.
 
     Args:
         classes: for example ``TransformerBlock``.
         overrides: keywords of ``fully_shard`` for these groups.
 
     Raises:
-        ConfigurationError: something is no module class. From ``fully_shard``, where the model has none of them.
+        ConfigurationError: an argument is not a module class; or, from ``fully_shard``, the model has no such module.
     """
     given: tuple[object, ...] = classes
     others = [each for each in given if not (isinstance(each, type) and issubclass(each, nn.Module))]
@@ -95,7 +95,7 @@ class _ByClass:
 
 @dataclass(frozen=True)
 class _ByPredicate:
-    """``choose`` is asked about every module, the model itself included, whose answer matters for its options only."""
+    """Calls ``choose`` for every module. For the model itself only the options in the answer matter."""
 
     choose: Predicate
 
@@ -114,7 +114,10 @@ class _ByPredicate:
 
 
 def by_size(min_parameters: int) -> Policy:
-    """A group for every module that has at least ``min_parameters`` elements besides those of the groups in it."""
+    """Return a policy that makes a group of every module with ``min_parameters`` elements or more.
+
+    Elements of the groups inside a module do not count.
+    """
     _check_positive("by_size takes a positive number of parameters", min_parameters)
     return _BySize(min_parameters)
 
@@ -134,7 +137,7 @@ class _BySize:
 
 
 def every_module() -> Policy:
-    """A group for every module that has parameters of its own: least memory, most collectives."""
+    """Return a policy that makes a group of every module with parameters of its own: least memory, most collectives."""
     return _EveryModule()
 
 
@@ -149,16 +152,16 @@ class _EveryModule:
 
 
 def transformer_blocks() -> Policy:
-    """A group for every block of the stacks that a model consists of, such as an encoder's and a decoder's.
+    """Return a policy that makes a group of every block of a model's repeated stacks, such as those of an encoder.
 
-    A stack is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` in which two or more modules of one class have, by
-    half of their elements, parameters of the same shapes: so the stages of a vision model, which differ in width, are
-    none, but the layers within each are. Its blocks are all modules of such a class, and in a ``ModuleList`` those of
-    other classes too. What is within a block, such as experts, is not looked at. Stacks that hold less than 1 % of the
-    model's parameters stay with the rest.
+    A stack is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more modules of one class, in which
+    parameters with at least half of the elements have the same shapes. So the stages of a vision model, which differ in
+    width, are no stack, but the layers within each stage are. The blocks of a stack are all modules of such a class,
+    and in a ``ModuleList`` those of other classes too. Modules within a block, such as experts, get no group. Stacks
+    with less than 1 % of the model's parameters stay with the rest.
 
     Raises:
-        ConfigurationError: from ``fully_shard``, where there is no such stack.
+        ConfigurationError: the model has no such stack; raised by ``fully_shard``.
     """
     return _TransformerBlocks()
 
@@ -166,7 +169,7 @@ def transformer_blocks() -> Policy:
 @dataclass(frozen=True)
 class _TransformerBlocks:
     def plan(self, scope: Scope) -> list[Group]:
-        least = _SMALLEST_STACK * scope.numel(scope.model)
+        least = _MIN_STACK_FRACTION * scope.numel(scope.model)
         found: dict[nn.Module, None] = {}
         for stack in _stacks(scope.model, scope):
             if sum(map(scope.numel, dict.fromkeys(stack))) >= least:
@@ -181,7 +184,7 @@ class _TransformerBlocks:
 
 
 def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
-    """The blocks of each stack below ``module``, outermost stacks only."""
+    """Yield the blocks of each stack below ``module``, outermost stacks only."""
     children = [child for child in module._modules.values() if child is not None]
     blocks: list[nn.Module] = []
     if isinstance(module, _STACKS):
@@ -189,7 +192,7 @@ def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
         shapes = [(type(child), Counter(p.shape for p in scope.parameters(child))) for child in candidates]
         repeated = set[type[nn.Module]]()
         for i, (its_class, of) in enumerate(shapes):
-            if its_class not in repeated and any(c is its_class and _are_alike(of, o) for c, o in shapes[:i]):
+            if its_class not in repeated and any(c is its_class and _have_similar_shapes(of, o) for c, o in shapes[:i]):
                 repeated.add(its_class)
         takes_all = repeated and isinstance(module, nn.ModuleList)
         blocks = [child for child in candidates if takes_all or type(child) in repeated]
@@ -200,22 +203,21 @@ def _stacks(module: nn.Module, scope: Scope) -> Iterator[list[nn.Module]]:
             yield from _stacks(child, scope)
 
 
-def _are_alike(some: Counter[torch.Size], others: Counter[torch.Size]) -> bool:
-    """Whether parameters of these shapes are the same by half of their elements."""
+def _have_similar_shapes(some: Counter[torch.Size], others: Counter[torch.Size]) -> bool:
+    """Return whether parameters with at least half of the elements have the same shapes."""
     common, *whole = (sum(shape.numel() * count for shape, count in c.items()) for c in (some & others, some, others))
     return 2 * common >= max(whole)
 
 
 def balanced(target_bytes: int) -> Policy:
-    """Groups of about equal size, whatever the structure: small neighbours are one group, large modules are opened.
+    """Return a policy that makes groups of about equal size: small neighbours are merged, large modules are split.
 
-    Neighbours are modules that are registered one after the other, which should be how they run. What is larger than
-    ``target_bytes`` and has no modules in it, such as an embedding, is a group by itself. Parameters that are
-    registered on an opened module stay with the model's own group.
+    Neighbours are modules that are registered one after the other, which should be the order in which they run. A
+    module that is larger than ``target_bytes`` and has no submodules, such as an embedding, is a group by itself.
+    Parameters that are registered on a split module stay with the model's own group.
 
     Args:
-        target_bytes: of the full parameters of a group, in the dtype in which they rest; no group of several modules
-            has more.
+        target_bytes: the maximum size of a group of several modules: its full parameters, in their original dtypes.
     """
     _check_positive("balanced takes a positive number of bytes", target_bytes)
     return _Balanced(target_bytes)
@@ -230,19 +232,19 @@ class _Balanced:
         run: list[tuple[nn.Module, int]] = []
         for module, nbytes in self._pieces(scope).items():
             if nbytes > self.target_bytes:
-                groups += [scope.group(part) for part in _cut(run, self.target_bytes)]
+                groups += [scope.group(part) for part in _split_evenly(run, self.target_bytes)]
                 groups.append(scope.group([module]))
                 run = []
             else:
                 run.append((module, nbytes))
-        return groups + [scope.group(part) for part in _cut(run, self.target_bytes)]
+        return groups + [scope.group(part) for part in _split_evenly(run, self.target_bytes)]
 
     def _pieces(self, scope: Scope) -> dict[nn.Module, int]:
-        """Modules that are not to be opened any more, in order, with the bytes that none before them has."""
+        """Return the modules that are not split further, in order, with the bytes that no earlier module has."""
         pieces: dict[nn.Module, int] = {}
         covered = set[nn.Module]()
         counted = set[nn.Parameter]()
-        visits = [scope.model]  # no recursive function: it would own itself, and the modules with it
+        visits = [scope.model]  # not recursive: a nested function would own itself, and the modules with it
         while visits:
             module = visits.pop()
             if module in covered:
@@ -259,8 +261,8 @@ class _Balanced:
         return pieces
 
 
-def _cut(run: Sequence[tuple[nn.Module, int]], most: int) -> Iterator[list[nn.Module]]:
-    """``run`` in parts of neighbours, as few as it takes and about equal, none of more than ``most`` bytes."""
+def _split_evenly(run: Sequence[tuple[nn.Module, int]], most: int) -> Iterator[list[nn.Module]]:
+    """Yield ``run`` in as few consecutive parts as possible, about equal, none larger than ``most`` bytes."""
     total = sum(nbytes for _, nbytes in run)
     aim = total / max(1, -(-total // most))
     part: list[nn.Module] = []

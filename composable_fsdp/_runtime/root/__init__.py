@@ -1,1 +1,1 @@
-"""One iteration of a root module: the passes under way, prefetching, reductions in flight, recovery."""
+"""The iteration of a root module: its passes, prefetching, reductions in flight, and recovery."""

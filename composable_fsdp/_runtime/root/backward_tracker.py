@@ -1,4 +1,4 @@
-"""How far backward has come: which units it has reached, and what it can still need."""
+"""The progress of a backward: the states it has reached, and the parameters it can still need."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from composable_fsdp._runtime.schedule.policy import ForwardRecord
 __all__ = ["Backward"]
 
 _MOST_FORWARDS = 256
-"""To which a backward may come, as far as is kept: there are more only where nobody means to run one."""
+"""The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
 
 
 class Backward:
-    """The backward of one root that is under way, or was the last. Final.
+    """The current or last backward of one root. Final.
 
     Args:
-        states: all below the root.
-        steps: of the optimizers of their parameters.
+        states: all FSDP states below the root.
+        steps: the step counter of the optimizers of their parameters.
 
     Attributes:
-        number: of this backward, by which units and calls know that it has reached them.
+        number: the number of this backward. States and calls store it when backward reaches them.
     """
 
     def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps) -> None:
@@ -37,46 +37,48 @@ class Backward:
         self._run = AutogradRun()
         self._steps, self._seen_steps = steps, steps.number
         self._forwards: dict[ForwardRecord, list[FSDPState]] = {}
-        """Those to which a backward may come, and which units ran in each. Every rank has the same, but for units that
-        ranks in step skip.
+        """The states that ran in each forward that may get a backward.
+
+        Equal on every rank, except for states that ranks in step skip.
         """
         self._reached: set[ForwardRecord] = set()
-        """Those to which this one has come."""
-        self._left_unseen: list[Call] = []
-        """Calls whose gradients left them before any was seen to enter."""
+        """The forwards that this backward has reached."""
+        self._unseen_exits: list[Call] = []
+        """Calls whose input gradients were seen before any output gradient."""
         for state in states:
             state.runs = 0
             state.group.gradients.run = self._run
 
     def begin(self) -> None:
-        """A new one begins."""
+        """Begin a new backward."""
         self.number += 1
         self._run.number = torch._C._current_graph_task_id()
 
     def end(self) -> None:
-        """
+        """End the backward.
+
         Raises:
-            LifecycleError: gradients entered a unit through an output that its hooks did not see.
+            LifecycleError: gradients entered a module through an output that its hooks did not see.
         """
-        for call in self._left_unseen:
+        for call in self._unseen_exits:
             if call.entered != self.number:
                 raise unseen_output(call.state)
-        self._left_unseen.clear()
+        self._unseen_exits.clear()
         self._run.number = -1
         for record in self._reached:
             self.forget_forward(record)
         self._reached.clear()
 
     def forget(self) -> None:
-        """It has died, or is given up."""
-        self._left_unseen.clear()
+        """Abandon a backward that failed."""
+        self._unseen_exits.clear()
         self._reached.clear()
         self._run.number = -1
 
-    # -- to which forwards it may come
+    # -- forwards that may get a backward
 
     def count(self, state: FSDPState, record: ForwardRecord) -> None:
-        """``state`` has run in the forward of ``record``, to which a backward may come."""
+        """Note that ``state`` ran in the forward of ``record``, which may get a backward."""
         states = self._forwards.get(record)
         if states is None:
             states = self._forwards[record] = []
@@ -86,26 +88,26 @@ class Backward:
         state.runs += 1
 
     def forget_forward(self, record: ForwardRecord) -> None:
-        """A backward has come to the forward of ``record``, or none will."""
+        """Forget the forward of ``record``: its backward has come, or will not."""
         for state in self._forwards.pop(record, ()):
             state.runs -= 1
 
     def forget_forwards(self) -> None:
-        """No backward will come to any."""
+        """Forget all forwards: none will get a backward."""
         for record in list(self._forwards):
             self.forget_forward(record)
 
     def forget_before_step(self) -> None:
-        """No backward comes to forwards from before the last optimizer step."""
+        """Forget the forwards from before the last optimizer step: they get no backward."""
         steps = self._steps.number
         if steps != self._seen_steps:
             self._seen_steps = steps
             self.forget_forwards()
 
-    # -- how far it has come
+    # -- progress
 
     def enter(self, call: Call) -> None:
-        """A gradient reached an output of ``call``."""
+        """Note that a gradient reached an output of ``call``."""
         call.entered = self.number
         call.open()
         state = call.state
@@ -114,35 +116,35 @@ class Backward:
             reached.entered_backward = self.number
 
     def leave(self, call: Call) -> None:
-        """The gradients of ``call``'s inputs are complete."""
-        if not self.was_seen(call.state):  # unless its output is its input: then they are seen to enter in a moment
-            self._left_unseen.append(call)
+        """Note that the gradients of ``call``'s inputs are complete."""
+        if not self.was_seen(call.state):  # if its output is its input, the output's hook follows at once
+            self._unseen_exits.append(call)
         call.close()
         call.round.awaited -= 1
 
     def was_reached(self, state: FSDPState) -> bool:
-        """Whether it came to ``state`` through an output that its hooks saw."""
+        """Return whether backward reached ``state`` through an output that its hooks saw."""
         return state.entered_backward == self.number
 
     def was_seen(self, state: FSDPState) -> bool:
-        """The same; or it need not have."""
+        """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
         return (
             state.entered_backward == self.number
             or not state.unshard_in_backward
             or state.group.parameter_state is ParameterState.UNSHARDED
         )
 
-    # -- what it can still need
+    # -- parameters it can still need
 
     @property
     def is_outermost(self) -> bool:
-        """Whether autograd runs this one now, and not one within it, as reentrant checkpoints begin."""
+        """True if autograd is not in a backward inside this one, as reentrant checkpoints begin."""
         return not self._run.is_around_another
 
     def is_over_for(self, state: FSDPState) -> bool:
-        """Whether nothing in it can still need the parameters of ``state``, all of which have gradients.
+        """Return whether the rest of backward needs no parameter of ``state``, all of which have gradients.
 
-        Modules inside may: so there, only once it has been through all other units.
+        If other states are nested inside, this holds only after backward has been through all other states.
         """
         if not state.frees_with_last_gradient:
             return False

@@ -1,4 +1,4 @@
-"""What is said where a pass cannot go on as the model is used. Every text names the remedy."""
+"""Errors for passes that cannot go on. Each text says what to do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["another_thread", "left_by_an_exception", "unseen_output"]
 
 
 def another_thread(state: FSDPState, thread: threading.Thread, kind: str, root: FSDPState) -> LifecycleError:
-    """This thread comes to ``state`` while ``thread`` is inside a pass of ``kind``."""
+    """Return the error for a forward of ``state`` while ``thread`` is inside a pass of ``kind``."""
     return LifecycleError(
         f"thread {threading.current_thread().name!r} began a forward of {state.name!r} while thread "
         f"{thread.name!r} is inside the {kind} of {root.name!r}. A sharded model is not "
@@ -21,7 +21,7 @@ def another_thread(state: FSDPState, thread: threading.Thread, kind: str, root: 
 
 
 def left_by_an_exception(state: FSDPState, kind: str, root: FSDPState) -> LifecycleError:
-    """The forward of ``state`` begins, but a pass of ``kind`` has not ended."""
+    """Return the error for a forward of ``state`` that begins while a pass of ``kind`` has not ended."""
     return LifecycleError(
         f"the forward of {state.name!r} begins while the last {kind} pass under {root.name!r} "
         "has not ended; it was probably left by an exception. Call reset_iter_state() on the root module "
@@ -30,7 +30,7 @@ def left_by_an_exception(state: FSDPState, kind: str, root: FSDPState) -> Lifecy
 
 
 def unseen_output(state: FSDPState) -> LifecycleError:
-    """The parameters were not in memory when autograd computed with them."""
+    """Return the error for a backward that used parameters of ``state`` while they were sharded."""
     return LifecycleError(
         f"backward reached {state.name!r} through a tensor that its forward did not show, so gradients are wrong. If "
         f"{state.class_name} returns an object of a class of your own, make it a dataclass or register it with "

@@ -1,4 +1,4 @@
-"""One forward call of a sharded module, as backward sees it."""
+"""The backward's view of one forward call of a sharded module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Call"]
 
 
 class Call:
-    """One forward call of a unit's module that autograd will come back to. Kept alive by the graph."""
+    """One forward call of a module that autograd will return to. The autograd graph keeps it alive."""
 
     __slots__ = ("awaits", "entered", "is_open", "is_recomputed", "round", "state")
 
@@ -16,29 +16,30 @@ class Call:
         self.state = state
         self.round = of_round
         self.is_recomputed = is_recomputed
-        """Whether it ran within a backward, which need not come to its inputs: some recomputations only fill in."""
+        """True if it ran inside a backward. That backward may never reach its inputs: some recomputations only refill.
+        """
         self.awaits = False
-        """Whether backward tells when it has come to the inputs."""
+        """True if a hook reports that backward has reached the inputs."""
         self.is_open = False
-        """Whether the unit counts it among its open calls."""
+        """True while it counts in the ``open_calls`` of its state."""
         self.entered = -1
-        """The backward in which a gradient last reached this call's outputs."""
+        """The number of the backward in which a gradient last reached an output of this call."""
 
     def await_inputs(self) -> None:
-        """Backward will come to the gradients of this call's inputs, and tell."""
+        """Note that a hook will report the gradients of this call's inputs."""
         self.round.awaited += 1
         self.awaits = True
         if not self.is_recomputed:
             self.open()
 
     def open(self) -> None:
-        """The unit's gradients are not complete before backward has come to this call's inputs."""
+        """Mark the gradients of the state as incomplete until backward has reached this call's inputs."""
         if self.awaits and not self.is_open:
             self.is_open = True
             self.state.open_calls += 1
 
     def close(self) -> None:
-        """Backward has come to its inputs."""
+        """Note that backward has reached the inputs."""
         if self.is_open:
             self.is_open = False
             self.state.open_calls -= 1

@@ -1,4 +1,4 @@
-"""Small units next to each other in the order of forward, whose collectives go together. Decides, never acts."""
+"""Chooses which small, adjacent parameter groups share one collective. Pure policy: launches nothing."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ __all__ = ["Company"]
 
 
 class Company:
-    """Who travels with whom. ``states`` are all below ``root``, by name.
+    """The current fusion of parameter groups. ``states`` are all below ``root``, by name.
 
-    Invariant: the companions of a unit are a run of the order that was expected last, itself included.
+    Invariant: the companions of a state are a contiguous part of the last expected order, itself included.
     """
 
     def __init__(self, root: FSDPState, states: Mapping[str, FSDPState]) -> None:
         self._root = root
         self._states = states
         self._made_for: tuple[Sequence[str], int] = ((), 0)
-        """The order and the limit."""
+        """The order and the byte limit that the companions were computed for."""
         self._companions: dict[FSDPState, tuple[FSDPState, ...]] = {}
-        self._sociable: set[FSDPState] = set()
-        """Those of them that may have company in this iteration."""
-        self._settled: set[FSDPState] = set()
-        """Those whose gradients are complete, and wait for their companions'."""
+        self._eligible: set[FSDPState] = set()
+        """States that may share collectives in this iteration."""
+        self._waiting: set[FSDPState] = set()
+        """States whose gradients are complete and wait for those of their companions."""
 
     def expect(self, order: Sequence[str]) -> None:
-        """The next forward is expected to go through groups in ``order``."""
+        """Set the expected order of groups of the next forward."""
         limit = self._root.max_merged_bytes
         if self._made_for != (order, limit):
             self._made_for = order, limit
             self._make(order, limit)
-        self._sociable = {state for state in self._companions if state.may_have_company}
+        self._eligible = {state for state in self._companions if state.may_have_company}
 
     def _make(self, order: Sequence[str], limit: int) -> None:
         plans = {name: state.group.plan for name, state in self._states.items() if state is not self._root}
@@ -44,47 +44,48 @@ class Company:
         self._companions = {self._states[name]: tuple(self._states[n] for n in run) for name, run in runs.items()}
 
     def gathered_with(self, state: FSDPState, *, in_backward: bool) -> list[FSDPState]:
-        """Those to gather now that ``state`` is: it, and sharded companions to which the pass comes after it."""
+        """Return ``state`` and its sharded companions that come after it in this pass, to unshard together."""
         companions = self._companions.get(state)
-        if companions is None or not self._may_go_along(state, in_backward=in_backward):
+        if companions is None or not self._can_fuse(state, in_backward=in_backward):
             return [state]
-        place = companions.index(state)
-        later = companions[place::-1] if in_backward else companions[place:]
-        return [each for each in later if self._may_go_along(each, in_backward=in_backward)]
+        index = companions.index(state)
+        later = companions[index::-1] if in_backward else companions[index:]
+        return [each for each in later if self._can_fuse(each, in_backward=in_backward)]
 
     def name_of(self, state: FSDPState) -> str:
-        """What all ranks call what is gathered with ``state``, whichever of its companions each of them needs."""
+        """Return the label of the all-gather of ``state`` and its companions. It is the same on all ranks."""
         return all_of([each.group.name for each in self._companions.get(state, (state,))])
 
     def reduces(self, state: FSDPState) -> bool:
-        """Whether ``state``'s gradients go with those of its companions."""
-        return state in self._companions and self._reduces_whole(state)
+        """Return whether the gradients of ``state`` are reduced with those of its companions."""
+        return state in self._companions and self._reduces_now(state)
 
-    def has_settled(self, state: FSDPState) -> bool:
-        """Whether ``state``'s gradients wait for its companions'."""
-        return state in self._settled
+    def is_waiting(self, state: FSDPState) -> bool:
+        """Return whether the gradients of ``state`` are complete and wait for those of its companions."""
+        return state in self._waiting
 
-    def settle(self, state: FSDPState, *, at_end: bool) -> list[FSDPState]:
-        """``state``'s gradients are complete: those to reduce now, once all companions' are, or at the end.
+    def mark_ready(self, state: FSDPState, *, at_end: bool) -> list[FSDPState]:
+        """Mark the gradients of ``state`` as complete. Return the states to reduce now.
 
-        At the end also companions without gradients are among them, as they may have some on other ranks.
+        The result is empty until all companions are complete or backward is ``at_end``. At the end it includes
+        companions without gradients, because other ranks may have some.
         """
         companions = self._companions[state]
-        self._settled.add(state)
-        if not at_end and not self._settled.issuperset(companions):
+        self._waiting.add(state)
+        if not at_end and not self._waiting.issuperset(companions):
             return []
-        self._settled.difference_update(companions)
-        return [companion for companion in companions if self._reduces_whole(companion)]
+        self._waiting.difference_update(companions)
+        return [companion for companion in companions if self._reduces_now(companion)]
 
-    def forget_settled(self) -> None:
-        """A backward is over, or given up."""
-        self._settled.clear()
+    def clear_waiting(self) -> None:
+        """Forget all waiting states: backward is over or abandoned."""
+        self._waiting.clear()
 
-    def _may_go_along(self, state: FSDPState, *, in_backward: bool) -> bool:
-        if state.group.parameter_state is not ParameterState.SHARDED or state not in self._sociable:
+    def _can_fuse(self, state: FSDPState, *, in_backward: bool) -> bool:
+        if state.group.parameter_state is not ParameterState.SHARDED or state not in self._eligible:
             return False
         return state.unshard_in_backward or not in_backward
 
-    def _reduces_whole(self, state: FSDPState) -> bool:
-        """Whether the unit's gradients become those of its sharded parameters in this backward."""
-        return state in self._sociable and state.accumulation is Accumulation.REDUCE and not state.keeps_partial
+    def _reduces_now(self, state: FSDPState) -> bool:
+        """Return whether this backward sets the reduced gradients of ``state`` on its sharded parameters."""
+        return state in self._eligible and state.accumulation is Accumulation.REDUCE and not state.keeps_partial

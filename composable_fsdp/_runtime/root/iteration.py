@@ -1,11 +1,12 @@
-"""What each hook does in the current pass, and how everything in flight is brought to an end.
+"""The iteration of one root module: the action of each hook in the current pass, and the end of each pass.
 
-States: IDLE, FORWARD (from the outermost module's pre-forward to its post-forward), BACKWARD (from the first gradient
-that reaches a unit to the end of autograd's run). What a hook does is a row of ``_ACTIONS``, so recomputation under
-activation checkpointing (a forward inside BACKWARD) is a row too.
+States: IDLE; FORWARD, from the outermost module's pre-forward to its post-forward; BACKWARD, from the first gradient
+that reaches an FSDP state to the end of the autograd run. The action of a hook is a row of ``_ACTIONS``. Recomputation
+under activation checkpointing is a forward inside BACKWARD, so it is a row too.
 
-Invariants: outside of passes nothing is in flight. After backward every gradient that autograd left has been reduced,
-or held where its unit does not synchronise, and every unit is sharded unless it asked to be kept.
+Invariants: nothing is in flight outside of passes, except reductions if the last backward does not wait. After
+backward, every gradient from autograd is reduced, or held if gradient synchronization is off. Every parameter group is
+sharded unless it was asked to stay unsharded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from composable_fsdp._runtime.root.fusion import Company
 from composable_fsdp._runtime.root.model_check import check_models
 from composable_fsdp._runtime.root.passes_underway import PassesUnderway
 from composable_fsdp._runtime.root.prefetch import Unsharding
-from composable_fsdp._runtime.root.recovery import Meeting, disconnect, has_failed, meet, reconnect
+from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_failed, reconnect, rendezvous
 from composable_fsdp._runtime.root.reduce_queue import Reductions
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp._runtime.root.unused_modules import InStep
@@ -47,7 +48,7 @@ __all__ = ["Iteration", "Pass"]
 
 
 class Pass(Key):
-    """Where an iteration is."""
+    """The pass that an iteration is in."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -55,14 +56,14 @@ class Pass(Key):
 
 
 class Hook(Key):
-    """What called."""
+    """The hook that called the iteration."""
 
     PRE_FORWARD = "pre-forward"
     POST_FORWARD = "post-forward"
 
 
 class Iteration:
-    """The passes of one root. ``states`` are all below it, in module order."""
+    """The executor of the passes of one root. ``states`` are all FSDP states below it, in module order."""
 
     def __init__(self, root: FSDPState, states: Mapping[str, FSDPState], streams: CommStreams) -> None:
         self.root = root
@@ -70,40 +71,40 @@ class Iteration:
         self._streams = streams
         self.is_last_backward = True
         self.post_optimizer_event: Any = None
-        """Recorded by the user after the optimizer's step: the first all-gather of the next forward waits for it."""
+        """Event that the user recorded after the optimizer step; the next forward's first all-gather waits for it."""
         self._pass = Pass.IDLE
-        self._around_backward = Pass.IDLE
+        self._pass_around_backward = Pass.IDLE
         self._outermost: FSDPState | None = None
         self._record = ForwardRecord()
         self.steps = OptimizerSteps()
         self._backward = Backward(states.values(), self.steps)
-        self._steps_when_met = sharded_steps()
-        """As of when ranks last met after a pass that failed."""
+        self._steps_at_rendezvous = sharded_steps()
+        """The number of optimizer steps at the last rendezvous after a failed pass."""
         self._steps_at_forward = 0
-        """As of when the last forward began."""
+        """The number of optimizer steps when the last forward began."""
         self._passes = PassesUnderway(root)
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
-        """Which began the pass that is under way."""
-        self._are_alike = False
-        """Whether all ranks have built the same, as far as it was asked."""
+        """The thread that began the current pass."""
+        self._is_verified = False
+        """True once the ranks have verified that they built the same model."""
         axes = (pgs.axes.shard for state in states.values() for pgs in state.group.process_groups)
-        self._sharing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
-        """Over which ranks may have shards or full parameters in common memory."""
+        self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
+        """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
         self._company = Company(root, states)
         self._unsharding = Unsharding(root, states, streams, self._company, self.steps)
         self._reductions = Reductions(states.values(), streams, self._company, self._unsharding)
         self._grad_mode = True
-        """Of the outermost module's forward."""
+        """The grad mode of the outermost module's forward."""
         self._in_step: InStep | None = None
-        """Set while the order of groups must not depend on what this rank runs."""
+        """Set while the order of groups must not depend on which modules this rank runs."""
         for state in states.values():
-            state.group.gradients.on_batch = _weakly(self, Iteration._batch_of_gradients, state)
-            state.group.gradients.on_last = _weakly(self, Iteration._last_gradient, state)
+            state.group.gradients.on_batch = _weak_callback(self, Iteration._gradient_batch_ready, state)
+            state.group.gradients.on_last = _weak_callback(self, Iteration._all_gradients_ready, state)
 
     @property
     def streams(self) -> CommStreams:
-        """Where all of it is launched. Others may be set between passes, as roots that share streams have it."""
+        """The streams for all launches. May be replaced between passes, because roots can share streams."""
         return self._streams
 
     @streams.setter
@@ -113,15 +114,16 @@ class Iteration:
 
     @property
     def current_pass(self) -> Pass:
-        """The pass that is under way."""
+        """The current pass."""
         return self._pass
 
-    # -- what hooks call
+    # -- entry points of hooks
 
     def check_thread(self, state: FSDPState) -> None:
-        """
+        """Raise an error if another thread is inside a pass.
+
         Raises:
-            LifecycleError: another thread is inside a pass. Both are named in the text.
+            LifecycleError: another thread is inside a pass. The text names both threads.
         """
         thread = self._thread
         if self._pass is Pass.IDLE:
@@ -129,16 +131,16 @@ class Iteration:
             return
         if thread is None or thread is threading.current_thread():
             return
-        recomputes = torch._C._current_graph_task_id() != -1  # in a thread of autograd's, one for each device
+        recomputes = torch._C._current_graph_task_id() != -1  # autograd has one thread for each device
         if self._pass is Pass.FORWARD or (self._passes.runs_backward and not recomputes):
             raise another_thread(state, thread, self._pass.value, self.root)
 
     @labelled("pre_forward", lambda _, state: state.name)
     def pre_forward(self, state: FSDPState) -> None:
-        """A module of ``state`` is about to compute."""
+        """Run the actions for the pre-forward of a module of ``state``."""
         self._check_alive(state)
         if state.round is not None:
-            return  # another module of its list ran before
+            return  # another module of the same group ran before
         self._run(Hook.PRE_FORWARD, state)
         if self._pass is Pass.FORWARD:
             state.round = Round(state.module_ids)
@@ -147,10 +149,10 @@ class Iteration:
 
     @labelled("post_forward", lambda _, state, module: state.name)
     def post_forward(self, state: FSDPState, module: nn.Module) -> Call | None:
-        """``module`` of ``state`` has computed. The call to hand to the autograd hooks, where a backward may come."""
+        """Run the actions for the post-forward of ``module``. Return the call for the autograd hooks, or ``None``."""
         if self._in_step is not None and self._pass is Pass.FORWARD:
             self._in_step.end(state)
-        of_round = state.round or Round(())  # recomputations are no rounds: each is its own
+        of_round = state.round or Round(())  # each recomputation gets a round of its own
         call = None
         if self._leads_to_backward and of_round.position < 0:
             recorded = self._pass is Pass.FORWARD and state.group.parameters
@@ -167,14 +169,14 @@ class Iteration:
         return call
 
     def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
-        """``state``'s forward raised: it is sharded again, and once the outermost one's has, everything is."""
+        """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
         if error is not None:
             in_backward, ends_forward = self._pass is Pass.BACKWARD, state is self._outermost
             self._passes.note(error, state, in_backward=in_backward, ends_forward=ends_forward)
         if self._pass is Pass.BACKWARD:
             return
         state.round = None
-        with suppress(PeerError, DivergenceError):  # what went wrong first is being raised already
+        with suppress(PeerError, DivergenceError):  # the original error is being raised already
             if state is self._outermost:
                 self._back_to_idle()
                 self._backward.forget_forward(self._record)
@@ -182,7 +184,7 @@ class Iteration:
                 state.group.reshard()
 
     def pre_backward(self, call: Call) -> None:
-        """A gradient reached an output of ``call``."""
+        """Begin the backward of ``call``: a gradient reached one of its outputs."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
         if call.entered != self._backward.number:
@@ -202,52 +204,52 @@ class Iteration:
             self._unsharding.in_backward(state, call.round.record, call.round.position, sends_batches=batches)
 
     def post_backward(self, call: Call) -> None:
-        """The gradients of ``call``'s inputs are complete, and so all that this call adds to its unit's parameters."""
+        """End the backward of ``call``: the gradients of its inputs and of its use of the parameters are complete."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
         state = call.state
         self._backward.leave(call)
         if call.round.ends_unseen:
-            return  # the last gradient or the end of backward comes later than this
-        if state.open_calls <= 0 and self._in_step is None and not self._company.has_settled(state):
+            return  # the hook for the last gradient, or for the end of backward, comes later
+        if state.open_calls <= 0 and self._in_step is None and not self._company.is_waiting(state):
             self.settle_gradients(state)
         if call.round.awaited <= 0:
             for done in (state, *state.lenders):
                 if done.reshard_after_backward and not done.borrowing:
                     done.group.reshard()
 
-    def _batch_of_gradients(self, state: FSDPState) -> None:
-        """All gradients of ``state``'s next batch are there: they need not wait for the rest of the group."""
+    def _gradient_batch_ready(self, state: FSDPState) -> None:
+        """Reduce the next batch of gradients of ``state``, which is complete before the rest of the group."""
         if self._pass is Pass.BACKWARD and self._sends_batches(state) and self._backward.was_seen(state):
             self._reductions.send_batch(state)
 
     def _sends_batches(self, state: FSDPState) -> bool:
-        """Whether ``state``'s gradients go in batches now.
+        """Return whether ``state`` now reduces its gradients in batches.
 
-        They do not while ranks take turns for unused modules, in a backward within this one, or where the collectives
-        of other groups may come between two runs of this one.
+        It does not while ranks run unused modules in step, in a backward inside this one, or where collectives of other
+        groups may come between two runs of this one.
         """
         if not state.sends_batches or self._in_step is not None or state.runs > 1:
             return False
         return self._backward.is_outermost
 
-    def _last_gradient(self, state: FSDPState) -> None:
-        """Every trainable parameter of ``state`` has its gradient: reduction need not wait for anything else."""
+    def _all_gradients_ready(self, state: FSDPState) -> None:
+        """Reduce the gradients of ``state``: every trainable parameter has one."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
         if not self._backward.was_seen(state):
             raise unseen_output(state)
         if state.open_calls <= 0 and state.reshard_after_backward and self._backward.is_over_for(state):
-            state.group.reshard()  # first, as the reduction takes memory
+            state.group.reshard()  # first, because the reduction allocates memory
         if state.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
             self.settle_gradients(state)
 
-    def _check_alike(self) -> None:
-        """Once, before the first collective: ranks compare what they have built, and this one what was set on it."""
-        if not self._are_alike:
+    def _verify_ranks(self) -> None:
+        """Check the settings and compare the model across ranks, once, before the first collective."""
+        if not self._is_verified:
             check_settings(self.root, self.states.values())
             check_models(self.root, self.states)
-            self._are_alike = True
+            self._is_verified = True
 
     # -- actions
 
@@ -258,7 +260,7 @@ class Iteration:
     def _begin_forward(self, state: FSDPState) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
         self._passes.begin_forward(state)
-        self._check_alike()
+        self._verify_ranks()
         if self.post_optimizer_event is not None:
             self.streams.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
@@ -268,7 +270,7 @@ class Iteration:
         self.deliver_before_changes()
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, state) if any(u.unequal_use for u in self.states.values()) else None
-        self._unsharding.begin_forward(each_alone=self._in_step is not None, leads_to_backward=self._grad_mode)
+        self._unsharding.begin_forward(ranks_may_differ=self._in_step is not None, leads_to_backward=self._grad_mode)
 
     def _unshard_in_forward(self, state: FSDPState) -> None:
         if self._in_step is not None:
@@ -276,18 +278,18 @@ class Iteration:
         self._unsharding.in_forward(state)
 
     def end_skipped(self, state: FSDPState) -> None:
-        """In place of the hook after forward, for a unit that only other ranks may run."""
+        """Do the work of the post-forward hook for a state that only other ranks may run."""
         if self._leads_to_backward and state.group.parameters:
             self._record.append(state.name)
         self._reshard_after_forward(state)
 
     def gather_in_forward(self, state: FSDPState) -> None:
-        """Brings ``state`` into memory, as the hook before forward does."""
+        """Unshard ``state``, as the pre-forward hook does."""
         self._unsharding.in_forward(state)
 
     @property
     def _leads_to_backward(self) -> bool:
-        """Whether a backward may come to what runs now. In step, all ranks must find the same."""
+        """True if a backward may follow the running forward. Ranks that run in step must all get the same value."""
         in_step = self._in_step is not None and self._pass is Pass.FORWARD
         return self._grad_mode if in_step else torch.is_grad_enabled()
 
@@ -297,7 +299,7 @@ class Iteration:
         self._unsharding.for_recomputation(state)
 
     def gather_in_backward(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
-        """Brings ``state``, which ended its forward at ``position``, into memory in step with other ranks."""
+        """Unshard ``state``, which ended its forward at ``position`` of ``record``, in step with other ranks."""
         self._unsharding.in_backward(state, record, position, sends_batches=False)
 
     def _reshard_after_forward(self, state: FSDPState) -> None:
@@ -313,16 +315,16 @@ class Iteration:
         if state is self.root and self.root.order_check is not OrderCheck.OFF:
             self._order.compare(self._record.ended)
         for other in self.states.values():
-            if other.round is not None:  # some modules of its list did not run
+            if other.round is not None:  # some modules of the group did not run
                 other.round = None
                 self._reshard_after_forward(other)
         self._unsharding.end_forward()
-        if self._sharing:
-            self._part_after_forward()
+        if self._aliasing:
+            self._end_epoch_after_forward()
 
     def _begin_backward(self) -> None:
         ask_logger()
-        self._around_backward, self._pass = self._pass, Pass.BACKWARD
+        self._pass_around_backward, self._pass = self._pass, Pass.BACKWARD
         self._thread = threading.current_thread()
         self._backward.begin()
         self.deliver_before_changes()
@@ -331,12 +333,12 @@ class Iteration:
 
     @labelled("root_post_backward_callback", lambda self: self.root.name)
     def end_backward(self) -> None:
-        """What is left to do in a backward, or in several of which each left its gradients for the last one."""
+        """Complete a backward: reduce what is left, reshard, and wait if this is the last backward of the step."""
         if self._in_step is not None:
             self._in_step.end_backward(self._backward.number)
         self._backward.end()
         self._unsharding.end_backward()
-        self._company.forget_settled()
+        self._company.clear_waiting()
         for state in self.states.values():
             state.open_calls = 0
             if state.group.gradients.are_held:
@@ -349,48 +351,49 @@ class Iteration:
                 state.group.reshard()
             else:
                 state.note_kept(self._unsharding.seen_steps)
-                state.group.copy_out_of_common()  # other ranks may step their shards while forwards here still use it
-        # Before waiting for gradients, so as to wait only once.
-        leaving = self._leave_shards("end of backward", self._sharing)
+                state.group.copy_out_of_common()  # other ranks may update their shards while forwards here still use it
+        # Launched before the wait for gradients, so that there is one wait.
+        works = self._end_epoch("end of backward", self._aliasing)
         if self.is_last_backward:
             self.drain()
             for state in self.states.values():
                 if state.client_post_backward is not None:
-                    state.client_post_backward(_nothing)  # only now it finds the reduced gradients
-        _wait_for(leaving)
+                    state.client_post_backward(_noop)  # only now the reduced gradients are set
+        _wait_for(works)
         self._passes.end_backward()
-        self._pass, self._around_backward = self._around_backward, Pass.IDLE
+        self._pass, self._pass_around_backward = self._pass_around_backward, Pass.IDLE
 
-    def _leave_shards(self, occasion: str, awaited: Container[Communicator]) -> list[Work]:
-        """This rank reads nothing that others wrote to common memory until the next gather. Once the works are done
-        none does, so that each may write there.
+    def _end_epoch(self, occasion: str, awaited: Container[Communicator]) -> list[Work]:
+        """Launch the end of the epoch of shared memory: this rank reads nothing in it until the next all-gather.
+
+        Once the returned works are done, no rank reads there, and each may write.
 
         Args:
-            occasion: what errors call it.
-            awaited: over which ranks have read since they last met. Where they have not, they need not meet.
+            occasion: name of the event in errors.
+            awaited: communicators over which ranks have read since the epoch began. The others need no synchronization.
         """
-        works = [communicator.part(occasion) for communicator in self._sharing if communicator in awaited]
+        works = [communicator.part(occasion) for communicator in self._aliasing if communicator in awaited]
         for state in self.states.values() if works else ():
             state.group.has_parted()
         return works
 
-    def _part_after_forward(self) -> None:
+    def _end_epoch_after_forward(self) -> None:
         process_groups = (pgs for state in self.states.values() for pgs in state.group.process_groups)
         awaited = {pgs.axes.shard for pgs in process_groups if pgs.awaits_parting}
-        if not self._leads_to_backward:  # what stays may be used in forwards that other ranks do not run
+        if not self._leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states.values():
                 state.group.copy_out_of_common()
-            if not self._unsharding.is_common:  # neither may they run this one
+            if not self._unsharding.runs_on_all_ranks:  # and other ranks may not run this one either
                 return
-        _wait_for(self._leave_shards("end of forward", awaited))
+        _wait_for(self._end_epoch("end of forward", awaited))
 
     def gather_by_hand(self, state: FSDPState) -> bool:
-        """Launches the gather of ``state``, which is to stay. Whether it was not in memory or on its way before."""
-        self._check_alike()
+        """Launch the all-gather of ``state``, which stays unsharded. Return whether it was sharded before."""
+        self._verify_ranks()
         return self._unsharding.gather_by_hand(state)
 
     def keep_unsharded(self, state: FSDPState) -> None:
-        """``state`` was gathered by hand, and stays for forwards of which other ranks may run fewer."""
+        """Copy ``state``, which the user unsharded, out of shared memory, for forwards that other ranks may not run."""
         awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_parting)
         if state.group.parameter_state is ParameterState.UNSHARDED and awaited:
             state.group.copy_out_of_common()
@@ -398,10 +401,10 @@ class Iteration:
             state.group.has_parted()
 
     def settle_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
-        """Sends the gradients that autograd left on ``state``, or holds them where it does not synchronise.
+        """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.
 
-        At the end of backward, also what earlier backwards left partly reduced. With ``contributes``, zeros where there
-        are none.
+        ``at_end`` of backward, also reduce what earlier backwards left partly reduced. With ``contributes``, reduce
+        zeros for parameters without a gradient.
         """
         gradients = state.group.gradients
         if contributes and state.accumulation is not Accumulation.UNSHARDED:
@@ -409,7 +412,7 @@ class Iteration:
         is_local = gradients.state is GradientState.LOCAL
         if not is_local and not (at_end and gradients.state is GradientState.PARTIAL and not state.keeps_partial):
             return
-        if gradients.is_new and not self._backward.was_seen(state):  # those held since an earlier backward are right
+        if gradients.is_new and not self._backward.was_seen(state):  # those held since earlier backwards are right
             raise unseen_output(state)
         alone = self._in_step is not None
         if state.client_post_backward is None:
@@ -420,12 +423,13 @@ class Iteration:
     # -- endings
 
     def drain(self) -> None:
-        """Completes everything in flight: afterwards all reduced gradients are set."""
+        """Wait for everything in flight. Afterwards all reduced gradients are set."""
         self._reductions.drain()
 
     def deliver_before_changes(self) -> None:
-        """Completes what is in flight where parameters were frozen or thawed since it was launched: what comes lies as
-        the plan has it that counted then.
+        """Wait for reductions in flight if ``requires_grad`` of a parameter changed since their launch.
+
+        Their outputs have the layout of the plan at the time of the launch.
         """
         if self._reductions.are_in_flight and any(
             p.was_flipped for u in self.states.values() for p in u.group.parameters
@@ -433,10 +437,10 @@ class Iteration:
             self.drain()
 
     def commit_residuals(self, *, begins_forward: bool = False) -> None:
-        """Makes final what codecs with error feedback remember, if the step in which they changed it has ended.
+        """Commit the residuals of codecs with error feedback, if the step that changed them has ended.
 
-        It has where an optimizer has stepped since, or something else has changed the shards. Before a forward, it also
-        has where no gradient is left: they were used or dropped.
+        It has ended if an optimizer has stepped since, or if the shards have changed. Before a forward it has also
+        ended if no gradient is left: the gradients were used or dropped.
         """
         steps = self.steps.number
         changed = [each for u in self.states.values() if (each := u.group.gradients).version_before_step is not None]
@@ -451,40 +455,40 @@ class Iteration:
             self._steps_at_forward = steps
 
     def reset(self) -> None:
-        """Back to IDLE from anywhere: completes reductions, shards everything, drops gradients not yet reduced. What
-        codecs with error feedback remember is again as it was before the step.
+        """Return to IDLE from any state.
 
-        After a pass that failed, on this rank or another, all ranks must come here. Where they were not at the same
-        place, what is in flight is not waited for, and they connect to each other anew.
+        Complete reductions, reshard everything, drop gradients that are not yet reduced, and restore the residuals of
+        codecs with error feedback. After a pass that failed on any rank, all ranks must call it. If they stopped at
+        different places, the work in flight is abandoned and the ranks reconnect.
 
         Raises:
-            PeerError: some ranks did not come, or cannot be reached any more.
-            DivergenceError: some took an optimizer step in between and others did not. It comes last: once they all
-                have the same parameters, they can go on.
+            PeerError: some ranks did not call it, or cannot be reached any more.
+            DivergenceError: some ranks took an optimizer step that others did not. Raised last: once all ranks have the
+                same parameters, they can go on.
         """
         states = self.states.values()
-        meeting, failed = Meeting(), has_failed(states)
+        result, failed = Rendezvous(), has_failed(states)
         if failed:
-            meeting = meet(states, sharded_steps() - self._steps_when_met)
-            self._steps_when_met = sharded_steps()
-        if not meeting.is_together:
+            result = rendezvous(states, sharded_steps() - self._steps_at_rendezvous)
+            self._steps_at_rendezvous = sharded_steps()
+        if not result.is_in_sync:
             disconnect(states)
             self._reductions.abandon()
             for state in states:
                 state.group.abandon()
             reconnect(states)
         self.drain()
-        self.commit_residuals()  # of the step before, where this rank failed between the two
+        self.commit_residuals()  # those of the step before, if this rank failed in between
         for state in states:
             state.group.gradients.drop()
             if state.group.gradients.version_before_step is not None:
                 state.group.gradients.roll_back_residuals()
         self._back_to_idle()
-        if failed:  # so ranks have met, and may have gathered different groups before
+        if failed:  # the rendezvous ended the epoch, and ranks may have gathered different groups
             for state in states:
                 state.group.has_parted()
         self._backward.forget_forwards()
-        meeting.check_steps()
+        result.check_steps()
 
     def _back_to_idle(self) -> None:
         for state in self.states.values():
@@ -492,23 +496,23 @@ class Iteration:
             state.open_calls, state.kept_version, state.round = 0, None, None
         self._backward.forget()
         self._unsharding.end_backward()
-        self._company.forget_settled()
+        self._company.clear_waiting()
         if self._in_step is not None:
             self._in_step.forget_backward()
         self._passes.end()
-        self._pass, self._around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
+        self._pass, self._pass_around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
 
     def may_come_back_to(self, state: FSDPState) -> bool:
-        """Whether a backward may come to a forward that has used parameters of ``state``."""
+        """Return whether a backward may follow a forward that has used parameters of ``state``."""
         self._backward.forget_before_step()
         return any(each.runs for each in (state, *alive(state.borrowing)))
 
     def was_reached(self, state: FSDPState) -> bool:
-        """Whether the last backward came to ``state`` through an output that its hooks saw."""
+        """Return whether the last backward reached ``state`` through an output that its hooks saw."""
         return self._backward.was_reached(state)
 
     def _check_alive(self, state: FSDPState) -> None:
-        """Tells when an earlier pass ended in an exception that nobody recovered from."""
+        """Raise an error if an earlier pass ended in an exception without recovery."""
         died = (self._pass is Pass.BACKWARD and torch._C._current_graph_task_id() == -1) or (
             self._pass is Pass.FORWARD and state is self._outermost
         )
@@ -530,14 +534,14 @@ def _wait_for(works: Iterable[Work]) -> None:
         work.wait()
 
 
-def _nothing() -> None:
+def _noop() -> None:
     pass
 
 
-def _weakly(
+def _weak_callback(
     iteration: Iteration, method: Callable[[Iteration, FSDPState], None], state: FSDPState
 ) -> Callable[[], None]:
-    """``method`` of both, without owning them: the iteration owns the unit, and the unit what calls this."""
+    """Return a callable for ``method(iteration, state)`` that owns neither, because both own objects that hold it."""
     weak_iteration, weak_state = ref(iteration), ref(state)
 
     def call() -> None:

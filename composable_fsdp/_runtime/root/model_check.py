@@ -1,4 +1,4 @@
-"""What a root is made of, in lines that must be the same on every rank, and the values with which ranks begin."""
+"""The check that all ranks built the same model and started from the same values."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = ["check_models"]
 
 
 def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
-    """Compares what is below ``root`` on all ranks that talk to each other: one small all-gather for each mesh axis.
+    """Check that the model under ``root`` is the same on all ranks, with one small all-gather per mesh axis.
 
-    Ranks of a mesh compare what is sharded over that mesh, so that others, as those with other experts, may differ.
-    Samples of the values go along in the same message. Only where these show a mistake is more exchanged.
+    Ranks of a mesh compare the groups sharded over that mesh, so ranks with other experts may differ. The message also
+    has samples of the values. More is exchanged only if the samples show a mistake.
 
     Raises:
-        DivergenceError: they differ, or parameters that nothing has overwritten had other values on other ranks when
-            they were sharded. On all ranks, with the same text.
-        ParameterError: ranks hold the same random values as shards that should differ. On all ranks, with the same
+        DivergenceError: the models differ, or parameters that nothing has overwritten had different values when they
+            were sharded. All ranks raise it with the same text.
+        ParameterError: ranks hold the same random values as shards that should differ. All ranks raise it with the same
             text.
     """
     if root.order_check is OrderCheck.OFF:
@@ -58,7 +58,7 @@ def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
 
 
 class _Comparison:
-    """The model under ``root``, as far as it is sharded over ``axes``: ``parameters``, by their names in errors."""
+    """The comparison of the ``parameters`` that are sharded over ``axes``, by their names in errors."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _Comparison:
         self._candidates: list[Candidate] = []
 
     def run(self) -> None:
-        lines = _lines(self._root, self._states, self._axes)
+        lines = _model_lines(self._root, self._states, self._axes)
         found = check_alike(lines, self._communicators, self._axes.device, self._subject, self._facts)
         facts = {rank: Facts.parse(numbers) for rank, numbers in found.items()}
         if len({each.start for each in facts.values()}) > 1:
@@ -85,11 +85,11 @@ class _Comparison:
         self._candidates = _candidates(self._parameters)
         return Facts.of(self._candidates, self._axes.shard.rank).numbers
 
-    def _tell(self, text: str) -> dict[int, str]:
+    def _gather_texts(self, text: str) -> dict[int, str]:
         return texts_of_all(text, self._communicators, self._axes.device, self._subject)
 
     def _check_starts(self) -> None:
-        unlike = unlike_starts(self._tell(start_details(self._candidates)), [c.name for c in self._candidates])
+        unlike = unlike_starts(self._gather_texts(start_details(self._candidates)), [c.name for c in self._candidates])
         if not unlike:
             return
         name, ranks = next(iter(unlike.items()))
@@ -107,7 +107,7 @@ class _Comparison:
             (candidate, parameter.local_now, parameter.dim)
             for candidate, parameter in zip(self._candidates, self._parameters.values(), strict=True)
         ]
-        equal = equal_shards(self._tell(shard_details(shards)), shard_ranks)
+        equal = equal_shards(self._gather_texts(shard_details(shards)), shard_ranks)
         if not equal:
             return
         name, ranks = next(iter(equal.items()))
@@ -125,7 +125,7 @@ def _and_more(found: Mapping[str, object]) -> str:
 
 
 def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
-    """What can be compared of each parameter. All samples reach the host together."""
+    """Return what is compared of each parameter. One copy brings all samples to the host."""
     shards = [p.local_now for p in parameters.values()]
     now = [sample(shard) for shard in shards]
     starts = [p.start for p in parameters.values()]
@@ -145,7 +145,7 @@ def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
     ]
 
 
-def _surroundings(root: FSDPState, axes: DataParallelAxes) -> str:
+def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
     return (
         f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
         f"order check {root.order_check.value!r}, max_merged_bytes {root.max_merged_bytes}, "
@@ -153,22 +153,22 @@ def _surroundings(root: FSDPState, axes: DataParallelAxes) -> str:
     )
 
 
-def _lines(root: FSDPState, states: Mapping[str, FSDPState], axes: DataParallelAxes) -> Iterator[str]:
-    yield _surroundings(root, axes)
+def _model_lines(root: FSDPState, states: Mapping[str, FSDPState], axes: DataParallelAxes) -> Iterator[str]:
+    yield _environment_text(root, axes)
     for name, state in states.items():
         parameters = [p for p in state.group.parameters if p.sharding.axes == axes]
         if not parameters and state.group.axes != axes:
             continue
         yield (
-            f"group {name!r} of {state.class_name}: {_chosen(state.precision)}, {_chosen(state.group.offload)}, "
-            f"{_chosen(state.reshard)}, unused parameters reduced: {state.unequal_use}"
+            f"group {name!r} of {state.class_name}: {_format(state.precision)}, {_format(state.group.offload)}, "
+            f"{_format(state.reshard)}, unused parameters reduced: {state.unequal_use}"
         )
         for parameter in parameters:
             yield f"parameter {parameter.name!r} of group {name!r}: {parameter.description}"
 
 
-def _chosen(policy: Any) -> str:
-    """Those fields that are not as they are unless told."""
+def _format(policy: Any) -> str:
+    """Return the name of ``policy`` with the fields that differ from their defaults."""
     values = [f"{f.name}={value}" for f in fields(policy) if (value := getattr(policy, f.name)) != f.default]
     return f"{type(policy).__name__}({', '.join(values)})"
 

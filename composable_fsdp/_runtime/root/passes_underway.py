@@ -1,4 +1,4 @@
-"""The passes of a root that are under way, and what other ranks are told of how they end."""
+"""The running passes of a root, and the report of their end to other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PassesUnderway"]
 
 
 class PassesUnderway:
-    """A forward, a backward, or one inside the other, of the units below ``root``. Final."""
+    """The forward, the backward, or one inside the other, of the states below ``root``. Final."""
 
     def __init__(self, root: FSDPState) -> None:
         self._root = root
@@ -23,17 +23,17 @@ class PassesUnderway:
         self._forward: RunningPass | None = None
         self._backward: RunningPass | None = None
         self._completed = 0
-        """Backwards."""
+        """The number of completed backwards."""
 
     def begin_forward(self, outermost: FSDPState) -> None:
-        """A forward begins, of ``outermost`` and what is in it; nothing else is under way."""
+        """Begin the forward of ``outermost``. No other pass is running."""
         self.end()
         self._forward = RunningPass("forward", outermost.name, outermost.calls_under_way[-1].caller)
         if self._watchdog is not None:
             self._watchdog.begin_pass(self._forward)
 
     def begin_backward(self, end: Callable[[], None]) -> EndOfRun:
-        """A backward begins. Returns the callback for autograd, which calls ``end`` when autograd's run succeeds."""
+        """Begin a backward. Return the callback for autograd, which calls ``end`` if the autograd run succeeds."""
         self._backward = RunningPass("backward", self._root.name, None)
         if self._watchdog is not None:
             self._watchdog.begin_pass(self._backward)
@@ -41,33 +41,33 @@ class PassesUnderway:
 
     @property
     def runs_backward(self) -> bool:
-        """Whether autograd still runs the backward that was begun last."""
+        """True if autograd still runs the last backward."""
         return self._backward is not None and not self._backward.run_has_ended
 
     def reach(self, state: FSDPState) -> None:
-        """The backward has come to ``state``."""
+        """Note that backward has reached ``state``."""
         if self._backward is not None and state is not self._root:
             self._backward.module = state.group.name
 
     def end_backward(self) -> None:
-        """The backward ran to its end."""
+        """End the backward, which succeeded."""
         self._completed += 1
         if self._watchdog is not None:
             self._watchdog.end_pass(self._backward, self._completed)
         self._backward = None
 
     def end(self) -> None:
-        """No pass is under way."""
+        """End all passes."""
         if self._watchdog is not None:
             self._watchdog.end_pass(self._forward)
             self._watchdog.end_pass(self._backward)
         self._forward = self._backward = None
 
     def note(self, error: BaseException, state: FSDPState, *, in_backward: bool, ends_forward: bool) -> None:
-        """``error`` came out of ``state``. Unless it ends the forward, it may be caught on its way."""
+        """Note that ``error`` came out of ``state``. The caller may still catch it, unless it ends the forward."""
         running = self._backward if in_backward else self._forward
         if running is None or isinstance(error, _StopRecomputationError):
-            return  # refused before it began, or a checkpoint has recomputed what it needs
+            return  # refused before it began, or a checkpoint stopped its recomputation early
         running.note(error, state.name)
         if not in_backward and not ends_forward:
             return

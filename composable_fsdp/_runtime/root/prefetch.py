@@ -1,4 +1,4 @@
-"""Which units of a root are brought into memory when, ahead of their turn too, and which stay there after forward."""
+"""Unsharding and prefetching of the parameter groups of one root, and resharding after forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Unsharding"]
 
 
 class Postponed(NamedTuple):
-    """Units to gather right after ``batch`` of the gradients of ``state`` was launched."""
+    """States to unshard right after the launch of ``batch`` of the gradients of ``state``."""
 
     state: FSDPState
     batch: int
@@ -27,14 +27,14 @@ class Postponed(NamedTuple):
 
 
 class Unsharding:
-    """Gathers units when they are needed, and those that the scheduler expects next. Final.
+    """Unshards states when they are needed, and prefetches those that the scheduler expects next. Final.
 
     Args:
-        root: whose choices count for all.
-        states: all below it, by name.
-        streams: where to launch.
-        company: who is gathered with whom.
-        steps: of the optimizers of their parameters.
+        root: the state whose options apply to all.
+        states: all FSDP states below the root, by name.
+        streams: the streams for launches.
+        company: the fusion of groups.
+        steps: the step counter of the optimizers of their parameters.
     """
 
     def __init__(
@@ -50,26 +50,27 @@ class Unsharding:
         self.streams = streams
         self._company = company
         self._scheduler = PrefetchScheduler()
-        self._each_alone = False
-        """Whether ranks may run different units, so that none may be gathered on the way of another."""
+        self._ranks_may_differ = False
+        """True if ranks may run different modules, so that no all-gather may be fused."""
         self._postponed: Postponed | None = None
         self._steps = steps
         self.seen_steps: object = self._steps_now
-        """As of the last forward: parameters kept unsharded since before a step are stale."""
-        self.is_common = False
-        """Whether all ranks run this forward: it leads to a backward, or has gathered something. Any other one may be
-        run by some ranks only, so it must not decide what ranks launch later.
+        """The step counters at the last forward. Parameters kept unsharded since before a step are stale."""
+        self.runs_on_all_ranks = False
+        """True if all ranks run this forward: it leads to a backward or has launched an all-gather.
+
+        Any other forward may run on some ranks only, so it must not influence later launches.
         """
 
     # -- passes
 
-    def begin_forward(self, *, each_alone: bool, leads_to_backward: bool) -> None:
-        """A forward begins; with ``each_alone``, one in which ranks may run different units."""
-        self._each_alone = each_alone
-        self._postponed = None  # of a backward that died
+    def begin_forward(self, *, ranks_may_differ: bool, leads_to_backward: bool) -> None:
+        """Begin a forward; with ``ranks_may_differ``, one in which ranks may run different modules."""
+        self._ranks_may_differ = ranks_may_differ
+        self._postponed = None  # left by a backward that failed
         self._scheduler.limit = self._root.prefetch_limit
         self._scheduler.begin_forward()
-        self.is_common = leads_to_backward
+        self.runs_on_all_ranks = leads_to_backward
         if leads_to_backward:
             self._company.expect(self._scheduler.expected)
         steps = self.seen_steps = self._steps_now
@@ -79,9 +80,9 @@ class Unsharding:
 
     @staticmethod
     def _drop_stale(kept: FSDPState, steps: object) -> None:
-        """Frees ``kept``, which stayed unsharded, if its shards may have changed since, or were frozen or thawed.
+        """Free ``kept``, which stayed unsharded, if its shards or their ``requires_grad`` may have changed since.
 
-        A fresh one stays watched: a forward may leave it out, and an optimizer step before the next.
+        A fresh one is checked again: a forward may skip it, and an optimizer step may come before the next forward.
         """
         stepped = kept.kept_steps != steps
         is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
@@ -94,7 +95,7 @@ class Unsharding:
         return self._steps.number, plain_steps()
 
     def gather_by_hand(self, state: FSDPState) -> bool:
-        """Brings ``state`` on its way outside of hooks, to stay there. Whether it was not there or coming before."""
+        """Launch the all-gather of ``state`` outside of hooks, to keep it. Return whether it was sharded before."""
         if state.kept_version is not None and not state.is_running:
             self._drop_stale(state, self._steps_now)
         is_new = not state.group.is_coming
@@ -106,38 +107,39 @@ class Unsharding:
         return is_new
 
     def end_forward(self) -> None:
-        """The forward ran to its end."""
-        if self.is_common:
+        """End the forward, which succeeded."""
+        if self.runs_on_all_ranks:
             self._scheduler.end_forward()
         for state in self._states.values():
             if state.group.parameter_state is ParameterState.UNSHARDING:
                 state.group.reshard()  # prefetched for a call that did not come
 
     def end_backward(self) -> None:
-        """Autograd has come to its end, or failed: batches that only now go have nothing more to gather after them."""
+        """End the backward, successful or not: batches launched from now on have nothing to prefetch after them."""
         self._postponed = None
 
-    # -- into memory
+    # -- unshard
 
     def in_forward(self, state: FSDPState) -> None:
-        """Brings ``state`` into memory, and those on their way that come after it."""
+        """Unshard ``state`` and prefetch the states that come after it."""
         names = self._scheduler.forward(state.group.name) if state.group.tensors.parameters else ()
         chosen = state.forward_prefetch
-        self._bring(state, [self._states[name] for name in names] if chosen is None else alive(chosen), "forward")
+        self._unshard(state, [self._states[name] for name in names] if chosen is None else alive(chosen), "forward")
 
     def in_backward(self, state: FSDPState, record: ForwardRecord, position: int, *, sends_batches: bool) -> None:
-        """Brings ``state``, which ended its forward at ``position``, into memory, and on their way those before it.
+        """Unshard ``state`` and prefetch the states that come before it in ``record``.
 
-        Where the host waits, these may come after a batch of ``state``'s gradients (``batch_before_prefetch``). Whether
-        they do, and whether they fit, is decided here: alike on all ranks, whatever parameters each has used. They
-        follow the launch of that batch, ahead of the rest or at the end, and come before that of the next one: so the
-        order of collectives is the same too. Where backward comes to another unit first, that gathers what it needs.
+        Where the host waits, the prefetch may follow a batch of ``state``'s gradients (``batch_before_prefetch``).
+        Whether it does, and what fits in memory, is decided here, so all ranks decide alike whatever parameters each
+        has used. The prefetch follows the launch of that batch, early or at the end, and precedes that of the next
+        batch. So the order of collectives is the same on all ranks. If backward reaches another state first, that state
+        is unsharded when needed.
 
         Args:
-            state: to which backward has come.
-            record: of the forward.
-            position: in ``record``.
-            sends_batches: whether ``state``'s gradients go in batches, before backward comes to other units.
+            state: the state that backward has reached.
+            record: the order of its forward.
+            position: that of ``state`` in ``record``.
+            sends_batches: ``state`` reduces its gradients in batches, before backward reaches other states.
         """
         chosen = state.backward_prefetch
         if chosen is None:
@@ -147,7 +149,7 @@ class Unsharding:
             following = alive(chosen)
         ahead = [each for each in following if each.unshard_in_backward]
         batch = self._batch_before(ahead, state) if sends_batches and chosen is None else None
-        self._bring(state, ahead if batch is None else (), "backward")
+        self._unshard(state, ahead if batch is None else (), "backward")
         if batch is not None:
             fitting: list[FSDPState] = []
             for each in ahead:
@@ -156,10 +158,10 @@ class Unsharding:
             self._postponed = Postponed(state, batch, fitting)
 
     def _batch_before(self, ahead: Sequence[FSDPState], state: FSDPState) -> int | None:
-        """The batch of ``state``'s gradients after which ``ahead`` come; ``None``: they come before all.
+        """Return the batch of ``state``'s gradients to prefetch ``ahead`` after, or ``None`` to prefetch at once.
 
-        Where part of the group is frozen, too few gradients come to make room for. Modules of a list need not
-        run one after the other.
+        It is ``None`` if part of the group is frozen, because too few gradients come to make room for. It is ``None``
+        for a group of several modules, because they need not run one after the other.
         """
         plan = state.group.plan
         if not self.streams.block_the_host or state.has_several_modules or plan.num_trainable < len(plan.specs):
@@ -168,12 +170,12 @@ class Unsharding:
         return batch_before_prefetch(len(plan.batches), plan.full_bytes, needed)
 
     def comes_after(self, reduction: PendingReduction) -> bool:
-        """Whether :meth:`launch_postponed` is to follow the launch of ``reduction``."""
+        """Return whether :meth:`launch_postponed` must follow the launch of ``reduction``."""
         postponed = self._postponed
         return postponed is not None and reduction.has(postponed.state.group.gradients, postponed.batch)
 
     def launch_postponed(self) -> None:
-        """Gathers what waited for a batch of gradients."""
+        """Launch the all-gathers that waited for a batch of gradients."""
         postponed, self._postponed = self._postponed, None
         assert postponed is not None
         for state in postponed.ahead:
@@ -181,12 +183,14 @@ class Unsharding:
                 self._launch(state, "backward")
 
     def for_recomputation(self, state: FSDPState) -> None:
-        """Brings ``state``, which computes again within backward, into memory."""
-        self._bring(state, (), "backward")
+        """Unshard ``state`` for a recomputation inside backward."""
+        self._unshard(state, (), "backward")
 
-    def _bring(self, state: FSDPState, ahead: Iterable[FSDPState], direction: str) -> None:
-        """Those of ``ahead`` are launched before what is needed now arrives, unless that was on its way already: what
-        arrives is in memory twice for a moment, as a message and in its place, and need not meet the next one there.
+    def _unshard(self, state: FSDPState, ahead: Iterable[FSDPState], direction: str) -> None:
+        """Unshard ``state`` and the owners of its tied weights, and prefetch ``ahead``.
+
+        The prefetch is launched before the wait, unless the all-gather was in flight already: an arriving message is in
+        memory twice for a moment, as message and as parameters, and should not add to the next one.
         """
         needed = (state, *state.lenders)
         was_ahead = True
@@ -207,11 +211,11 @@ class Unsharding:
                 self._launch(state, direction)
 
     def _launch(self, state: FSDPState, direction: str) -> None:
-        """Gathers ``state``, along with those of its company to which this pass comes after it."""
-        if not self.is_common:
-            self.is_common = True
+        """Launch the all-gather of ``state``, fused with those of its companions that come after it in this pass."""
+        if not self.runs_on_all_ranks:
+            self.runs_on_all_ranks = True
             self._company.expect(self._scheduler.expected)
-        if self._each_alone:
+        if self._ranks_may_differ:
             state.group.unshard(self.streams)
             return
         together = self._company.gathered_with(state, in_backward=direction == "backward")
@@ -219,19 +223,19 @@ class Unsharding:
         unshard_together([each.group for each in together], self.streams, label)
 
     def _fits(self, *states: FSDPState) -> bool:
-        """Whether ``states`` may be there ahead of their turn, beside what is in memory or on its way."""
+        """Return whether ``states`` may be prefetched beside the groups that are in memory or in flight."""
         limit = self._root.max_unsharded_bytes
         if limit is None:
             return True
-        if self._each_alone:  # ranks hold different units around this one
+        if self._ranks_may_differ:  # ranks hold different groups at this point
             return False
         held = (u for u in self._states.values() if u.group.parameter_state is not ParameterState.SHARDED)
         return sum(u.group.plan.unsharded_bytes for u in {*held, *states}) <= limit
 
-    # -- out of memory
+    # -- reshard
 
     def after_forward(self, state: FSDPState, *, leads_to_backward: bool) -> None:
-        """Free ``state`` and its lenders after its forward, where that is chosen and no other module needs them."""
+        """Reshard ``state`` and the owners of its tied weights after its forward, if no other module needs them."""
         for done in (state, *state.lenders):
             if not done.is_running and not done.is_lent:
                 self._reshard(done, leads_to_backward=leads_to_backward)
@@ -239,7 +243,7 @@ class Unsharding:
     def _reshard(self, state: FSDPState, *, leads_to_backward: bool) -> None:
         kind = state.reshard.kind
         if kind is ReshardKind.AUTO:
-            keep = (state is self._root or self._comes_back_at_once(state)) and leads_to_backward
+            keep = (state is self._root or self._is_first_in_backward(state)) and leads_to_backward
             kind = ReshardKind.NEVER if keep else ReshardKind.ALWAYS
         if kind is ReshardKind.NEVER:
             state.note_kept(self.seen_steps)
@@ -249,10 +253,10 @@ class Unsharding:
         else:
             state.group.reshard()
 
-    def _comes_back_at_once(self, state: FSDPState) -> bool:
-        """Whether backward begins with ``state``, on a device that would have nothing to do while it is gathered anew.
+    def _is_first_in_backward(self, state: FSDPState) -> bool:
+        """Return whether backward begins with ``state``, on a device that would be idle while it is all-gathered again.
 
-        Where the host waits, it is freed like the others: the peak of memory often comes with the loss.
+        Where the host waits, the state is freed like the others: the memory peak often comes with the loss.
         """
         if self.streams.block_the_host:
             return False

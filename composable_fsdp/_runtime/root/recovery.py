@@ -1,7 +1,7 @@
-"""After a pass that failed: all ranks meet, and connect to each other anew where they were parted, so as to go on.
+"""Recovery after a failed pass: a rendezvous of all ranks, then new connections if ranks stopped at different places.
 
-What was in flight on the old connections is lost on all ranks alike. The meeting comes first, since a rank may come
-here long before the others have found out that something failed. Where all failed alike nothing is lost.
+Work in flight on the old connections is lost on all ranks. The rendezvous comes first because a rank may get here long
+before the others have noticed the failure. If all ranks failed at the same place, nothing is lost.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp.errors import DivergenceError
 
-__all__ = ["Meeting", "disconnect", "has_failed", "meet", "reconnect", "set_order_check"]
+__all__ = ["Rendezvous", "disconnect", "has_failed", "reconnect", "rendezvous", "set_order_check"]
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What ranks found out when they met.
+class Rendezvous:
+    """The result of a rendezvous.
 
     Args:
-        is_together: whether they are at the same place, so that what is in flight will come to its end. Otherwise
+        is_in_sync: all ranks are at the same place, so the work in flight will complete. Otherwise call
             :func:`reconnect`.
-        steps: by rank, the optimizer steps that it took since the meeting before.
+        steps: by rank, the number of its optimizer steps since the last rendezvous.
     """
 
-    is_together: bool = True
+    is_in_sync: bool = True
     steps: Mapping[int, int] = field(default_factory=dict)
 
     def check_steps(self) -> None:
-        """
+        """Check that all ranks took the same number of optimizer steps.
+
         Raises:
             DivergenceError: some ranks took a step that others did not, so their shards are of different steps.
         """
@@ -47,63 +48,64 @@ class Meeting:
             ahead = [rank for rank, steps in self.steps.items() if steps == most]
             raise DivergenceError(
                 f"{ranks_text(ahead)} took an optimizer step after a backward that failed on {ranks_text(behind)}, so "
-                "that shards are of different steps. Load a checkpoint on all ranks. To have steps taken by all or "
-                "none, let ranks meet between backward and the optimizer's step, as composable_fsdp.find_nonfinite("
-                "model) does: it raises where another rank failed."
+                "that shards are of different steps. Load a checkpoint on all ranks. To let all ranks take a step or "
+                "none, synchronize them between backward and the optimizer's step, for example with "
+                "composable_fsdp.find_nonfinite(model), which raises if another rank failed."
             )
 
 
 def has_failed(states: Iterable[FSDPState]) -> bool:
-    """Whether the last pass did not come to its end on this rank, or something failed that its ``states`` need."""
+    """Return whether the last pass failed on this rank, or a process group of ``states`` is broken."""
     watchdog = job_watchdog()
     return watchdog is not None and (
         watchdog.has_failed or any(position(group) == "broken" for group in _groups(states))
     )
 
 
-def meet(states: Iterable[FSDPState], steps: int) -> Meeting:
-    """Waits for all ranks that hold parameters of ``states``. All of them must call it.
+def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
+    """Wait for all ranks that hold parameters of ``states``. All of them must call it.
 
     Args:
-        steps: that this rank's optimizers took since the meeting before.
+        states: the FSDP states of one root.
+        steps: the number of optimizer steps of this rank since the last rendezvous.
 
     Raises:
-        PeerError: some have not come within the timeout of the process groups. Named in the text.
+        PeerError: some ranks did not come within the timeout of the process groups. The text names them.
     """
     watchdog, groups = job_watchdog(), _groups(states)
     if watchdog is None or not groups:
-        return Meeting()
+        return Rendezvous()
     seconds = max(_timeout(group) for group in groups)
     here = " ".join(map(position, groups))
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
     ranks = _ranks(states)
     brought = [text.split(" ", 1) for text in watchdog.meet(ranks, f"{steps} {here}", seconds, occasion)]
     watchdog.go_on()
-    is_together = "broken" not in here and len({place for _, place in brought}) == 1
-    return Meeting(is_together, {rank: int(taken) for rank, (taken, _) in zip(ranks, brought, strict=True)})
+    is_in_sync = "broken" not in here and len({place for _, place in brought}) == 1
+    return Rendezvous(is_in_sync, {rank: int(taken) for rank, (taken, _) in zip(ranks, brought, strict=True)})
 
 
 def disconnect(states: Iterable[FSDPState]) -> None:
-    """Before :func:`reconnect`: nothing is written any more to the memory of what is under way."""
+    """Stop all writes to the memory of work in flight. Call it before :func:`reconnect`."""
     abandon(_groups(states))
 
 
 def reconnect(states: Iterable[FSDPState]) -> None:
-    """Connects anew to all ranks that hold parameters of ``states``. All of them must call it.
+    """Reconnect to all ranks that hold parameters of ``states``. All of them must call it.
 
     Raises:
-        PeerError: some cannot be reached any more.
+        PeerError: some ranks cannot be reached any more.
     """
     reopen(_groups(states))
 
 
 def set_order_check(states: Iterable[FSDPState], level: OrderCheck) -> None:
-    """How much ranks compare before the operations of ``states``. The same on every rank."""
+    """Set how much ranks compare before the operations of ``states``. It must be the same on every rank."""
     compare(_groups(states), level)
 
 
 def _groups(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
-    """The process groups over which ``states`` talk, each once."""
+    """Return the process groups of ``states``, without duplicates."""
     communicators: list[Communicator] = []
     for state in states:
         for pgs in state.group.process_groups:
@@ -114,7 +116,7 @@ def _groups(states: Iterable[FSDPState]) -> list[dist.ProcessGroup]:
 
 
 def _ranks(states: Iterable[FSDPState]) -> list[int]:
-    """All ranks of the meshes of ``states``. Each of them gets the same list."""
+    """Return all ranks of the meshes of ``states``. The result is the same on each of them."""
     meshes = {pgs.axes.mesh for state in states for pgs in state.group.process_groups}
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 

@@ -1,8 +1,8 @@
-"""When gradients leave: which units' go together, and how many reductions are on the wire at once.
+"""The queue of gradient reductions: fusion of groups, and the limit on reductions in flight.
 
-Each on the wire has its message in memory. Where the host waits there is one. On streams there are as many as have
-hardly more bytes together than the largest group among them has in all: groups of one size wait for each other, while
-the batches of one, and a small group after a large one, follow without waiting.
+Each reduction in flight holds memory for its message. Where the host waits for collectives, one is in flight. On
+streams the limit is in bytes: hardly more than those of the largest group in flight. So groups of equal size wait for
+each other, while the batches of one group, or a small group after a large one, follow without waiting.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from composable_fsdp._runtime.root.prefetch import Unsharding
 
 __all__ = ["Reductions"]
 
-_ON_HOST = 1
-"""On the wire at once, with the memory of each, where the host waits for them."""
+_MAX_IN_FLIGHT_ON_HOST = 1
+"""The number of reductions in flight where the host waits for them."""
 
 _LEAST_BYTES = 1 << 20
-"""On streams, of messages that may be on the wire at once in any case: these take their time by their number."""
+"""On streams, the bytes that may always be in flight, because small messages cost latency rather than bandwidth."""
 
-_SLACK_PART = 8
-"""On streams, one part in so many of the largest group's bytes may be on the wire beyond them."""
+_SLACK_DIVISOR = 8
+"""On streams, ``1 / _SLACK_DIVISOR`` of the largest group's bytes may be in flight beyond them."""
 
 
 class Reductions:
-    """Those of the units of one root, in the order of their launch. Each has memory until it is complete. Final.
+    """The reductions of one root, in the order of their launch. Each holds memory until it is complete. Final.
 
     Args:
-        states: all below the root.
-        streams: where to launch.
-        company: whose gradients go together.
-        unsharding: what gathers units, some of them after a reduction.
+        states: all FSDP states below the root.
+        streams: the streams for launches.
+        company: the fusion of groups.
+        unsharding: launches all-gathers, some of them after a reduction.
     """
 
     def __init__(
@@ -49,24 +49,25 @@ class Reductions:
         self._unsharding = unsharding
         self._joiner = Joiner()
         self._limit: int | None = 1
-        """Reductions; ``None``: by their bytes."""
+        """The number of reductions in flight; ``None`` limits their bytes instead."""
         self._in_flight: deque[PendingReduction] = deque()
 
     def begin_backward(self) -> None:
-        """What was chosen by now counts."""
+        """Read the limits that the user has set."""
         chosen = [state.reductions_in_flight for state in self._states]
-        self._limit = max(filter(None, chosen), default=_ON_HOST if self.streams.block_the_host else None)
+        self._limit = max(filter(None, chosen), default=_MAX_IN_FLIGHT_ON_HOST if self.streams.block_the_host else None)
 
     def send_batch(self, state: FSDPState) -> None:
-        """Sends the gradients of ``state``'s next batch, all of which are there."""
+        """Launch the reduction of the next batch of ``state``'s gradients, which is complete."""
         self._run(state.group.gradients.take_batch(self.streams))
 
     def send(self, state: FSDPState, *, at_end: bool, alone: bool) -> None:
-        """Does with the gradients of ``state`` what was chosen.
+        """Reduce or hold the gradients of ``state``, as configured.
 
         Args:
-            at_end: the backward is over: nobody waits for companions any more.
-            alone: whether none may go with those of others.
+            state: the owner of the gradients.
+            at_end: backward is over, so do not wait for companions.
+            alone: do not fuse them with those of other groups.
         """
         gradients = state.group.gradients
         if state.accumulation is Accumulation.UNSHARDED:
@@ -75,7 +76,7 @@ class Reductions:
         if alone or not self._company.reduces(state):
             self._reduce((gradients,), partial=state.keeps_partial)
             return
-        together = [each.group.gradients for each in self._company.settle(state, at_end=at_end)]
+        together = [each.group.gradients for each in self._company.mark_ready(state, at_end=at_end)]
         for member in together:
             if member.state is not GradientState.LOCAL:
                 member.contribute()
@@ -84,17 +85,17 @@ class Reductions:
 
     @property
     def are_in_flight(self) -> bool:
-        """Whether some gradients have left and were not set yet."""
+        """True if reduced gradients remain to be set."""
         return bool(self._in_flight)
 
     def drain(self) -> None:
-        """Completes all: afterwards their gradients are set."""
+        """Wait for all reductions and set their gradients."""
         self._start()
         while self._in_flight:
             self._in_flight.popleft().complete()
 
     def abandon(self) -> None:
-        """Forgets those that will not come to their end."""
+        """Forget all reductions in flight, which will not complete."""
         self._in_flight.clear()
 
     def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
@@ -107,24 +108,25 @@ class Reductions:
         self._start()
         self._in_flight.append(reduction)
         if self._unsharding.comes_after(reduction):
-            self._make_room(launch)  # for a gather instead: gradients and what comes next need not meet in memory
+            self._make_room(launch)  # so that gradients and prefetched parameters are not in memory together
             self._unsharding.launch_postponed()
 
     def _make_room(self, launch: Launch) -> None:
-        """Completes the oldest ones before ``launch``, or the gather that follows it, takes memory."""
+        """Complete the oldest reductions before ``launch``, or the all-gather after it, allocates memory."""
         while self._in_flight and self._is_full(launch):
             self._in_flight.popleft().complete()
 
     def _is_full(self, launch: Launch) -> bool:
         if self._limit is not None:
             return len(self._in_flight) >= self._limit
-        there = [*(reduction.launch for reduction in self._in_flight), launch]
-        most = max(_LEAST_BYTES, *(each.round_bytes for each in there))
-        return sum(each.nbytes for each in there) > most + most // _SLACK_PART
+        launches = [*(reduction.launch for reduction in self._in_flight), launch]
+        largest = max(_LEAST_BYTES, *(each.round_bytes for each in launches))
+        return sum(each.nbytes for each in launches) > largest + largest // _SLACK_DIVISOR
 
     def _start(self) -> None:
-        """Launches what had to wait for a first stage. One that raises, in a codec say, is gone: recovery would only
-        raise again.
+        """Launch second stages whose first stage is done.
+
+        One that raises, for example in a codec, is dropped: recovery would only raise again.
         """
         for _ in range(len(self._in_flight)):
             reduction = self._in_flight.popleft()

@@ -1,4 +1,4 @@
-"""Settings of a root that counts for all groups under it: no group may have been told otherwise."""
+"""The check that all groups under a root have the root's value of settings that exist once per root."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["check_settings"]
 
 @dataclass(frozen=True)
 class _Setting:
-    """``of`` a unit; what is ``unless_told`` is nobody's wish. ``remedy`` completes the message."""
+    """A setting, read by ``read``. A group with the ``default`` takes the root's value. ``remedy`` ends the message."""
 
     name: str
-    of: Callable[[FSDPState], object]
+    read: Callable[[FSDPState], object]
     remedy: str
-    unless_told: object = None
+    default: object = None
 
 
 _SETTINGS = (
@@ -29,7 +29,7 @@ _SETTINGS = (
         "prefetch_limit",
         lambda state: state.prefetch_limit,
         "Call set_prefetch_limit on the root only.",
-        unless_told=PREFETCH_LIMIT,
+        default=PREFETCH_LIMIT,
     ),
     _Setting(
         "max_unsharded_bytes", lambda state: state.max_unsharded_bytes, "Call set_max_unsharded_bytes on the root only."
@@ -38,20 +38,21 @@ _SETTINGS = (
         "max_merged_bytes",
         lambda state: state.max_merged_bytes,
         "Call set_max_merged_bytes on the root only.",
-        unless_told=MERGED_BYTES,
+        default=MERGED_BYTES,
     ),
 )
 
 
 def check_settings(root: FSDPState, states: Iterable[FSDPState]) -> None:
-    """
+    """Check that no state has another value of a root setting than ``root``.
+
     Raises:
-        ConfigurationError: a group below ``root`` has another value of what counts for all. Both are in the text.
+        ConfigurationError: a group below ``root`` has another value. The text has both.
     """
     for state in states:
         for setting in _SETTINGS:
-            value, wanted = setting.of(state), setting.of(root)
-            if value not in (wanted, setting.unless_told):
+            value, wanted = setting.read(state), setting.read(root)
+            if value not in (wanted, setting.default):
                 raise ConfigurationError(
                     f"the {setting.name} of {state.name!r} ({state.class_name}) is {value}, but that of {root.name!r} "
                     f"({root.class_name}), which contains it, is {wanted}, and one counts for all. {setting.remedy}"

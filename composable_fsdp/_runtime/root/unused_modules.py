@@ -1,9 +1,9 @@
-"""Ranks in step although they run different modules: this rank's part in the collectives of what it skips.
+"""Identical collectives on ranks that run different modules: each rank joins those of the modules it skips.
 
-In forward every rank begins all groups in one order (:class:`Lockstep`); in backward
-every rank comes back to them in the reverse of the order in which they ended. Reductions wait for the next turn, since
-a rank that used only some of a group's parameters never learns that its gradients are complete; those of units with
-others inside wait for the end. So the sequence of collectives is the same whatever a rank runs.
+In forward every rank begins all groups in one order (:class:`Lockstep`). In backward every rank comes back to them in
+the reverse of the order in which they ended. A reduction waits for the next group in that order, because a rank that
+used only some parameters of a group never learns that its gradients are complete. Reductions of states with nested
+states wait for the end. So the sequence of collectives is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Actions", "InStep"]
 
 
 class Actions(Protocol):
-    """What an iteration does for a unit in place of its hooks."""
+    """The methods of an iteration that replace the hooks of a state."""
 
     states: Mapping[str, FSDPState]
 
@@ -35,14 +35,14 @@ class Actions(Protocol):
 
 
 class InStep:
-    """One forward, and the backward that belongs to it, in step with other ranks. Final."""
+    """One forward and its backward, in step with other ranks. Final."""
 
     def __init__(self, actions: Actions, outermost: FSDPState) -> None:
         beneath = _states_beneath(outermost)
         for state in beneath:
             if state.has_several_modules:
                 raise LifecycleError(
-                    f"{state.name!r} are several modules of one group, which do not have one turn among the others. "
+                    f"{state.name!r} are several modules of one group, which have no single position in the order. "
                     "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."
                 )
         self._owner = ref(actions)
@@ -55,7 +55,7 @@ class InStep:
 
     @property
     def _actions(self) -> Actions:
-        """The iteration that owns this."""
+        """The iteration that owns this object."""
         actions = self._owner()
         assert actions is not None
         return actions
@@ -63,7 +63,7 @@ class InStep:
     # -- forward
 
     def begin(self, state: FSDPState) -> None:
-        """``state`` is about to run."""
+        """Begin ``state``: first do the collectives of the groups skipped before it."""
         if self._turns.is_late(state.name):
             raise LifecycleError(
                 f"{state.name!r} runs a second time in one forward, or after a module that is registered behind it. "
@@ -74,11 +74,11 @@ class InStep:
         self._take(self._turns.before(state.name))
 
     def end(self, state: FSDPState) -> None:
-        """``state`` has run."""
+        """End ``state``: do the collectives of the groups skipped inside it."""
         self._take(self._turns.inside(state.name))
 
     def end_forward(self) -> None:
-        """The outermost module has run."""
+        """End the forward: do the collectives of all groups that are left."""
         self._take(self._turns.rest())
 
     def _take(self, turns: Iterable[Turn]) -> None:
@@ -92,7 +92,10 @@ class InStep:
     # -- backward
 
     def check_recomputed(self, state: FSDPState) -> None:
-        """``state`` runs again within backward: its parameters must be there, since ranks that skip it gather later."""
+        """Check that the parameters of ``state``, which is recomputed, are unsharded.
+
+        Ranks that skip it all-gather later.
+        """
         if state.group.parameter_state is ParameterState.SHARDED and state.group.parameters:
             raise LifecycleError(
                 f"{state.name!r} is recomputed as part of a module around it. With set_reduce_scatter_unused_params, "
@@ -100,9 +103,10 @@ class InStep:
             )
 
     def reach(self, record: ForwardRecord, position: int, backward: int, running: FSDPState | None) -> None:
-        """Backward comes to ``position`` of ``record``, with ``running``: takes part in all that it left out before.
+        """Join the collectives of the groups that backward skipped before ``running`` at ``position`` of ``record``.
 
-        What is complete by then is sent. A unit around ``running`` was not left out: its output may be the same tensor.
+        Gradients that are complete by then are reduced. A state around ``running`` was not skipped: its output may be
+        the same tensor.
         """
         if record not in self._records:
             self._records.append(record)
@@ -119,7 +123,7 @@ class InStep:
                 state.group.reshard()
 
     def end_backward(self, backward: int) -> None:
-        """Autograd has come to its end."""
+        """End the backward: do the collectives that are left."""
         for record in self._records:
             self.reach(record, 0, backward, None)
         self._settle_reached()
@@ -128,7 +132,7 @@ class InStep:
         self.forget_backward()
 
     def forget_backward(self) -> None:
-        """The backward is over, or has died."""
+        """Forget the backward, which is over or failed."""
         for of_backward in (self._records, self._reached, self._outer):
             of_backward.clear()
 
@@ -142,5 +146,5 @@ class InStep:
 
 
 def _states_beneath(state: FSDPState) -> set[FSDPState]:
-    """``state`` and those inside its modules."""
+    """Return ``state`` and all states inside its modules."""
     return {below for top in state.modules for m in top.modules() if (below := find_state(m)) is not None}

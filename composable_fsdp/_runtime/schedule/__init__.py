@@ -1,1 +1,1 @@
-"""Decisions about when to gather, keep and free parameter groups. Pure: names and numbers only."""
+"""Decisions about when to all-gather, keep and free parameter groups. Pure: names and numbers only."""

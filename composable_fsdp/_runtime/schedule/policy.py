@@ -1,4 +1,4 @@
-"""Which groups to unshard ahead of their turn. Decides on names alone; never acts."""
+"""Prefetch and fusion decisions. Pure: works on names and sizes, launches nothing."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ __all__ = [
 ]
 
 PREFETCH_LIMIT = 1
-"""Groups ahead of the one that runs. Each more costs its unsharded size, and is worth it where gradients keep the wire
-busy for longer than the modules compute.
+"""The default number of prefetched groups.
+
+Each further one costs its unsharded size. It pays where reductions take longer than the computation of the modules.
 """
 
 
 def prefetch_targets(order: Sequence[str], position: int, *, step: int, limit: int) -> tuple[str, ...]:
-    """The next ``limit`` different groups after ``order[position]``, walking by ``step`` (1 or -1).
+    """Return the next ``limit`` distinct groups after ``order[position]``, in steps of ``step`` (1 or -1).
 
-    Groups that are in memory already count against ``limit`` too, so what is unsharded at one time stays bounded.
+    Groups that are in memory already count against ``limit`` too, so the unsharded memory stays bounded.
     """
     ahead: list[str] = []
     current = order[position]
@@ -38,15 +39,15 @@ def prefetch_targets(order: Sequence[str], position: int, *, step: int, limit: i
 
 
 def batch_before_prefetch(num_batches: int, nbytes: int, ahead: int) -> int | None:
-    """The batch of a group's gradients after which backward gathers what comes next; ``None``: when it begins.
+    """Return the batch of a group's gradients to prefetch after, or ``None`` to prefetch when its backward begins.
 
-    The last one that leaves while the group still computes: what comes next then meets no gradients but the last
-    batch's in memory. It has the rest of the group's backward to arrive in.
+    It is the last batch launched while the group still computes. So the prefetched parameters share memory with the
+    last batch only, and have the rest of the group's backward to arrive.
 
     Args:
-        num_batches: of the group's gradients.
-        nbytes: of its full parameters.
-        ahead: bytes that what comes next takes in memory. Less than a batch is not worth the later start.
+        num_batches: the number of batches of the group's gradients.
+        nbytes: the size of its full parameters.
+        ahead: the size of the prefetched parameters. Less than a batch is not worth the later start.
     """
     if num_batches < 2 or ahead * num_batches < nbytes:
         return None
@@ -54,12 +55,12 @@ def batch_before_prefetch(num_batches: int, nbytes: int, ahead: int) -> int | No
 
 
 def merge_adjacent(order: Sequence[str], nbytes: Mapping[str, int], limit: int) -> dict[str, tuple[str, ...]]:
-    """For each group that travels together with others, these and itself, as they follow each other in ``order``.
+    """Return, for each group that is fused with others, the groups of its fusion, as they are adjacent in ``order``.
 
     Args:
-        order: of groups, of which the first occurrence of each counts.
-        nbytes: of those that may travel with others; one that is not among them separates its neighbours.
-        limit: the most bytes that travel together.
+        order: the groups; the first occurrence of each counts.
+        nbytes: the sizes of the groups that may be fused. Any other group separates its neighbours.
+        limit: the maximum number of bytes in one fusion.
     """
     runs: list[list[str]] = [[]]
     filled = 0
@@ -75,7 +76,7 @@ def merge_adjacent(order: Sequence[str], nbytes: Mapping[str, int], limit: int) 
 
 
 class ForwardRecord:
-    """The order in which groups ended their forward, of one forward pass. Kept alive by the graph that it made."""
+    """The order of post-forwards in one forward pass. The autograd graph of that forward keeps it alive."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
@@ -83,9 +84,9 @@ class ForwardRecord:
         self._lowest = 0
 
     def reach(self, position: int, backward: int) -> range:
-        """The ``backward``-th backward comes to ``position``: the later ones that it has not come to, last first.
+        """Return the later positions that backward number ``backward`` has not reached yet, last first.
 
-        Also ``position`` itself, as the last, unless it has come to that or to an earlier one before.
+        ``position`` itself comes last, unless this backward has reached it or an earlier one.
         """
         if backward != self._backward:
             self._backward, self._lowest = backward, len(self.ended)
@@ -94,35 +95,35 @@ class ForwardRecord:
         return reached
 
     def append(self, group: str) -> int:
-        """Notes the end of ``group``'s forward and returns its position."""
+        """Append ``group``, whose forward ended, and return its position."""
         self.ended.append(group)
         return len(self.ended) - 1
 
 
 class PrefetchScheduler:
-    """Forward goes by the order of the previous forward pass, backward by the reverse of its own forward's.
+    """Predicts the next groups: forward by the order of the previous forward, backward by the reverse of its own.
 
-    When a pass leaves the known order, prediction resumes at the next place in it where the running group occurs.
+    When a pass leaves the known order, prediction resumes at the next position where the running group occurs.
     """
 
     def __init__(self) -> None:
         self.limit = PREFETCH_LIMIT
-        """Groups ahead of the one that runs."""
+        """The number of groups to prefetch."""
         self._known: list[str] = []
         self._seen: list[str] = []
         self._next = 0
 
     def begin_forward(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self._seen, self._next = [], 0
 
     @property
     def expected(self) -> Sequence[str]:
-        """The order in which groups are expected to run their forward."""
+        """The expected order of groups in forward."""
         return self._known
 
     def forward(self, group: str) -> tuple[str, ...]:
-        """Groups to unshard while ``group`` runs its forward."""
+        """Return the groups to prefetch while ``group`` runs its forward."""
         self._seen.append(group)
         try:
             here = self._known.index(group, self._next)
@@ -132,33 +133,33 @@ class PrefetchScheduler:
         return prefetch_targets(self._known, here, step=1, limit=self.limit)
 
     def stay(self, group: str) -> Sequence[str]:
-        """``group`` and those after it, if it is among the last of forward: backward would gather them anew at once."""
+        """Return ``group`` and those after it if ``group`` is among the last of forward, which backward needs first."""
         last = self._known[max(0, len(self._known) - self.limit) :]
         return last[last.index(group) :] if group in last else ()
 
     def end_forward(self) -> None:
-        """The forward pass ran to its end: the next one is expected to go the same way."""
+        """End the forward pass, which succeeded: the next one is expected to have the same order."""
         self._known = self._seen
 
     def backward(self, record: ForwardRecord, position: int) -> tuple[str, ...]:
-        """Groups to unshard while the group at ``position`` of ``record`` runs its backward."""
+        """Return the groups to prefetch while the group at ``position`` of ``record`` runs its backward."""
         return prefetch_targets(record.ended, position, step=-1, limit=self.limit)
 
 
 class Turn(NamedTuple):
-    """A group that this rank skips has its turn: it begins, or it ends after those inside it."""
+    """A skipped group that begins, or that ends after the groups inside it."""
 
     group: str
     begins: bool
 
 
 class Lockstep:
-    """Where ranks may skip groups: which ones this rank skips, so that it can take part in their collectives.
+    """Computes the groups that this rank skips, so that it can join their collectives.
 
-    Every rank then begins all groups in one order, and ends each after those inside it, whatever it runs itself.
+    Every rank begins all groups in one order and ends each after those inside it, whatever it runs itself.
 
     Args:
-        order: the groups, each before those inside it, with the number of these.
+        order: the groups, each before those inside it, with the number of groups inside.
     """
 
     def __init__(self, order: Sequence[tuple[str, int]]) -> None:
@@ -169,11 +170,11 @@ class Lockstep:
         self._open: list[int] = []
 
     def is_late(self, group: str) -> bool:
-        """Whether the turn of ``group`` is over, because it ran or because a later one did."""
+        """Return whether ``group``, or a later group, has begun already."""
         return self._place.get(group, self._next) < self._next
 
     def before(self, group: str) -> list[Turn]:
-        """``group`` begins: the turns that come before it."""
+        """Begin ``group`` and return the skipped groups before it."""
         place = self._place.get(group)
         if place is None:
             return []
@@ -182,12 +183,12 @@ class Lockstep:
         return turns
 
     def inside(self, group: str) -> list[Turn]:
-        """``group`` ends: the turns of those inside it that it did not run."""
+        """End ``group`` and return the skipped groups inside it."""
         place = self._place.get(group)
         return [] if place is None else self._up_to(self._end[place])
 
     def rest(self) -> list[Turn]:
-        """The forward is over: all turns that are left."""
+        """Return all groups that are left at the end of forward."""
         return self._up_to(len(self._order))
 
     def _up_to(self, end: int) -> list[Turn]:
