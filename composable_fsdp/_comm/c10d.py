@@ -42,8 +42,8 @@ _ALL_REDUCE_PADDING_BYTES = _COALESCED_LAUNCH_BYTES
 
 _BATCH_BYTES_ON_STREAMS, _BATCH_PART_BYTES_ON_STREAMS = 1 << 27, 1 << 15
 _BATCH_BYTES_ON_HOST = 1 << 19
-"""On streams, only large batches with a large part per rank are split: their time is proportional to their bytes, and
-the first one can be reduced while the rest is computed. Estimated, not measured.
+"""On streams, only large groups with a large part per rank are split into batches. Their time is proportional to their
+bytes, split or not, and the first batch does not wait for the last gradient. Estimated, not measured.
 """
 
 
