@@ -1,1 +1,1 @@
-"""The collectives of one mesh axis, launched without waiting, on several transports."""
+"""Communicators: the collectives of one mesh axis, launched without waiting, for several transports."""

@@ -1,4 +1,4 @@
-"""Values of the first rank of a mesh, on all its ranks."""
+"""Broadcast tensors from the first rank of a mesh to all of its ranks."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = ["broadcast_", "fill_"]
 
 MESSAGE_BYTES = 32 << 20
-"""Small tensors share messages of up to this size; what is larger by itself travels alone, without a copy."""
+"""Small tensors are packed into buckets of up to this size. A larger tensor is sent alone, without a copy."""
 
 
 @torch.no_grad()
 def broadcast_(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Overwrites plain ``tensors`` in place with those of the first rank of ``mesh``, along all its axes.
+    """Overwrite ``tensors`` in place with those of the first rank of ``mesh``, along all of its axes.
 
-    All ranks of the mesh must pass tensors of the same shapes and dtypes, of any dtype, in the same order. They may be
-    on any device, and are sent on the mesh's.
+    All ranks of the mesh must pass plain tensors of the same shapes and dtypes, of any dtype, in the same order. They
+    may be on any device, and are sent on the mesh's.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if not groups:
         return
-    for batch in _batches(tensors):
-        (first, *others) = batch
-        alone = not others and first.is_contiguous() and first.device.type == mesh.device_type
-        message = first if alone else torch.cat([t.to(mesh.device_type).reshape(-1) for t in batch])
-        # As bytes: not every backend sends every dtype. Axis by axis: after each, one axis more has the right values.
+    for bucket in _buckets(tensors):
+        (first, *others) = bucket
+        zero_copy = not others and first.is_contiguous() and first.device.type == mesh.device_type
+        flat = first if zero_copy else torch.cat([t.to(mesh.device_type).reshape(-1) for t in bucket])
+        # As bytes, since not every backend supports every dtype. Each iteration makes one more axis agree.
         for group in groups:
-            dist.broadcast(message.detach().view(-1).view(torch.uint8), group=group, group_src=0)
-        if not alone:
-            for tensor, piece in zip(batch, message.split([t.numel() for t in batch]), strict=True):
+            dist.broadcast(flat.detach().view(-1).view(torch.uint8), group=group, group_src=0)
+        if not zero_copy:
+            for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 fill_(tensor, piece.view(tensor.shape))
 
 
-def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype in lists of up to ``MESSAGE_BYTES``; none of them empty."""
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group non-empty tensors of one dtype into buckets of up to ``MESSAGE_BYTES``."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same in by_dtype.values():
-        batch: list[torch.Tensor] = []
+        bucket: list[torch.Tensor] = []
         size = 0
         for tensor in same:
-            if batch and size + tensor.nbytes > MESSAGE_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch.append(tensor)
+            if bucket and size + tensor.nbytes > MESSAGE_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
             size += tensor.nbytes
-        yield batch
+        yield bucket
 
 
 def fill_(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrites ``tensor``, which may be an expanded one, with ``values`` of its shape from any device."""
-    if torch._debug_has_internal_overlap(tensor) == 1:  # expanded: elements share memory, so torch refuses to copy
+    """Overwrite ``tensor``, which may be expanded, with ``values`` of the same shape from any device."""
+    if torch._debug_has_internal_overlap(tensor) == 1:  # torch refuses to copy: elements share memory
         tensor.data = values.to(tensor.device, tensor.dtype, copy=True)
     else:
         tensor.copy_(values)

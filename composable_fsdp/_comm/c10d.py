@@ -1,6 +1,6 @@
-"""The communicator over a ``torch.distributed`` process group, whatever its backend.
+"""The communicator over a ``torch.distributed`` process group of any backend.
 
-The only file that knows which names c10d's collectives have in which release: torch 2.13 renamed
+This is the only file that knows the names of c10d's collectives in each release: torch 2.13 renamed
 ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` and warns about the old names.
 """
 
@@ -30,25 +30,26 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
-_DIRECT_PART_BYTES, _DIRECT_BYTES = 1 << 17, 3 << 20
-"""For backends of which nothing is known: where gloo's own collectives cost the same direct and packed."""
+_ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES = 1 << 17, 3 << 20
+"""For unknown backends: the sizes at which zero-copy and copied-in transfers cost the same with gloo's own collectives.
+"""
 
-_COALESCING_DIRECT_BYTES = 1 << 19
-"""For backends that launch many transfers as one. An estimate of what a launch costs in bytes, not measured yet."""
+_COALESCED_LAUNCH_BYTES = 1 << 19
+"""The cost of a launch in bytes, for backends that coalesce transfers into one launch. Estimated, not measured."""
 
-_WHOLE_BYTES = _COALESCING_DIRECT_BYTES
-"""The same estimate: what a launch costs in bytes."""
+_ALL_REDUCE_PADDING_BYTES = _COALESCED_LAUNCH_BYTES
+"""The cost of a launch in bytes, as above."""
 
 _BATCH_BYTES_ON_STREAMS, _BATCH_PART_BYTES_ON_STREAMS = 1 << 27, 1 << 15
 _BATCH_BYTES_ON_HOST = 1 << 19
-"""On streams only what is large and has a large part for each rank: it takes its time by its bytes, however it is cut,
-and its beginning need not wait for its end. Estimates, not measured yet.
+"""On streams, only large groups with a large part per rank are split into batches. Their time is proportional to their
+bytes, split or not, and the first batch does not wait for the last gradient. Estimated, not measured.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Several works as one."""
+    """Several works that are waited for as one."""
 
     works: tuple[Work, ...]
 
@@ -61,9 +62,9 @@ class ProcessGroupCommunicator:
     """Collectives of ``group`` for tensors on ``device_type``. Final.
 
     Args:
-        group: the ranks.
-        device_type: of the tensors.
-        pooled: take the memory of messages from the backend's own allocator, where it has one (NCCL registers it).
+        group: the process group.
+        device_type: device type of the tensors.
+        pooled: allocate messages with the backend's own allocator if it has one (NCCL registers that memory).
     """
 
     def __init__(self, group: dist.ProcessGroup, device_type: str, *, pooled: bool = False) -> None:
@@ -76,14 +77,14 @@ class ProcessGroupCommunicator:
         self.aliases = False
         self.averages = self._backend == "nccl"
         self.widens = False
-        self.direct_bytes = self._direct_bytes()
-        self.whole_bytes = _WHOLE_BYTES
+        self.direct_bytes = self._zero_copy_bytes()
+        self.whole_bytes = _ALL_REDUCE_PADDING_BYTES
         self.batch_bytes = self._batch_bytes()
 
-    def _direct_bytes(self) -> int:
+    def _zero_copy_bytes(self) -> int:
         if self._backend == "nccl":
-            return _COALESCING_DIRECT_BYTES
-        return min(self.size * _DIRECT_PART_BYTES, _DIRECT_BYTES)
+            return _COALESCED_LAUNCH_BYTES
+        return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
     def _batch_bytes(self) -> int:
         if blocks_the_host(self._device):
@@ -94,7 +95,7 @@ class ProcessGroupCommunicator:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether what goes over both may go in one launch."""
+        """Return whether collectives of both communicators can share one launch."""
         return isinstance(other, ProcessGroupCommunicator) and self.group is other.group and self.pooled == other.pooled
 
     def __hash__(self) -> int:
@@ -108,7 +109,7 @@ class ProcessGroupCommunicator:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def with_pool(self, pooled: bool) -> ProcessGroupCommunicator:
-        """The same ranks, with the memory of messages from the backend's allocator or from torch's."""
+        """Return a communicator of the same ranks that allocates with the backend's allocator or with torch's."""
         return ProcessGroupCommunicator(self.group, self._device.type, pooled=pooled)
 
     def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
@@ -124,14 +125,14 @@ class ProcessGroupCommunicator:
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
         operation = {"op": OPERATIONS[op]}
         works = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL takes only one at a time
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            works.append(self._launch(label, [(dist.all_reduce, (tensor,), operation) for tensor in alike]))
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL coalesces only tensors of one dtype
+            same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+            works.append(self._launch(label, [(dist.all_reduce, (tensor,), operation) for tensor in same_dtype]))
         return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _launch(self, label: str, calls: Sequence[_Call]) -> Work:
         if trace.listeners:
-            _note(self.group, label, calls)
+            _emit_collective(self.group, label, calls)
         if len(calls) > 1 and self._backend == "nccl":
             with self._coalesced() as works:
                 for collective, tensors, options in calls:
@@ -145,7 +146,7 @@ class ProcessGroupCommunicator:
 
     @contextmanager
     def _coalesced(self) -> Iterator[list[Work]]:
-        """One launch for all collectives inside; the work is in the list after the block."""
+        """Coalesce all collectives in the block into one launch, whose work is in the list after the block."""
         works: list[Work] = []
         with dist._coalescing_manager(group=self.group, device=self._device, async_ops=True) as manager:
             yield works
@@ -153,10 +154,10 @@ class ProcessGroupCommunicator:
 
 
 _launched: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""While somebody listens to the trace."""
+"""The number of collectives per process group. Counted only while the trace has listeners."""
 
 
-def _note(group: dist.ProcessGroup, label: str, calls: Sequence[_Call]) -> None:
+def _emit_collective(group: dist.ProcessGroup, label: str, calls: Sequence[_Call]) -> None:
     number = _launched[group] = _launched.get(group, 0) + 1
     position = trace.Position(group.group_name, tuple(dist.get_process_group_ranks(group)), 0, number)
     nbytes = sum(tensors[-1].nbytes for _, tensors, _ in calls)
@@ -164,9 +165,9 @@ def _note(group: dist.ProcessGroup, label: str, calls: Sequence[_Call]) -> None:
 
 
 def gather_objects(own: T, communicator: Communicator) -> list[T]:
-    """``own`` of every rank of an axis, in their order; slow, for what is settled once. All must call together."""
+    """Return ``own`` of every rank of an axis, in rank order. Slow: for setup only. All ranks must call it together."""
     if not isinstance(communicator, GroupCommunicator):
         return [own] * communicator.size
-    everyones = [own] * communicator.size
-    dist.all_gather_object(everyones, own, group=communicator.group)
-    return everyones
+    gathered = [own] * communicator.size
+    dist.all_gather_object(gathered, own, group=communicator.group)
+    return gathered

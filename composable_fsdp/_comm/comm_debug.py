@@ -1,4 +1,4 @@
-"""Collectives that go past torch's dispatcher, for tools that watch it: ``CommDebugMode`` and the profiler."""
+"""Make collectives that bypass torch's dispatcher visible to ``CommDebugMode`` and the profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 
-__all__ = ["profiled", "show"]
+__all__ = ["notify_comm_debug", "profiled"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,44 +24,45 @@ _NAMES = {
     "all_to_all": "c10d::alltoall_base_",
     "reduce_scatter": "c10d::_reduce_scatter_base_",
 }
-"""What profiles of torch's process groups call the methods of a communicator."""
+"""The names in profiles of torch's process groups, by method of a communicator."""
 
 
 def profiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a method of a communicator: profiles show its launch as that of torch's collective of this kind.
+    """Decorate a method of a communicator so that profiles show its launch as torch's collective of the same kind.
 
-    With ``record_shapes=True`` they show its tensors too (of each transfer the output and the input), the bytes of the
-    inputs, and the parameter groups.
+    With ``record_shapes=True`` profiles also show the output and input of each transfer, the bytes of the inputs, and
+    the parameter groups.
     """
     name = _NAMES[function.__name__]
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if not profiler._is_profiler_enabled:
             return function(*args, **kwargs)
-        moved, label = cast("Sequence[Any]", args[1]), str(kwargs.get("label", args[-1]))
-        transfers = [(each,) if isinstance(each, torch.Tensor) else tuple(each) for each in moved]
+        operands, label = cast("Sequence[Any]", args[1]), str(kwargs.get("label", args[-1]))
+        transfers = [(each,) if isinstance(each, torch.Tensor) else tuple(each) for each in operands]
         nbytes = sum(transfer[-1].nbytes for transfer in transfers)
-        details = {"bytes": nbytes, "operation": label, "group": _group_in(label)}
+        details = {"bytes": nbytes, "operation": label, "group": _group_of(label)}
         with _RecordFunctionFast(name, list(chain.from_iterable(transfers)), details):
             return function(*args, **kwargs)
 
-    return run
+    return wrapper
 
 
-def _group_in(label: str) -> str:
-    """``layers.0`` in ``all-gather of layers.0 in forward``."""
+def _group_of(label: str) -> str:
+    """Return ``layers.0`` for ``all-gather of layers.0 in forward``."""
     return label.partition(" of ")[2].removesuffix(" in forward").removesuffix(" in backward")
 
 
-def show(label: str) -> None:
-    """Where a tool watches, calls what the collective ``label`` is in torch, on one element and among one rank.
+def notify_comm_debug(label: str) -> None:
+    """Report the collective ``label`` to an active dispatch mode such as ``CommDebugMode``.
 
-    The tool then counts it for the module that runs. What ``label`` names is its first word.
+    Calls torch's collective of the kind that the first word of ``label`` names, on one element in a process group of
+    one rank. The mode then counts it for the running module.
     """
     if not torch._C._len_torch_dispatch_stack():
         return
-    group, element = _one_rank(), torch.ones(1)
+    group, element = _single_rank_group(), torch.ones(1)
     kind = label.partition(" ")[0]
     if kind == "all-gather":
         group._allgather_base(element, element).wait()
@@ -72,7 +73,7 @@ def show(label: str) -> None:
 
 
 @functools.cache
-def _one_rank() -> dist.ProcessGroup:
+def _single_rank_group() -> dist.ProcessGroup:
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))

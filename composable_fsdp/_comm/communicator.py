@@ -1,4 +1,4 @@
-"""What a communicator is: the collectives of one mesh axis, launched without waiting."""
+"""The communicator protocol: collectives of one mesh axis, launched without waiting."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["AliasingCommunicator", "Communicator", "GroupCommunicator", "Transfe
 
 
 class Transfer(NamedTuple):
-    """One tensor of a coalesced collective; both contiguous and 1-d.
+    """The output and input of one tensor in a coalesced collective. Both are contiguous and 1-d.
 
-    All-gather: ``output`` has ``size`` times the elements of ``input``, in rank order.
-    Reduce-scatter: ``input`` has ``size`` times the elements of ``output``; rank r gets the r-th part. Where the
-    communicator widens, ``input`` may have a narrower dtype.
-    All-to-all: both have the same number of elements, in ``size`` parts.
+    - All-gather: ``output`` has ``size`` times the elements of ``input``, in rank order.
+    - Reduce-scatter: ``input`` has ``size`` times the elements of ``output``, and rank r receives the r-th part. If the
+      communicator widens, ``input`` may have a narrower dtype.
+    - All-to-all: both have the same number of elements, in ``size`` parts.
     """
 
     output: torch.Tensor
@@ -30,102 +30,105 @@ class Transfer(NamedTuple):
 class Communicator(Protocol):
     """Collectives over the ranks of one mesh axis.
 
-    Every method launches all of its transfers at once and returns a :class:`Work`; every rank of the axis must make the
-    same calls in the same order. Tensors stay untouched by the caller until the work has been waited for. An empty list
-    moves nothing. ``label`` is what errors call the operation, and must be the same on every rank.
+    Every method launches all of its transfers at once and returns a :class:`Work`. Every rank of the axis must make the
+    same calls in the same order. The caller must not touch the tensors until it has waited for the work. An empty list
+    transfers nothing. ``label`` names the operation in errors and must be the same on every rank.
     """
 
     @property
     def rank(self) -> int:
-        """This rank's place on the axis."""
+        """This rank's index on the axis."""
         ...
 
     @property
     def size(self) -> int:
-        """Ranks on the axis."""
+        """The number of ranks on the axis."""
         ...
 
     @property
     def averages(self) -> bool:
-        """Whether ``ReduceOp.AVERAGE`` is supported."""
+        """True if ``ReduceOp.AVERAGE`` is supported."""
         ...
 
     @property
     def widens(self) -> bool:
-        """Whether a reduce-scatter takes 16-bit floats for an fp32 output, and adds them up in fp32."""
+        """True if a reduce-scatter accepts 16-bit floats for an fp32 output and accumulates in fp32."""
         ...
 
     @property
     def aliases(self) -> bool:
-        """Whether ranks can have memory in common (:class:`AliasingCommunicator`), so that a gather moves nothing."""
+        """True if ranks can share memory (:class:`AliasingCommunicator`), so that an all-gather copies nothing."""
         ...
 
     @property
     def direct_bytes(self) -> int:
-        """Full size in bytes from which a tensor of its own transfer beats a copy into a packed one."""
+        """Unsharded bytes from which a zero-copy transfer of a tensor is faster than copying it into a packed one."""
         ...
 
     @property
     def whole_bytes(self) -> int:
-        """Padding in bytes from which an all-reduce of its own, without any, beats all-gathers and reduce-scatters."""
+        """Padding bytes from which all-reducing a tensor is cheaper than padded all-gathers and reduce-scatters."""
         ...
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of a group's gradients from which these are worth a reduction of their own, ahead of the rest."""
+        """Bytes of a group's ready gradients from which they are worth a separate reduction, ahead of the rest."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """1-d memory for a message, contents undefined."""
+        """Allocate an uninitialized 1-d message buffer."""
         ...
 
     def all_gather(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        """Every rank's ``input``, in rank order, in every rank's ``output``."""
+        """Gather every rank's ``input``, in rank order, into every rank's ``output``."""
         ...
 
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "") -> Work:
-        """This rank's part of the reduced ``input`` in ``output``."""
+        """Reduce ``input`` over the ranks and write this rank's part of the result to ``output``."""
         ...
 
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "") -> Work:
-        """The r-th part of every ``input`` goes to rank r; the r-th part of ``output`` is what came from there."""
+        """Send the r-th part of every ``input`` to rank r, and receive from rank r into the r-th part of ``output``."""
         ...
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "") -> Work:
-        """Reduces in place."""
+        """Reduce ``tensors`` in place."""
         ...
 
 
 class AliasingCommunicator(Communicator, Protocol):
-    """A communicator whose ``aliases`` is true. One rank has all its memory in common."""
+    """A communicator with ``aliases``: its ranks can share memory. On an axis of one rank, all memory is shared."""
 
     @property
     def partings(self) -> int:
-        """Counts the calls of :meth:`part`, which are the same on every rank."""
+        """The number of :meth:`part` calls so far, which is the same on every rank."""
         ...
 
     def share(self, nbytes: int) -> torch.Tensor:
-        """Zeros that all ranks have in common, ``(nbytes,)`` ``uint8`` on the CPU. All must ask, and wait, together."""
+        """Return zeros that all ranks share, ``(nbytes,)`` ``uint8`` on the CPU. All ranks must call it together; it
+        waits.
+        """
         ...
 
     def barrier(self, name: str) -> Work:
-        """Tells every rank that this one has come; the work is done when all have. ``name`` is what errors call it."""
+        """Launch a barrier whose work is done when all ranks have launched it. ``name`` is its name in errors."""
         ...
 
     def part(self, name: str) -> Work:
-        """A barrier at which no rank reads what others wrote: afterwards each may write to its part of common memory.
+        """Launch a barrier that ends an epoch of shared memory.
 
-        Every rank waits for the work before it launches anything else.
+        No rank reads what others wrote before it. Afterwards each rank may write to its own part of the shared memory.
+        Every rank must wait for the work before it launches anything else.
         """
         ...
 
 
 @runtime_checkable
 class GroupCommunicator(Communicator, Protocol):
-    """A communicator of the ranks of a ``torch.distributed`` process group."""
+    """A communicator over the ranks of a ``torch.distributed`` process group."""
 
     group: dist.ProcessGroup
 
     def with_pool(self, pooled: bool) -> GroupCommunicator:
-        """The same ranks, with the memory of messages from the backend's allocator where it has one, or torch's."""
+        """Return a communicator of the same ranks that allocates with the backend's allocator, if any, or torch's."""
         ...

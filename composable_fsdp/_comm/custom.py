@@ -1,8 +1,8 @@
-"""A communicator that lets callables of the user move the bytes of all-gathers and reduce-scatters.
+"""A communicator whose all-gather or reduce-scatter is a callable of the user.
 
-The callables have the form of ``torch.distributed.fsdp``'s ``AllGather`` and ``ReduceScatter``: ``allocate(size, *,
-dtype, device)`` gives memory for messages, and the call itself launches, returning a work to wait for, or ``None``
-where it is done already.
+The callables have the interface of ``torch.distributed.fsdp``'s ``AllGather`` and ``ReduceScatter``: ``allocate(size,
+*, dtype, device)`` returns a message buffer, and the call launches the collective and returns a work, or ``None`` if it
+is already done.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ __all__ = ["CustomCollective", "CustomCommunicator", "customize"]
 
 
 class CustomCollective(Protocol):
-    """What ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` take."""
+    """The argument type of ``set_custom_all_gather`` and ``set_custom_reduce_scatter``."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a message of ``size`` elements (one dim)."""
+        """Allocate a 1-d message buffer of ``size`` elements."""
         ...
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kw: Any
     ) -> Work | None:
-        """Launches. An all-gather gets keyword ``async_op``, a reduce-scatter keyword ``op``, a ``dist.ReduceOp``."""
+        """Launch. An all-gather gets the keyword ``async_op``, a reduce-scatter the keyword ``op``, a
+        ``dist.ReduceOp``.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CustomCommunicator:
-    """``base``, with one direction replaced. Everything of a group and dtype travels in one message, so that
-    ``allocate`` is asked for all of it. Final.
+    """``base`` with one direction replaced by ``collective``. Final.
+
+    All parameters of a group and dtype share one message, so that ``allocate`` is called for all of them.
 
     Args:
-        base: performs the other direction.
-        collective: performs this one.
-        all_gather_options: returns further keywords for an all-gather.
+        base: the communicator of the other direction.
+        collective: the user's collective.
+        all_gather_options: returns additional keywords for an all-gather.
     """
 
     base: GroupCommunicator
@@ -96,7 +99,7 @@ def customize(
     setter: str,
     all_gather_options: Callable[[], Mapping[str, Any]] = dict,
 ) -> Communicator:
-    """``base`` with ``collective`` in its place; an axis of one rank moves nothing, so nothing is replaced there.
+    """Return ``base`` with one direction replaced by ``collective``, or ``base`` itself if its axis has one rank.
 
     Raises:
         ArgumentTypeError: ``collective`` lacks ``allocate`` or cannot be called.

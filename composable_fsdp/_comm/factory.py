@@ -1,4 +1,4 @@
-"""Which communicator serves a process group."""
+"""Choose the communicator of a process group, and reconnect it after a failure."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from composable_fsdp._consistency.watchdog import job_watchdog
 
 __all__ = ["abandon", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
-# Neither knows the process group that it belongs to, so that it goes with it. They are not iterated: another thread may
-# ask for a group of its own meanwhile.
+# Values do not reference their process group, so an entry is freed with it. Never iterate over these: another
+# thread may be adding a group.
 _known: WeakKeyDictionary[dist.ProcessGroup, ShmEngine | GlooConnection] = WeakKeyDictionary()
-_places: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""In the order in which this rank first asked for them."""
-_next_place = count()
+_creation_order: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Process groups in the order in which this rank first requested them."""
+_next_index = count()
 
 
 def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommunicator:
-    """Through shared memory where the backend is gloo and all ranks are on one host, else over the backend.
+    """Return the communicator of ``group``. CPU tensors over gloo use shared memory if all ranks are on one host.
 
-    All ranks must ask together when they first ask for a group; after that it is known.
+    All ranks must make the first call for a group together. Its connection is cached.
     """
     if device_type != "cpu" or dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return ProcessGroupCommunicator(group, device_type)
     if group not in _known:
-        _places[group] = next(_next_place)
+        _creation_order[group] = next(_next_index)
         _known[group] = connect(group) or GlooConnection(group, job_watchdog(), order_check_from())
     known = _known[group]
     return (
@@ -45,13 +45,14 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
 
 
 def position(group: dist.ProcessGroup) -> str:
-    """Where this rank is in the operations over ``group``: ``"broken"`` where they have failed."""
+    """Return this rank's position in the sequence of operations over ``group``, or ``"broken"`` if one has failed."""
     return _known[group].position if group in _known else ""
 
 
 def abandon(groups: Collection[dist.ProcessGroup]) -> None:
-    """Ends what is under way over ``groups``, before :func:`reopen`, which does so where this rank alone writes to its
-    memory.
+    """Abort operations in flight over ``groups``, before their memory is freed and :func:`reopen` is called.
+
+    In shared memory there is nothing to abort: only this rank writes to its memory.
     """
     for group in groups:
         known = _known.get(group)
@@ -60,12 +61,13 @@ def abandon(groups: Collection[dist.ProcessGroup]) -> None:
 
 
 def reopen(groups: Collection[dist.ProcessGroup]) -> None:
-    """Gives all communicators over ``groups`` new connections. All ranks of each must call it together.
+    """Reconnect all communicators over ``groups``. All ranks of each group must call it together.
 
     Raises:
-        PeerError: these cannot be had on some rank.
+        PeerError: some rank cannot connect.
     """
-    for group in sorted((group for group in groups if group in _known), key=_places.__getitem__):  # alike on all ranks
+    # The order is the same on all ranks.
+    for group in sorted((group for group in groups if group in _known), key=_creation_order.__getitem__):
         known = _known[group]
         if isinstance(known, GlooConnection):
             known.reopen()
@@ -74,20 +76,20 @@ def reopen(groups: Collection[dist.ProcessGroup]) -> None:
 
 
 def compare(groups: Collection[dist.ProcessGroup], level: OrderCheck) -> None:
-    """How much ranks compare before they begin an operation over ``groups``. In shared memory they always do."""
+    """Set how much ranks compare before an operation over ``groups``. In shared memory, they always compare."""
     for group in groups:
         known = _known.get(group)
         if isinstance(known, GlooConnection):
-            known.compare(level)
+            known.set_order_check(level)
 
 
 def compared(group: dist.ProcessGroup) -> int:
-    """Messages that ranks have exchanged over ``group``, since it last connected, only to compare what comes next."""
+    """Return the number of messages exchanged over ``group`` since it last connected to compare operations."""
     known = _known.get(group)
     return known.compared if isinstance(known, GlooConnection) else 0
 
 
 def duplicate(communicator: GroupCommunicator, device_type: str) -> GroupCommunicator:
-    """The same ranks on a process group of their own. All of them must ask together."""
+    """Return a communicator of the same ranks on a new process group. All ranks must call it together."""
     ranks = dist.get_process_group_ranks(communicator.group)
     return communicator_over(dist.new_group(ranks, use_local_synchronization=True), device_type)

@@ -1,4 +1,4 @@
-"""The communicator of an axis with one rank: nothing leaves it."""
+"""The communicator of an axis with one rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class LoopbackCommunicator:
-    """One rank talking to itself. Sums and averages of one summand are that summand."""
+    """Collectives of one rank: copies. The sum or average of one summand is that summand."""
 
     rank: int = 0
     size: int = 1

@@ -1,8 +1,7 @@
-"""That all ranks have built the same, before anything travels whose size could differ between them.
+"""Verify that all ranks have built the same model, before a collective whose size could differ between them.
 
-Each rank says in lines what it has built. Only their digests travel, in a message whose size does not depend on what is
-compared. Where they differ, all ranks exchange the lines, so that all of them raise the same error, which names what
-differs.
+Each rank describes what it has built in lines of text. Ranks compare digests in a message of fixed size. If these
+differ, all ranks exchange the lines and raise the same error, which names the differences.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from composable_fsdp.errors import DivergenceError
 __all__ = ["check_alike", "difference_text", "ranks_text", "texts_of_all"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""In what Python shows of functions and of objects without a text of their own."""
+"""Matches addresses in the default ``repr`` of functions and objects, which differ between processes."""
 _SHOWN_LINES = 12
 _NOTHING = "nothing more"
 
@@ -38,28 +37,29 @@ def check_alike(
     subject: str,
     facts: Callable[[], Sequence[int]] = tuple,
 ) -> dict[int, list[int]]:
-    """Compares ``own`` with what all ranks along ``communicators`` give. All of them must call it, together.
+    """Verify that ``own`` is the same on all ranks along ``communicators``. All of them must call it together.
 
     Args:
-        own: what this rank has built, a line for each part of it. Not asked for where nothing is compared.
-        communicators: of the axes of one mesh. Those that are of no process group, as in simulations, do not count.
-        device: on which they take tensors.
-        subject: what is compared, the same on every rank: for the label of the operation, and the error.
-        facts: gives 64-bit integers that go along in the same message, as many on every rank. Called like ``own``.
+        own: a line for each part of what this rank has built. Not evaluated if there is nothing to compare with.
+        communicators: the axes of one mesh. Axes without a process group, as in simulations, are ignored.
+        device: the device of the communicators' tensors.
+        subject: what is compared, the same on every rank. Used in the label of the operation and in the error.
+        facts: returns 64-bit integers to send in the same message, the same number on every rank. Evaluated as ``own``
+            is.
 
     Returns:
-        The facts of every rank, by rank. Nothing where nothing is compared.
+        The facts of every rank, by rank. Empty if there is nothing to compare with.
 
     Raises:
-        DivergenceError: the lines differ. On all ranks, with the same text.
+        DivergenceError: the lines differ. All ranks raise it with the same text.
     """
-    axes = _compared(communicators)
+    axes = _multi_rank_axes(communicators)
     if not axes:
         return {}
     text = _ADDRESS.sub("", "\n".join(own)).encode()
     digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
     sent = torch.tensor([dist.get_rank(), digest, *facts()], device=device)
-    rows = _from_all(sent, axes, f"comparison of {subject}").tolist()
+    rows = _gather_rows(sent, axes, f"comparison of {subject}").tolist()
     if any(other != digest for _, other, *_ in rows):
         lines = {rank: text.split("\n") for rank, text in texts_of_all(text.decode(), axes, device, subject).items()}
         raise DivergenceError(difference_text(subject, lines))
@@ -69,47 +69,47 @@ def check_alike(
 @torch.inference_mode(False)
 @torch.no_grad()
 def texts_of_all(own: str, communicators: Iterable[Communicator], device: torch.device, subject: str) -> dict[int, str]:
-    """The texts of all ranks along ``communicators``, by rank. All of them must call it, together."""
-    axes, label, packed = _compared(communicators), f"comparison of {subject}", zlib.compress(own.encode())
+    """Return the texts of all ranks along ``communicators``, by rank. All of them must call it together."""
+    axes, label, packed = _multi_rank_axes(communicators), f"comparison of {subject}", zlib.compress(own.encode())
     sent = torch.tensor([dist.get_rank(), len(packed)], device=device)
-    rows = _from_all(sent, axes, label).tolist()
+    rows = _gather_rows(sent, axes, label).tolist()
     length = max(length for _, length in rows)
     message = torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    texts = [_unpacked(row.numpy().tobytes()) for row in _from_all(message, axes, label).cpu()]
+    texts = [_decompress(row.numpy().tobytes()) for row in _gather_rows(message, axes, label).cpu()]
     return {rank: text for (rank, _), text in zip(rows, texts, strict=True)}
 
 
-def _compared(communicators: Iterable[Communicator]) -> list[Communicator]:
-    """Those along which there are other ranks. None in simulations, which have no values to compare."""
+def _multi_rank_axes(communicators: Iterable[Communicator]) -> list[Communicator]:
+    """Return the axes with several ranks. There are none in simulations, whose fake tensors cannot be compared."""
     if isinstance(torch.empty(0), FakeTensor):
         return []
     return [c for c in communicators if isinstance(c, GroupCommunicator) and c.size > 1]
 
 
-def _from_all(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
-    """``(ranks, n)``: the ``(n,)`` of every rank. After each axis, all ranks along those so far have been heard."""
-    everyones = own
+def _gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
+    """Return ``own``, ``(n,)``, of all ranks along all ``axes`` as ``(ranks, n)``."""
+    gathered = own
     for axis in axes:
-        # Begins as copies of this rank's own, which is what a backend that moves nothing leaves there.
-        received = everyones.repeat(axis.size)
-        axis.all_gather([Transfer(received, everyones)], label).wait()
-        everyones = received
-    return everyones.view(-1, own.numel())
+        # Initialized with copies of our rows, since backends that transfer nothing leave them unchanged.
+        received = gathered.repeat(axis.size)
+        axis.all_gather([Transfer(received, gathered)], label).wait()
+        gathered = received
+    return gathered.view(-1, own.numel())
 
 
-def _unpacked(packed: bytes) -> str:
-    return zlib.decompressobj().decompress(packed).decode()  # which leaves what follows the end alone
+def _decompress(packed: bytes) -> str:
+    return zlib.decompressobj().decompress(packed).decode()  # a decompressobj ignores the padding after the end
 
 
 def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
-    """What is said where the ``lines`` of ranks differ: the first difference for each, and more for two of them."""
+    """Return the error text for ranks whose ``lines`` differ: each one's first difference and a diff of two of them."""
     ranks_by_lines: dict[tuple[str, ...], list[int]] = {}
     for rank, own in sorted(lines.items()):
         ranks_by_lines.setdefault(tuple(own), []).append(rank)
     variants = sorted(ranks_by_lines, key=lambda variant: (-len(ranks_by_lines[variant]), ranks_by_lines[variant]))
-    place = next(i for i, parts in enumerate(zip_longest(*variants)) if len(set(parts)) > 1)
+    index = next(i for i, parts in enumerate(zip_longest(*variants)) if len(set(parts)) > 1)
     first = "".join(
-        f"\n  {ranks_text(ranks_by_lines[variant])}: {variant[place] if place < len(variant) else _NOTHING}"
+        f"\n  {ranks_text(ranks_by_lines[variant])}: {variant[index] if index < len(variant) else _NOTHING}"
         for variant in variants
     )
     usual, other = variants[:2]
@@ -127,6 +127,6 @@ def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """The ranks by number, the first of them where they are many."""
+    """Return the numbers of the first eight ranks as text."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -1,1 +1,1 @@
-"""Checks that all ranks do the same, and reports of where each rank is when one waits too long."""
+"""Checks that all ranks run the same program, and reports of where each rank is when one waits too long."""

@@ -1,7 +1,7 @@
-"""Ctrl-C while the main thread waits in C++, where Python runs no signal handler until the wait is over.
+"""Detect Ctrl-C while the main thread waits in C++, where Python cannot run its signal handler.
 
-The interpreter writes the number of a signal to a file descriptor as soon as it has come, so another thread can see it
-and end the wait. Nothing is done where somebody else uses that descriptor, as asyncio does, or handles Ctrl-C.
+The interpreter writes the number of a signal to a file descriptor at once, so another thread can read it and end the
+wait. Nothing is installed if that descriptor is in use, as by asyncio, or if the user handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import signal
 import threading
 from contextlib import suppress
 
-__all__ = ["has_come", "listen", "stop_listening"]
+__all__ = ["arrived", "listen", "stop_listening"]
 
-_NOBODY = -1
+_NO_DESCRIPTOR = -1
 
 
 _lock = threading.Lock()
@@ -32,29 +32,29 @@ def _pipe() -> tuple[int, int]:
 
 
 def listen() -> None:
-    """From now on :func:`has_come` knows, if this is the main thread. What came before was seen to."""
+    """Start listening if this is the main thread, and forget earlier signals, which were handled."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     _, writer = _pipe()
     other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if other not in (_NOBODY, writer):
+    if other not in (_NO_DESCRIPTOR, writer):
         signal.set_wakeup_fd(other)
     else:
-        has_come()
+        arrived()
 
 
 def stop_listening() -> None:
-    """The main thread is back in Python."""
+    """Stop listening. The main thread runs Python again."""
     if threading.current_thread() is threading.main_thread():
-        other = signal.set_wakeup_fd(_NOBODY)
-        if other not in (_NOBODY, _pipe()[1]):
+        other = signal.set_wakeup_fd(_NO_DESCRIPTOR)
+        if other not in (_NO_DESCRIPTOR, _pipe()[1]):
             signal.set_wakeup_fd(other)
 
 
-def has_come() -> bool:
-    """Whether Ctrl-C was pressed since the last call, while somebody listened."""
+def arrived() -> bool:
+    """Return whether Ctrl-C was pressed since the last call, while listening."""
     with suppress(BlockingIOError):
         return signal.SIGINT in os.read(_pipe()[0], 4096)
     return False

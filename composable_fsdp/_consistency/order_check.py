@@ -1,12 +1,13 @@
-"""That all ranks are about to do the same, before any of them does it.
+"""Check that all ranks are about to run the same operation, before any of them does.
 
-A collective that ranks enter with other sizes kills the process in gloo, and one with other tensors of the same size
-mixes them. To compare before each would cost as much as the collective. So ranks remember which operation they agreed
-to do after which few: what follows as it did before is done without asking, anything else is compared first.
+A collective with different sizes on different ranks kills the process in gloo; one with different tensors of the same
+size mixes them up. A comparison before each collective would cost as much as the collective. Therefore ranks remember
+which operation follows each short sequence of operations. An operation that follows as it did before runs without a
+comparison; any other is compared first.
 
-Invariant: all ranks have agreed on the same operations in the same order, so they remember the same successors. If one
-goes on without asking, every other one that goes on without asking does the same; a rank that does something else asks,
-is not answered, and neither gets further. Who waits finds out by calling the roll (``_consistency/watchdog.py``).
+Invariant: all ranks have agreed on the same operations in the same order, so they remember the same successors, and all
+ranks that run an operation without a comparison run the same one. A rank that deviates waits for a comparison that the
+others do not join, so no rank proceeds, and the watchdog of each waiting rank finds the cause.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ __all__ = ["CONTEXT", "LEVEL_VARIABLE", "OrderCheck", "OrderChecker", "order_che
 LEVEL_VARIABLE = "COMPOSABLE_FSDP_ORDER_CHECK"
 
 CONTEXT = 8
-"""Operations that tell what is next. The last one alone does not: gradients of a group are reduced in several messages
-that are called the same, and what comes after the last of them is something else.
+"""The number of operations that determine the next one. The last one alone does not: a group's gradients are reduced by
+several operations of the same label, and the last of them is followed by another operation.
 """
-_MOST_REMEMBERED = 1 << 14
-"""Contexts; a program whose order is always new would otherwise remember more and more."""
+_MAX_CONTEXTS = 1 << 14
+"""The number of contexts to remember, which bounds memory if a program never repeats its order."""
 
 
 class OrderCheck(Enum):
     """How much ranks compare."""
 
     OFF = "off"
-    """Nothing."""
+    """No operations."""
     FIRST = "first"
-    """What has not followed the operation before it until now: the first iteration, and what changes later."""
+    """Operations in a new order: the first iteration, and later changes."""
     ALWAYS = "always"
     """Every operation."""
 
 
 def order_check_from(value: str | None = None) -> OrderCheck:
-    """``value``, or what the environment says, or ``FIRST``.
+    """Return the level ``value``, or else that of the environment variable, or else ``FIRST``.
 
     Raises:
         ConfigurationError: there is no such level.
@@ -58,43 +59,43 @@ def order_check_from(value: str | None = None) -> OrderCheck:
 
 
 class OrderChecker:
-    """What the ranks of one process group have agreed to do after what. Final.
+    """The operations that the ranks of one process group have agreed on. Final.
 
     Args:
-        exchange: takes this rank's number, gives those of all ranks, in their order. Fixed in size whatever comes.
-        tell: takes this rank's text, gives those of all ranks; called by all of them when their numbers differ.
+        exchange: takes this rank's number and returns those of all ranks, in rank order.
+        exchange_text: takes this rank's text and returns those of all ranks. All ranks call it if their numbers differ.
         level: how much is compared.
     """
 
     def __init__(
         self,
         exchange: Callable[[int], Sequence[int]],
-        tell: Callable[[str], Mapping[int, str]],
+        exchange_text: Callable[[str], Mapping[int, str]],
         level: OrderCheck,
     ) -> None:
-        self._exchange, self._tell, self.level = exchange, tell, level
+        self._exchange, self._exchange_text, self.level = exchange, exchange_text, level
         self._successors: dict[tuple[str, ...], str] = {}
-        self._before: deque[str] = deque(maxlen=CONTEXT)
+        self._context: deque[str] = deque(maxlen=CONTEXT)
         self.number = 0
-        """Operations begun so far."""
+        """The number of operations begun so far."""
         self.compared = 0
-        """How many of them were compared with those of the other ranks, which takes a message."""
+        """The number of operations that were compared, which takes a message each."""
 
     def begin(self, operation: str) -> None:
-        """``operation`` is next; it says what travels, sizes included.
+        """Check that ``operation`` is next on all ranks. Its text includes the sizes of its tensors.
 
         Raises:
-            DivergenceError: another rank is about to do something else.
+            DivergenceError: another rank is about to run a different operation.
         """
         self.number += 1
-        before = tuple(self._before)
-        known = self.level is OrderCheck.OFF or self._successors.get(before) == operation
+        context = tuple(self._context)
+        known = self.level is OrderCheck.OFF or self._successors.get(context) == operation
         if not known or self.level is OrderCheck.ALWAYS:
             self.compared += 1
             own = crc32(operation.encode())
             if any(other != own for other in self._exchange(own)):
-                raise DivergenceError(order_text(self._tell(operation)))
-            if len(self._successors) >= _MOST_REMEMBERED:
+                raise DivergenceError(order_text(self._exchange_text(operation)))
+            if len(self._successors) >= _MAX_CONTEXTS:
                 self._successors.clear()
-            self._successors[before] = operation
-        self._before.append(operation)
+            self._successors[context] = operation
+        self._context.append(operation)

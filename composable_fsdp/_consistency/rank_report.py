@@ -1,7 +1,7 @@
-"""What ranks report of themselves, and what follows from it for one that waits. Numbers and texts only.
+"""Reports of ranks about themselves, and the diagnosis of a wait from them. Numbers and texts only.
 
-States of a rank, as it reports them: WAITING for an operation; AT WORK, between operations; FAILED, after an exception
-in a pass of a sharded module and until its next pass begins; LEFT, once its program has come to its end.
+A rank reports one of these states: WAITING for an operation; AT WORK between operations; FAILED after an exception in a
+pass of a sharded module, until its next pass begins; LEFT after the end of its program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["OperationId", "RankReport", "diagnose", "order_text", "ranks_text", 
 
 @dataclass(frozen=True, slots=True)
 class OperationId:
-    """An operation: its number among those of ``ranks`` over one ``line`` between them, and what it is."""
+    """The label of an operation and its number among those of ``ranks`` over one connection, ``line``."""
 
     ranks: tuple[int, ...]
     number: int
@@ -31,17 +31,18 @@ class OperationId:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Where a rank is.
+    """The state of one rank.
 
     Args:
-        rank: in the whole job.
-        steps: backwards that it has completed.
-        waiting: what it waits for, and for how long already.
-        last: what it completed last.
-        failure: an exception that ended its pass, or how its program ended.
-        left: whether that was its end.
-        verdict: why it gave up waiting, and with it all that goes over the same connections.
-        diverged: whether that was because ranks are about to do different things.
+        rank: the global rank.
+        steps: number of completed backward passes.
+        waiting: the operation it waits for.
+        seconds: how long it has waited.
+        last: the last completed operation.
+        failure: the exception that ended its pass, or how its program ended.
+        left: whether its program has ended.
+        verdict: why it gave up a wait, which also breaks the connection.
+        diverged: whether it gave up because ranks were about to run different operations.
     """
 
     rank: int
@@ -61,8 +62,10 @@ class RankReport:
     def decoded(text: str) -> RankReport:
         values = json.loads(text)
         for name in ("waiting", "last"):
-            place = values[name]
-            values[name] = None if place is None else OperationId(**place | {"ranks": tuple(place["ranks"])})
+            operation = values[name]
+            values[name] = (
+                None if operation is None else OperationId(**operation | {"ranks": tuple(operation["ranks"])})
+            )
         return RankReport(**values)
 
     def __str__(self) -> str:
@@ -78,16 +81,16 @@ class RankReport:
 def diagnose(
     own: OperationId, reports: Mapping[int, RankReport], *, lost: str = "", timed_out: bool = False
 ) -> FSDPError | None:
-    """What keeps ``own`` from being done, as far as ``reports`` of the other ranks tell; ``None`` if they do not.
+    """Return the error that explains why ``own`` cannot complete, or ``None`` if the reports do not show one.
 
     Args:
-        own: what this rank waits for.
-        reports: by rank, of those that answered.
-        lost: what the transport said, if it lost somebody. Then ranks that did not answer are taken for gone.
-        timed_out: whether it lost them only because nothing came in time.
+        own: the operation that this rank waits for.
+        reports: reports of the ranks that answered, by rank.
+        lost: the transport's error, if it lost a connection. Then ranks that did not answer are considered gone.
+        timed_out: whether that error was a timeout.
     """
     for report in reports.values():
-        if report.verdict:  # whoever found out first says it for all
+        if report.verdict:  # the first rank to find the cause decides for all
             return DivergenceError(report.verdict) if report.diverged else PeerError(report.verdict)
     missing = [rank for rank in own.ranks if rank not in reports]
     failed = [report for report in reports.values() if report.failure]
@@ -99,42 +102,42 @@ def diagnose(
         other = report.waiting
         same = other is not None and replace(other, label=own.label) == own
         if other is not None and same and other.label != own.label:
-            places = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
-            return DivergenceError(order_text(places))
+            labels = {rank: r.waiting.label for rank, r in reports.items() if r.waiting and rank in own.ranks}
+            return DivergenceError(order_text(labels))
     if not lost:
         return None
     late = [rank for rank in own.ranks if rank in reports and reports[rank].waiting != own]
-    if timed_out and not missing and not late:  # all are there by now
+    if timed_out and not missing and not late:  # all have arrived by now: name the last one
         late = [min(own.ranks, key=lambda rank: reports[rank].seconds)]
-    known = {rank: str(place) for rank in missing if (place := _last_known(rank, own, reports)) is not None}
+    known = {rank: str(operation) for rank in missing if (operation := _last_known(rank, own, reports)) is not None}
     return PeerError(
         f"{own} cannot be done: {_absence(missing, late, timed_out=timed_out)}{reports_text(reports, known)}\n  {lost}"
     )
 
 
 def _last_known(rank: int, own: OperationId, reports: Mapping[int, RankReport]) -> OperationId | None:
-    """The last operation that any rank has completed together with ``rank``, over the line of ``own`` if possible."""
+    """Return the last operation that any rank completed with ``rank``, over the connection of ``own`` if possible."""
     shared = [each.last for each in reports.values() if each.last is not None and rank in each.last.ranks]
-    return max(shared, key=lambda place: (place.line == own.line, place.number), default=None)
+    return max(shared, key=lambda operation: (operation.line == own.line, operation.number), default=None)
 
 
 def reports_text(reports: Mapping[int, RankReport], last_known: Mapping[int, str] = MappingProxyType({})) -> str:
-    """A line for each report, and one for each rank of ``last_known``: the last operation in which it took part."""
+    """Return a line for each report, and one with the last known operation for each rank of ``last_known``."""
     lines = [(rank, str(report)) for rank, report in reports.items()]
     lines += [(rank, f"rank {rank} last took part in {operation}") for rank, operation in last_known.items()]
     return "".join(f"\n  {line}" for _, line in sorted(lines))
 
 
 def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) -> str:
-    """Who is not there, and what to do. ``missing`` do not answer, ``late`` do and are elsewhere."""
+    """Return which ranks are missing and what to do. ``missing`` do not answer; ``late`` do, but are elsewhere."""
     if missing and timed_out:
         return (
             f"{ranks_text(missing)} did not answer in time. The process is stopped or gone, or its host cannot be "
             "reached: look there."
         )
     if missing:
-        are, whose = ("is", "its") if len(missing) == 1 else ("are", "their")
-        return f"{ranks_text(missing)} {are} gone. Look for the first error in {whose} output."
+        verb, possessive = ("is", "its") if len(missing) == 1 else ("are", "their")
+        return f"{ranks_text(missing)} {verb} gone. Look for the first error in {possessive} output."
     if late:
         who = ranks_text(late)
         return f"{who} did not come to it in time. If slow, not stuck, give the process group a longer timeout."
@@ -142,7 +145,7 @@ def _absence(missing: Sequence[int], late: Sequence[int], *, timed_out: bool) ->
 
 
 def order_text(about: Mapping[int, str]) -> str:
-    """What is said when ranks are ``about`` to do different things."""
+    """Return the error text for ranks that are ``about`` to run different operations."""
     kind = "Forward order" if all(" in forward" in label for label in about.values()) else "The order of collectives"
     lines = "".join(f"\n  rank {rank}: {label}" for rank, label in sorted(about.items()))
     return (
@@ -154,5 +157,5 @@ def order_text(about: Mapping[int, str]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1``, or ``ranks 1, 2``."""
+    """Return ``rank 1``, or ``ranks 1, 2``."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,10 +1,10 @@
-"""Checks that the values with which ranks begin belong together, from samples of parameters and of their shards.
+"""Check that the initial values of ranks belong together, by samples of parameters and shards.
 
-Two mistakes train without an error and give a wrong model. Ranks that built different values hold shards of different
-models. Ranks that ran one random initialisation with one seed on their shards hold copies of the same shard.
+Two mistakes raise no error but train a wrong model. If ranks built different values, they hold shards of different
+models. If ranks ran the same random initialization with the same seed on their shards, they hold copies of one shard.
 
-Invariant: a rank's :class:`Facts` have a fixed size, so that they fit into the message by which ranks compare models.
-Details are exchanged only where the facts of ranks do not agree.
+Invariant: a rank's :class:`Facts` have a fixed size, so that they fit into the message that compares models. Details
+are exchanged only if the facts disagree.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ __all__ = [
 ]
 
 SAMPLED = 64
-"""Elements of one tensor that are compared."""
+"""The number of elements compared per tensor."""
 _SLOTS = 32
-_FEWEST_DISTINCT = 8
-"""Values by which a sample looks random. Tables of a few constants have fewer."""
+_MIN_DISTINCT = 8
+"""The number of distinct values from which a sample looks random. Tables of a few constants have fewer."""
 _CHANGED, _ANY = "changed", "any"
-"""In details of starting values: the shard is not what was cut, and has no values that depend on the start."""
+"""Words in start details: the shard has changed since it was cut, or does not depend on the initial values."""
 
 
 class Start(NamedTuple):
-    """Samples of a parameter and of this rank's shard, taken when the parameter was cut."""
+    """Samples of a parameter and of this rank's shard, taken when the parameter was sharded."""
 
     whole: torch.Tensor
     shard: torch.Tensor
 
 
 def start_of(whole: torch.Tensor, shard: torch.Tensor) -> Start | None:
-    """The samples of both, or ``None`` where the tensors have no values that can be sampled."""
-    of_whole, of_shard = sample(whole), sample(shard)
-    return None if of_whole is None or of_shard is None else Start(of_whole, of_shard)
+    """Return samples of ``whole`` and ``shard``, or ``None`` if either cannot be sampled."""
+    full_sample, shard_sample = sample(whole), sample(shard)
+    return None if full_sample is None or shard_sample is None else Start(full_sample, shard_sample)
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy of up to ``SAMPLED`` elements spread over ``tensor``, 1-d; ``None`` for tensor subclasses and on meta."""
+    """Return up to ``SAMPLED`` elements spread over ``tensor``, 1-d, or ``None`` for subclasses and meta tensors."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
         return None
     values, count = tensor.detach(), tensor.numel()
     step = max(1, count // SAMPLED)
-    step -= step > 1 and step % 2 == 0  # odd: an even step would often stay in one column
+    step -= step > 1 and step % 2 == 0  # odd, because an even step would often sample one column only
     if values.is_contiguous():
         return values.view(-1)[::step][:SAMPLED].clone()
     positions = torch.arange(0, count, step, device=values.device)[:SAMPLED]
@@ -69,7 +69,7 @@ def sample(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def host_bytes(samples: Sequence[torch.Tensor]) -> list[bytes]:
-    """The bytes of every sample, by one transfer for each device."""
+    """Return the bytes of every sample, with one copy from each device."""
     found = [b""] * len(samples)
     for device in dict.fromkeys(each.device for each in samples):
         here = [i for i, each in enumerate(samples) if each.device == device]
@@ -83,16 +83,16 @@ def host_bytes(samples: Sequence[torch.Tensor]) -> list[bytes]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One parameter as this rank sees it.
+    """One parameter on this rank.
 
     Args:
-        name: the same on all ranks, for errors too.
-        shape: of this rank's shard.
-        itemsize: bytes of an element.
-        floating: whether its elements are floating-point numbers.
-        whole: the sample of the whole parameter from when it was cut; ``None`` where there was none.
-        shard_then: the sample of the shard from then.
-        shard: that of the shard now; ``None`` where it cannot be sampled.
+        name: name, the same on all ranks.
+        shape: shape of this rank's shard.
+        itemsize: bytes per element.
+        floating: whether the elements are floating-point numbers.
+        whole: sample of the full parameter when it was sharded, or ``None``.
+        shard_then: sample of the shard from then.
+        shard: sample of the current shard, or ``None`` if it cannot be sampled.
     """
 
     name: str
@@ -105,19 +105,19 @@ class Candidate:
 
     @property
     def changed(self) -> bool:
-        """Whether the shard is not what was cut: a load or an initialisation came in between."""
+        """True if the shard has changed since it was cut, by a load or an initialization."""
         return self.shard != self.shard_then
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank's shard has values that depend on the start. A constant shard, or none, is right anyway."""
+    def depends_on_start(self) -> bool:
+        """True if this rank's shard depends on the initial values. A constant or empty shard does not."""
         return self._distinct > 1
 
     @property
     def looks_random(self) -> bool:
-        """Whether the shard could come from a generator of random numbers."""
+        """True if the shard could come from a random number generator."""
         values = len(self.shard or b"") // self.itemsize
-        return self.floating and self._distinct >= max(_FEWEST_DISTINCT, values // 2)
+        return self.floating and self._distinct >= max(_MIN_DISTINCT, values // 2)
 
     @property
     def _distinct(self) -> int:
@@ -127,10 +127,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank says of all its parameters over one pair of axes.
+    """A fixed-size summary of all parameters of one rank over one pair of axes.
 
-    ``start`` is equal on all ranks if they began with the same values and none of these has changed. ``sketch`` has a
-    number for each slot that random-looking shards fall into: two ranks with equal shards in a slot have equal numbers.
+    ``start`` is equal on all ranks if their initial values were the same and have not changed. ``sketch`` has a number
+    for each slot that random-looking shards are hashed to by name: equal shards in a slot give equal numbers.
     """
 
     start: int
@@ -139,7 +139,7 @@ class Facts:
 
     @staticmethod
     def of(candidates: Sequence[Candidate], shard_rank: int) -> Facts:
-        """The facts of the rank with this place on the shard axis."""
+        """Return the facts of the rank with index ``shard_rank`` on the shard axis."""
         sketch = [0] * _SLOTS
         for each in candidates:
             if each.looks_random and each.shard is not None:
@@ -150,18 +150,18 @@ class Facts:
 
     @staticmethod
     def parse(numbers: Sequence[int]) -> Facts:
-        """The inverse of :attr:`numbers`."""
+        """Return the facts with these :attr:`numbers`."""
         start, shard_rank, *sketch = numbers
         return Facts(start, shard_rank, tuple(sketch))
 
     @property
     def numbers(self) -> list[int]:
-        """64-bit integers, as many whatever the model."""
+        """The facts as 64-bit integers, the same number of them for every model."""
         return [self.start, self.shard_rank, *self.sketch]
 
     @staticmethod
     def any_equal_shards(facts: Mapping[int, Facts]) -> bool:
-        """Whether ranks with different shards may hold equal values."""
+        """Return whether ranks with different shards may hold equal values."""
         owners: dict[tuple[int, int], int] = {}
         return any(
             number and owners.setdefault((slot, number), each.shard_rank) != each.shard_rank
@@ -184,20 +184,20 @@ def _start_text(candidate: Candidate) -> str:
 
 
 def start_details(candidates: Sequence[Candidate]) -> str:
-    """This rank's text for :func:`unlike_starts`: a word for each candidate, without names, which all ranks know."""
-    return " ".join(_start_text(c) if c.counts and c.whole is not None else _ANY for c in candidates)
+    """Return this rank's text for :func:`unlike_starts`: a word per candidate, in the order that all ranks know."""
+    return " ".join(_start_text(c) if c.depends_on_start and c.whole is not None else _ANY for c in candidates)
 
 
 def unlike_starts(details: Mapping[int, str], names: Sequence[str]) -> dict[str, dict[str, list[int]]]:
-    """Parameters that were not the same on all ranks when they were cut, with the ranks that had equal ones together.
+    """Return parameters whose initial values differed between ranks, with the ranks grouped by equal values.
 
-    A parameter that has changed since on any rank does not count: the values that ranks began with are overwritten.
-    After a checkpoint was loaded, ranks differ only in which shards are empty: each of these few texts is read once,
-    however many ranks there are.
+    A parameter that has changed since on any rank is skipped, because its initial values are overwritten. After a
+    checkpoint was loaded, ranks differ only in which shards are empty, so there are few distinct texts, and each is
+    parsed once.
 
     Args:
-        details: of each rank.
-        names: of the parameters, in the order in which the texts have them.
+        details: the text of each rank.
+        names: names of the parameters, in the order of the texts.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in sorted(details.items()):
@@ -215,10 +215,10 @@ def unlike_starts(details: Mapping[int, str], names: Sequence[str]) -> dict[str,
 
 
 def shard_details(candidates: Sequence[tuple[Candidate, torch.Tensor, int]]) -> str:
-    """This rank's text for :func:`equal_shards`, out of candidates with their shards and the dims that are cut.
+    """Return this rank's text for :func:`equal_shards`, from candidates with their shards and sharded dims.
 
-    Shards of one row, or whose first rows are equal, do not take part. Rows that repeat are meant to, such as experts
-    that all begin as copies of one layer.
+    Shards of one row, or whose first two rows are equal, are skipped. Repeated rows are intended, as for experts that
+    are all initialized as copies of one layer.
     """
     found = {}
     for candidate, shard, dim in candidates:
@@ -231,16 +231,16 @@ def shard_details(candidates: Sequence[tuple[Candidate, torch.Tensor, int]]) -> 
 
 
 def equal_shards(details: Mapping[int, str], shard_ranks: Mapping[int, int]) -> dict[str, list[int]]:
-    """Parameters of which ranks with different shards hold the same values, and these ranks.
+    """Return parameters of which ranks with different shards hold equal values, and these ranks.
 
-    One such parameter among others that differ is taken for a table that repeats itself, and left out.
+    A single such parameter among others that differ is considered a table that repeats itself, and skipped.
     """
     found: dict[str, list[int]] = {}
     compared: set[str] = set()
-    everyones = {rank: json.loads(text) for rank, text in sorted(details.items())}
-    for name in dict.fromkeys(name for own in everyones.values() for name in own):
+    shards_by_rank = {rank: json.loads(text) for rank, text in sorted(details.items())}
+    for name in dict.fromkeys(name for own in shards_by_rank.values() for name in own):
         by_values: dict[str, list[int]] = {}
-        for rank, own in everyones.items():
+        for rank, own in shards_by_rank.items():
             if name in own:
                 by_values.setdefault(own[name], []).append(rank)
         if len({shard_ranks[rank] for ranks in by_values.values() for rank in ranks}) > 1:

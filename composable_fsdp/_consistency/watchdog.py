@@ -1,9 +1,9 @@
-"""Where every rank of the job is, told through the store of the job when somebody waits for too long.
+"""The watchdog: finds out where every rank of the job is when one waits for too long.
 
-Nothing is told while all goes well: a rank notes where it is in its own memory. One that has waited for ``PATIENCE``
-seconds *calls the roll*: a thread of every rank that can still run then writes down where that rank is, and whoever
-waits reads it. So a rank that raised and goes on, one that runs other modules, and one that is gone are told apart in
-seconds, whatever the timeout of the process group, and by name.
+Nothing is sent while all goes well: a rank records its state in its own memory. A rank that has waited for ``PATIENCE``
+seconds requests rank reports through the store of the job, and a thread of every live rank writes one there. So a rank
+that raised, one that runs other modules, and one that is gone are distinguished by name within seconds, whatever the
+timeout of the process group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet  # until Python 3.11 another one than the built-in
+from concurrent.futures import TimeoutError as FutureTimeout  # not the built-in before Python 3.11
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -31,23 +31,23 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, ranks_text
-from composable_fsdp._consistency.running_pass import RunningPass, said_of
+from composable_fsdp._consistency.running_pass import RunningPass, error_summary
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog"]
 
 PATIENCE = 1.0
-"""Seconds of waiting after which a rank asks where the others are."""
+"""Seconds of waiting after which a rank requests reports."""
 _PERIOD = 0.25
 _RANKS_PER_PERIOD = 1000
-"""Of a large job, the store hears each rank less often."""
+"""Each rank of a large job polls less often, so that the store serves this many polls per second."""
 _ANSWER_SECONDS = 1.5
-"""In which every rank whose threads run has answered."""
+"""The time in which every rank whose threads run has answered."""
 _STORE_SECONDS = _ANSWER_SECONDS + 1.0
-"""For which the thread that trains waits for the one that asks the store, which may not answer any more."""
+"""The time that the training thread waits for the watchdog thread, in case the store does not answer."""
 
 _STORE_FAILURES = 3
-"""In a row: then the store is gone, with the rank or the launcher that has it."""
+"""Consecutive failures after which the store is considered gone, with the rank or launcher that hosts it."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Here:
-    """What this rank knows of itself; written by the thread that trains, read by the one that answers."""
+class _LocalStatus:
+    """This rank's state, written by the training thread and read by the watchdog thread."""
 
     waiting: OperationId | None = None
     since: float = 0.0
@@ -64,54 +64,56 @@ class _Here:
     steps: int = 0
     failure: str = ""
     has_left: bool = False
-    """Whether its program has come to its end."""
+    """True if the program has ended."""
     verdict: FSDPError | None = None
     passes: dict[RunningPass, None] = field(default_factory=dict)
-    """Under way."""
+    """The running passes, in order."""
     interrupt: Callable[[str], None] | None = None
 
     @property
     def left(self) -> str:
-        """What is told of a pass that nobody runs any more, if there is one."""
+        """The text that reports a pass that ended unexpectedly, or an empty one."""
         for each in list(self.passes):
-            if (left := each.left) and each in self.passes:  # else it has ended meanwhile, as it should
+            if (left := each.left) and each in self.passes:  # it has not ended normally meanwhile
                 return left
         return ""
 
 
 class Watchdog:
-    """This rank's part in the roll call. Final.
+    """Records the state of this rank, reports it to other ranks, and collects their reports. Final.
 
-    Only a thread of its own uses the store: a call of it may take for ever, once the host that has it is gone.
+    Only the watchdog thread uses the store, since a call of it may block forever once its host is gone.
 
     Args:
-        store: of the whole job.
-        rank: in the whole job.
-        size: ranks in the job.
+        store: the store of the job.
+        rank: the global rank.
+        size: the number of ranks in the job.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank = rank
-        self.here = _Here()
+        self.here = _LocalStatus()
         self._store = store
         self._period = max(_PERIOD, size / _RANKS_PER_PERIOD)
         self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        """For the thread; ``None`` ends it."""
+        """Calls for the watchdog thread; ``None`` stops it."""
         self._answered = 0
         self._meetings: dict[tuple[int, ...], int] = {}
         self._due = 0.0
         self._thread = threading.Thread(target=self._run, name="composable_fsdp watch", daemon=True)
         self._thread.start()
         with _lock:
-            _all.add(self)
+            _live.add(self)
             _leave_at_exit()
 
-    # -- what the training thread notes
+    # -- called by the training thread
 
-    def begin_wait(self, place: OperationId, end: Callable[[str], None] | None = None, seconds: float = 0.0) -> None:
-        """This rank waits for ``place``, ``seconds`` already. ``end``, on the other thread, ends that for a reason."""
+    def begin_wait(
+        self, operation: OperationId, end: Callable[[str], None] | None = None, seconds: float = 0.0
+    ) -> None:
+        """Record a wait for ``operation``, ``seconds`` so far. The watchdog thread may abort it by ``end(reason)``."""
         here = self.here
-        here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, place
+        here.since, here.interrupt, here.waiting = time.monotonic() - seconds, end, operation
         if end is not None:
             interrupt.listen()
 
@@ -123,56 +125,56 @@ class Watchdog:
         here.waiting = here.interrupt = None
 
     def begin_pass(self, begun: RunningPass) -> None:
-        """What failed before is over, if it is a forward."""
+        """Record that a pass begins. A forward clears earlier failures."""
         here = self.here
         if begun.kind == "forward" and (here.failure or here.verdict or here.passes):
             self.go_on()
         here.passes[begun] = None
 
     def end_pass(self, ended: RunningPass | None, steps: int = 0) -> None:
-        """By its end, or by what :meth:`fail` tells of. ``steps``: backwards that its root has completed now."""
+        """Record that a pass has ended, or failed after :meth:`fail`. ``steps`` counts backward passes of its root."""
         if ended is not None:
             self.here.passes.pop(ended, None)
             self.here.steps = steps or self.here.steps
 
     def fail(self, failure: str) -> None:
-        """A pass of this rank ended so. Others are told at once, if they look."""
+        """Record that a pass of this rank failed, and publish it."""
         if not self.here.failure:
             self.here.failure = failure
-            self._tell()
+            self._publish()
 
     def go_on(self) -> None:
-        """What failed before is over."""
+        """Clear earlier failures."""
         here = self.here
         left = [each for each in list(here.passes) if each.left]
         if here.failure or here.verdict or left:
             here.failure, here.verdict = "", None
             for each in left:
                 here.passes.pop(each, None)
-            self._tell()
+            self._publish()
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's last pass ended before its end, here or because of another rank."""
+        """True if this rank's last pass failed, here or because of another rank."""
         return bool(self.here.failure or self.here.verdict or self.here.left)
 
-    def find(self, place: OperationId, lost: str, *, timed_out: bool) -> FSDPError | None:
-        """Why the wait for ``place`` has just failed, the transport having said ``lost``. The others are told."""
+    def diagnose_failure(self, operation: OperationId, lost: str, *, timed_out: bool) -> FSDPError | None:
+        """Return and publish why the wait for ``operation`` failed with the transport's error ``lost``."""
         if self.here.verdict is None:
-            self.give_up(diagnose(place, self.collect_reports(place.ranks), lost=lost, timed_out=timed_out))
+            self.give_up(diagnose(operation, self.collect_reports(operation.ranks), lost=lost, timed_out=timed_out))
         return self.here.verdict
 
     def give_up(self, verdict: FSDPError | None) -> None:
-        """Notes why this rank waits no longer, and tells the others, whom this will keep from going on."""
+        """Record and publish why this rank gave up a wait, so that other ranks do not continue either."""
         if verdict is not None and self.here.verdict is None:
             self.here.verdict = verdict
-            self._tell()
+            self._publish()
 
     def meet(self, ranks: Sequence[int], own: str, seconds: float, occasion: str) -> list[str]:
-        """Waits until all of ``ranks`` have come to their next meeting, and gives what each brought, ``own`` here.
+        """Wait until all of ``ranks`` have called this as often as this rank, and return their ``own`` in that order.
 
         Raises:
-            PeerError: some have not come in ``seconds``. Named in the text.
+            PeerError: some ranks, named in the text, did not come within ``seconds``.
         """
         number = self._meetings[tuple(ranks)] = self._meetings.get(tuple(ranks), 0) + 1
         name = f"meeting/{crc32(repr(tuple(ranks)).encode()):08x}"
@@ -180,21 +182,23 @@ class Watchdog:
         store = self._store
         try:
             end = time.monotonic() + seconds
-            self._ask(lambda: store.set(keys[self.rank], own), seconds)
-            while missing := self._ask(lambda: [rank for rank, key in keys.items() if not store.check([key])], seconds):
+            self._call(lambda: store.set(keys[self.rank], own), seconds)
+            while missing := self._call(
+                lambda: [rank for rank, key in keys.items() if not store.check([key])], seconds
+            ):
                 if time.monotonic() > end:
                     raise PeerError(f"{occasion}, and in {seconds:g} s {ranks_text(missing)} did not.")
                 time.sleep(0.02)
-            brought = self._ask(lambda: [store.get(key).decode() for key in keys.values()], seconds)
-            if number > 1:  # who has come to this one has left that
-                self._request(lambda: store.delete_key(f"{name}/{number - 1}/{self.rank}"))
-            return brought
+            texts = self._call(lambda: [store.get(key).decode() for key in keys.values()], seconds)
+            if number > 1:  # all ranks at this meeting have left the previous one
+                self._submit(lambda: store.delete_key(f"{name}/{number - 1}/{self.rank}"))
+            return texts
         except RuntimeError as error:
             if isinstance(error, FSDPError):
                 raise
             raise PeerError(f"{occasion}, but they cannot meet: {error}") from error
 
-    # -- the roll
+    # -- reports
 
     def report(self) -> RankReport:
         here, waiting = self.here, self.here.waiting
@@ -204,39 +208,40 @@ class Watchdog:
         return RankReport(self.rank, here.steps, waiting, seconds, here.last, failure, here.has_left, verdict, diverged)
 
     def collect_reports(self, ranks: Iterable[int], seconds: float = _ANSWER_SECONDS) -> dict[int, RankReport]:
-        """Reports of ``ranks`` that are fresh, or final; waits for up to ``seconds`` until all have come, or one that
-        says for all why nobody can go on.
+        """Return fresh or final reports of ``ranks``.
+
+        Waits for up to ``seconds`` until all of them have answered, or one has given up with a verdict for all.
         """
         found = {self.rank: self.report()}
         wanted = [rank for rank in ranks if rank != self.rank]
-        with suppress(RuntimeError):  # the store is gone with the rank that has it
-            self._ask(lambda: self._hear(wanted, found, seconds))
+        with suppress(RuntimeError):  # the rank that hosts the store is gone
+            self._call(lambda: self._read_reports(wanted, found, seconds))
         return dict(found)
 
-    def _hear(self, wanted: Sequence[int], found: dict[int, RankReport], seconds: float) -> None:
+    def _read_reports(self, wanted: Sequence[int], found: dict[int, RankReport], seconds: float) -> None:
         number = int(self._store.add("call", 1))
         end = time.monotonic() + seconds
         while len(found) <= len(wanted) and time.monotonic() < end:
             if any(found[rank].verdict for rank in wanted if rank in found):
                 return
-            self._answer()  # others may be calling too
+            self._answer()  # other ranks may be collecting too
             for rank in wanted:
-                if rank not in found and (report := self._fresh(rank, number)) is not None:
+                if rank not in found and (report := self._fresh_report(rank, number)) is not None:
                     found[rank] = report
             time.sleep(0.02)
 
-    def look(self, place: OperationId) -> FSDPError | None:
-        """Calls the roll and judges it, for a rank that waits for ``place``."""
-        return diagnose(place, self.collect_reports(place.ranks))
+    def diagnose_wait(self, operation: OperationId) -> FSDPError | None:
+        """Collect reports and diagnose why ``operation``, for which this rank waits, does not complete."""
+        return diagnose(operation, self.collect_reports(operation.ranks))
 
     def failure_of(self, rank: int) -> str:
-        """What ``rank`` said when it failed, if it did; it need not be there any more."""
+        """Return the failure that ``rank`` reported, or an empty text. The rank may be gone."""
         with suppress(RuntimeError):
-            report = self._ask(lambda: self._fresh(rank, 0))
+            report = self._call(lambda: self._fresh_report(rank, 0))
             return str(report) if report is not None and report.failure else ""
         return ""
 
-    def _fresh(self, rank: int, number: int) -> RankReport | None:
+    def _fresh_report(self, rank: int, number: int) -> RankReport | None:
         key = f"report/{rank}"
         if not self._store.check([key]):
             return None
@@ -244,15 +249,15 @@ class Watchdog:
         report = RankReport.decoded(text)
         return report if int(answered) >= number or report.failure or report.verdict else None
 
-    def _tell(self) -> Future[None]:
+    def _publish(self) -> Future[None]:
         report = self.report()
-        return self._request(lambda: self._write(report))
+        return self._submit(lambda: self._write(report))
 
     def _write(self, report: RankReport) -> None:
         self._store.set(f"report/{self.rank}", f"{self._answered}\n{report.encoded()}")
 
-    def _request(self, call: Callable[[], T]) -> Future[T]:
-        """``call``, which uses the store, in the thread that may."""
+    def _submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run ``call``, which uses the store, on the watchdog thread."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -269,16 +274,16 @@ class Watchdog:
             self._requests.put(run)
         return future
 
-    def _ask(self, call: Callable[[], T], seconds: float = _STORE_SECONDS) -> T:
-        """What ``call`` gives.
+    def _call(self, call: Callable[[], T], seconds: float = _STORE_SECONDS) -> T:
+        """Return the result of ``call``, run on the watchdog thread.
 
         Raises:
             RuntimeError: the store is gone, or does not answer in ``seconds``.
         """
-        future = self._request(call)
+        future = self._submit(call)
         end = time.monotonic() + max(seconds, _STORE_SECONDS)
         while not future.done() and self._thread.is_alive() and time.monotonic() < end:
-            with suppress(NotYet):
+            with suppress(FutureTimeout):
                 return future.result(0.1)
         if not future.done():
             future.cancel()
@@ -288,13 +293,13 @@ class Watchdog:
     def _run(self) -> None:
         failures: int | None = 0
         while failures is not None and failures < _STORE_FAILURES:
-            failures = self._turn(failures)
+            failures = self._run_once(failures)
 
-    def _turn(self, failures: int) -> int | None:
-        """Does what is asked for next, and what is due.
+    def _run_once(self, failures: int) -> int | None:
+        """Run the next request, and the periodic checks if they are due.
 
         Returns:
-            How often the store has failed now without a success in between, or ``None`` at the end.
+            The number of consecutive failures of the store, or ``None`` to stop.
         """
         try:
             with suppress(Empty):
@@ -304,10 +309,10 @@ class Watchdog:
                 request()
             if time.monotonic() >= self._due:
                 self._due = time.monotonic() + self._period
-                self._look_out()
+                self._check_own_wait()
                 self._answer()
                 if trace.fault_listeners:
-                    self._look_back()
+                    self._report_left_passes()
         except RuntimeError as error:
             logger.debug("rank %d: the store of the job: %s", self.rank, error)
             return failures + 1
@@ -319,63 +324,63 @@ class Watchdog:
             self._answered = called
             self._write(self.report())
 
-    def _look_out(self) -> None:
-        """Interrupts a wait that will not end."""
+    def _check_own_wait(self) -> None:
+        """Abort a wait that was interrupted or cannot complete."""
         here = self.here
-        place, end = here.waiting, here.interrupt
-        if place is None or end is None:
+        operation, end = here.waiting, here.interrupt
+        if operation is None or end is None:
             return
-        if interrupt.has_come():
+        if interrupt.arrived():
             end(f"rank {self.rank} was interrupted")
         elif time.monotonic() - here.since >= PATIENCE:
-            error = self.look(place)
-            if error is not None and here.waiting is place:
+            error = self.diagnose_wait(operation)
+            if error is not None and here.waiting is operation:
                 self.give_up(error)
                 end(str(error).split("\n", 1)[0])
 
-    def _look_back(self) -> None:
-        """Tells of passes that were left by an exception of this rank, which nobody has told of."""
+    def _report_left_passes(self) -> None:
+        """Report passes that ended with an exception and have not been reported to fault listeners."""
         for each in list(self.here.passes):
             if not each.is_told and self.here.verdict is None and (left := each.left) and each in self.here.passes:
                 each.is_told = True
                 trace.tell_fault(None, left)
 
     def leave(self) -> None:
-        """The program has come to its end."""
+        """Report that the program has ended, and stop."""
         if not self.here.failure:
-            self.here.failure, self.here.has_left = _ending(list(self.here.passes)), True
-        told = self._tell()
-        with suppress(RuntimeError, NotYet):
-            told.result(_STORE_SECONDS if self._thread.is_alive() else 0.0)
+            self.here.failure, self.here.has_left = _exit_text(list(self.here.passes)), True
+        published = self._publish()
+        with suppress(RuntimeError, FutureTimeout):
+            published.result(_STORE_SECONDS if self._thread.is_alive() else 0.0)
         self.stop()
 
     def stop(self) -> None:
-        """Answers no more, once it has done what it was asked for before."""
+        """Stop the thread after its current requests."""
         self._requests.put(None)
 
     def join(self, seconds: float) -> None:
-        """Waits for the thread to end, after :meth:`stop`; not for longer than ``seconds``."""
+        """Wait up to ``seconds`` for the thread to end, after :meth:`stop`."""
         self._thread.join(max(0.0, seconds))
 
 
-def _ending(passes: Sequence[RunningPass]) -> str:
-    """How the program ends: the interpreter keeps the exception that ended it."""
+def _exit_text(passes: Sequence[RunningPass]) -> str:
+    """Return how the program ended, from the exception that the interpreter keeps."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return "has come to the end of its program"
     where = f" in the {passes[-1].kind} of {passes[-1].module}" if passes else ""
-    return f"raised {said_of(error)}{where}, which ended its program"
+    return f"raised {error_summary(error)}{where}, which ended its program"
 
 
 _watchdogs: WeakKeyDictionary[dist.ProcessGroup, Watchdog | None] = WeakKeyDictionary()
-_all: WeakSet[Watchdog] = WeakSet()
-"""Also those of jobs that have ended, as long as their threads run."""
+_live: WeakSet[Watchdog] = WeakSet()
+"""Watchdogs whose threads run, including those of finished jobs."""
 _lock = threading.RLock()
-"""Held by whoever adds to these two or iterates over them."""
+"""Guards additions to and iterations over these two."""
 
 
 def job_watchdog() -> Watchdog | None:
-    """The one of this process, or ``None`` where there is no job, or one of a single rank, or of simulated ones."""
+    """Return the watchdog of this process, or ``None`` for no job, one of a single rank, or simulated ranks."""
     world = dist.group.WORLD
     if world is None or dist.get_world_size() == 1:
         return None
@@ -390,24 +395,24 @@ def _begin_watchdog(world: dist.ProcessGroup) -> Watchdog | None:
     client = _own_client()
     if client is None:
         return None
-    # The store of torchrun outlives a restart, and with it what ranks told before.
+    # The store of torchrun survives a restart, with the reports of the previous attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", client)
     watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size())
-    weakref.finalize(world, watchdog.stop).atexit = False  # then it has to say first that it leaves
+    weakref.finalize(world, watchdog.stop).atexit = False  # _leave_at_exit reports the end first
     return watchdog
 
 
 def known_watchdog() -> Watchdog | None:
-    """The one of this process, if it was asked for before."""
+    """Return the watchdog of this process if :func:`job_watchdog` has created one."""
     world = dist.group.WORLD
     return _watchdogs.get(world) if world is not None else None
 
 
 def _own_client() -> Any:
-    """A connection to the store of the job that only the watch uses: another one's wait would keep it waiting too.
+    """Return a connection to the store for the watchdog alone, which does not block behind the wait of another client.
 
-    ``None`` where the store has no connections, as that of simulated ranks.
+    ``None`` if the store has no connections, as that of simulated ranks.
     """
     try:
         return cast(Any, dist.distributed_c10d._get_default_store()).clone()
@@ -421,10 +426,10 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """Ends all threads too: one that came back from the store while Python ends would abort the process."""
+    """Stop all watchdog threads. One that returned from the store during finalization would abort the process."""
     end = time.monotonic() + _STORE_SECONDS
-    with _lock:  # another thread may still begin one
-        current, watchdogs = list(_watchdogs.values()), list(_all)
+    with _lock:  # another thread may be creating one
+        current, watchdogs = list(_watchdogs.values()), list(_live)
     for watchdog in current:
         if watchdog is not None:
             watchdog.leave()

@@ -232,7 +232,7 @@ def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
     interrupt.stop_listening()
     interrupt.listen()
     try:
-        assert not interrupt.has_come()
+        assert not interrupt.arrived()
     finally:
         interrupt.stop_listening()
 

@@ -1,9 +1,9 @@
-"""The communicator over gloo: collectives made of what gloo does well, compared before they begin.
+"""The communicator over gloo, with point-to-point collectives and an order check before each.
 
-Gloo's own all-gather goes round a ring, by a thread of its own, and its reduce-scatter adds up in the dtype of the
-wire, in an order that depends on the rank. Here gathers, reductions and exchanges go point to point, large parts from
-where they lie to their place. A reduce-scatter adds up where the parts arrive: in fp32, in the order of ranks, so that
-sums are the same on every rank and from run to run. An all-reduce is gloo's own.
+Gloo's own all-gather is a ring on a thread of its own. Its reduce-scatter accumulates in the dtype of the message, in
+an order that depends on the rank. Here, all-gather, reduce-scatter and all-to-all are point-to-point, and zero-copy for
+large tensors. Reduce-scatter accumulates in fp32 and in rank order, so that sums are the same on every rank and in
+every run. All-reduce is gloo's own.
 """
 
 from __future__ import annotations
@@ -25,78 +25,81 @@ from composable_fsdp.errors import UnsupportedError
 
 __all__ = ["GlooCommunicator"]
 
-_DIRECT_PART_BYTES = 1 << 19
-"""One rank's part, from which a tensor travels by itself, without copies, instead of in one message with others.
-``benchmarks/gloo_transfers.py`` measures it afresh: with 2 ranks both ways gain from there on.
+_ZERO_COPY_BYTES_PER_RANK = 1 << 19
+"""The bytes per rank from which a tensor is sent zero-copy instead of being packed with others. With 2 ranks,
+all-gather and reduce-scatter are faster from there on; ``benchmarks/gloo_transfers.py`` measures it.
 """
 
-_DIRECT_BYTES = 1 << 21
-"""All ranks' parts, from which a tensor does in any case, as long as the parts have ``_LEAST_PART_BYTES``: the copies
-take memory. With 4 ranks both ways gain from there on.
+_ZERO_COPY_BYTES = 1 << 21
+"""The bytes of all ranks from which a tensor is sent zero-copy anyway, if it has ``_MIN_BYTES_PER_RANK``, because
+copies take memory. With 4 ranks, all-gather and reduce-scatter are faster from there on.
 """
 
-_LEAST_PART_BYTES = 1 << 16
-"""An estimate, in bytes, of what it takes to post a message; not measured."""
+_MIN_BYTES_PER_RANK = 1 << 16
+"""The cost in bytes of posting a message. Estimated, not measured."""
 
 
-def _nothing() -> None:
+def _noop() -> None:
     pass
 
 
 class Arrival:
-    """Works of gloo, and what is left to do once they are done. Waiting again does nothing; gloo would wait for ever.
+    """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing; gloo would wait
+    forever.
 
-    The line keeps the works until somebody waits: gloo stops a connection on which the receiver of a message is gone.
+    The connection keeps the works alive until then, since gloo closes a connection if the receiver of a message is
+    deleted.
     """
 
     def __init__(
         self,
         connection: GlooConnection,
-        place: OperationId,
+        operation: OperationId,
         works: Sequence[Work],
-        finish: Callable[[], None] = _nothing,
+        finish: Callable[[], None] = _noop,
     ) -> None:
-        self._connection, self._place, self._finish = connection, place, finish
-        self._has_come = False
-        connection.keep(place, works)
+        self._connection, self._operation, self._finish = connection, operation, finish
+        self._is_done = False
+        connection.keep(operation, works)
 
     def wait(self) -> None:
-        """
+        """Wait for gloo's works and run ``finish``.
+
         Raises:
-            PeerError: a rank failed, is gone, or did not come within the timeout of the process group.
-            DivergenceError: a rank is about to do something else.
+            PeerError: a rank failed, is gone, or did not answer within the timeout of the process group.
+            DivergenceError: a rank is about to run a different operation.
         """
-        if not self._has_come:
-            self._connection.wait_for(self._place)
-            self._has_come = True
+        if not self._is_done:
+            self._connection.wait_for(self._operation)
+            self._is_done = True
         self._finish()
-        self._finish = _nothing
+        self._finish = _noop
 
 
 class GlooCommunicator:
     """Collectives of CPU tensors over gloo. Final.
 
     Args:
-        group: the ranks.
-        line: of this group. All its communicators on one rank share it.
+        group: the process group.
+        connection: the connection of ``group``, which all communicators of the group on this rank share.
     """
 
     aliases = False
     averages = False
-    """Gloo sums and divides in one pass more; a division folded into the shard-sized result is cheaper."""
+    """Gloo averages in a separate pass. Dividing the sharded result is cheaper."""
     widens = True
     whole_bytes = NEVER_DIRECT
-    """The sum of gloo's all-reduce is not in the order of ranks."""
+    """Gloo's all-reduce does not sum in rank order."""
     batch_bytes = 1 << 21
-    """``benchmarks/group_transfers.py``: with a quarter of that, the reductions of groups of 2 to 4 MiB take 1.4 to 2.3
-    times as long.
+    """With a quarter of this, reductions of groups of 2 to 4 MiB take 1.4 to 2.3 times as long
+    (``benchmarks/group_transfers.py``).
     """
 
     def __init__(self, group: dist.ProcessGroup, connection: GlooConnection) -> None:
         self.group = group
         self.rank, self.size = connection.rank, connection.size
         self.direct_bytes = max(
-            min(connection.size * _DIRECT_PART_BYTES, _DIRECT_BYTES), connection.size * _LEAST_PART_BYTES
+            min(connection.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES), connection.size * _MIN_BYTES_PER_RANK
         )
         self._connection = connection
 
@@ -104,7 +107,7 @@ class GlooCommunicator:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether what goes over both may go in one launch."""
+        """Return whether collectives of both communicators can share one launch."""
         return isinstance(other, GlooCommunicator) and self.group is other.group
 
     def __hash__(self) -> int:
@@ -118,28 +121,28 @@ class GlooCommunicator:
 
     @profiled
     def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
-        place = self._connection.begin(label, transfers)
+        operation = self._connection.begin(label, transfers)
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._connection.launching(place):
+        with self._connection.launching(operation):
             for output, shard in transfers:
-                places = output.view(self.size, shard.numel()).unbind(0)
+                rows = output.view(self.size, shard.numel()).unbind(0)
                 works += exchange(
-                    self._connection.backend, self.rank, [shard] * self.size, places, self._connection.tag(place)
+                    self._connection.backend, self.rank, [shard] * self.size, rows, self._connection.tag(operation)
                 )
-                own.append((places[self.rank], shard))
-        _copy(own)  # while the wire works
-        return Arrival(self._connection, place, works)
+                own.append((rows[self.rank], shard))
+        _copy(own)  # overlaps with the messages
+        return Arrival(self._connection, operation, works)
 
     @profiled
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
         _check_sum(op)
         messages = [(outputs, full.unbind(0), self._summands(full)) for outputs, full in self._messages(transfers)]
-        place = self._connection.begin(label, transfers)
+        operation = self._connection.begin(label, transfers)
         works: list[Work] = []
-        with self._connection.launching(place):
+        with self._connection.launching(operation):
             for _, parts, summands in messages:
-                works += exchange(self._connection.backend, self.rank, parts, summands, self._connection.tag(place))
+                works += exchange(self._connection.backend, self.rank, parts, summands, self._connection.tag(operation))
 
         def finish() -> None:
             for outputs, _, summands in messages:
@@ -148,21 +151,21 @@ class GlooCommunicator:
                 for output, column in zip(outputs, columns, strict=True):
                     add_up(column, output)
 
-        return Arrival(self._connection, place, works, finish)
+        return Arrival(self._connection, operation, works, finish)
 
     def _summands(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """A place for what each rank has for this one; its own part is where it lies."""
+        """Return a buffer for each rank's contribution to our part. Ours is used in place."""
         summands = list(full.new_empty(self.size - 1, full.size(1)).unbind(0))
         summands.insert(self.rank, full[self.rank])
         return summands
 
     def _messages(self, transfers: Sequence[Transfer]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """What goes together: outputs, and ``(size, numel)`` of input, a row for each rank. Small ones are copied."""
+        """Yield outputs and inputs, ``(size, numel)``, that share a message. Small tensors are copied in."""
         small = [transfer for transfer in transfers if transfer.input.nbytes < self.direct_bytes]
         for dtype in dict.fromkeys(transfer.input.dtype for transfer in small):
-            alike = [transfer for transfer in small if transfer.input.dtype == dtype]
-            rows = [self._rows(full) for _, full in alike]
-            yield [output for output, _ in alike], rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+            same_dtype = [transfer for transfer in small if transfer.input.dtype == dtype]
+            rows = [self._rows(full) for _, full in same_dtype]
+            yield [output for output, _ in same_dtype], rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
         for output, full in transfers:
             if full.nbytes >= self.direct_bytes:
                 yield [output], self._rows(full)
@@ -172,24 +175,24 @@ class GlooCommunicator:
 
     @profiled
     def all_to_all(self, transfers: Sequence[Transfer], label: str = "all-to-all") -> Work:
-        place = self._connection.begin(label, transfers)
+        operation = self._connection.begin(label, transfers)
         works: list[Work] = []
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._connection.launching(place):
+        with self._connection.launching(operation):
             for output, full in transfers:
-                places, parts = self._rows(output).unbind(0), self._rows(full).unbind(0)
-                works += exchange(self._connection.backend, self.rank, parts, places, self._connection.tag(place))
-                own.append((places[self.rank], parts[self.rank]))
-        _copy(own)  # while the wire works
-        return Arrival(self._connection, place, works)
+                rows, parts = self._rows(output).unbind(0), self._rows(full).unbind(0)
+                works += exchange(self._connection.backend, self.rank, parts, rows, self._connection.tag(operation))
+                own.append((rows[self.rank], parts[self.rank]))
+        _copy(own)  # overlaps with the messages
+        return Arrival(self._connection, operation, works)
 
     @profiled
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
         _check_sum(op)
-        place = self._connection.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
-        with self._connection.launching(place):
+        operation = self._connection.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
+        with self._connection.launching(operation):
             works = [self._connection.backend.allreduce([tensor]) for tensor in tensors]
-        return Arrival(self._connection, place, cast(list[Work], works))
+        return Arrival(self._connection, operation, cast(list[Work], works))
 
 
 def _check_sum(op: ReduceOp) -> None:
@@ -198,7 +201,7 @@ def _check_sum(op: ReduceOp) -> None:
 
 
 def _copy(own: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """What a rank has for itself, to its place."""
-    for place, part in own:
-        if place.data_ptr() != part.data_ptr():
-            place.copy_(part)
+    """Copy this rank's own part to its output."""
+    for target, source in own:
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)

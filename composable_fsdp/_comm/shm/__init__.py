@@ -1,1 +1,1 @@
-"""Collectives through shared memory, for ranks of one host."""
+"""Collectives through shared memory between ranks on one host."""

@@ -1,4 +1,4 @@
-"""What ranks of one host do together: what each stages for the others, and what it makes of what they staged."""
+"""Operations of ranks on one host: what each rank stages in shared memory, and how it uses what the others staged."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ __all__ = ["Barrier", "Collective", "Operation", "all_gather", "all_reduce", "al
 
 
 class Operation(Protocol):
-    """One entry of the sequence in which all ranks do the same."""
+    """One entry of the sequence of operations, which is the same on all ranks."""
 
     @property
     def label(self) -> str:
-        """What errors call it."""
+        """The name of the operation in errors."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes, on which ranks must agree."""
+        """The size in bytes, which must be the same on all ranks."""
         ...
 
     @property
     def shape(self) -> int:
-        """A hash of how these bytes are divided, on which ranks must agree."""
+        """A hash of the tensors' sizes, which must be the same on all ranks."""
         ...
 
     @property
     def num_rounds(self) -> int:
-        """At least one."""
+        """The number of rounds, at least one."""
         ...
 
     @property
     def segment(self) -> Segment | None:
-        """Memory that this rank shows to all others."""
+        """Memory that this rank shares with all others, or ``None``."""
         ...
 
     @property
     def staged_bytes(self) -> int:
-        """What it needs of a staging block, from its start."""
+        """The bytes used in this rank's staging block, from its start."""
         ...
 
     def stage(self, round: int, memory: torch.Tensor) -> None:
-        """Writes what peers get in ``round`` into this rank's staging block."""
+        """Copy in what peers receive in ``round``, to this rank's staging block ``memory``."""
         ...
 
     def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
-        """Takes what every rank staged for ``round`` to its place."""
+        """Copy out, or sum, what every rank staged for ``round``; ``memories`` are the staging blocks by rank."""
         ...
 
 
-class _Moved(NamedTuple):
-    """One tensor in and one out, 1-d. Either is one row, or one row of ``numel`` for every rank."""
+class _Pair(NamedTuple):
+    """A 1-d output and input. Each is one row of ``numel`` elements, or one such row per rank."""
 
     output: torch.Tensor
     input: torch.Tensor
@@ -66,23 +66,23 @@ class _Moved(NamedTuple):
 
 
 class Collective:
-    """A collective made of two choices: each peer gets a row of its own or all get one; rows are added up or placed.
+    """A collective in which peers receive different rows or the same row, and sum or concatenate them. Final.
 
-    Its rounds take turns in the two slots of a staging block. Final.
+    Its rounds alternate between the two slots of a staging block.
     """
 
     segment: Segment | None = None
 
-    def __init__(self, label: str, rank: int, size: int, moved: Sequence[_Moved], *, to_each: bool, sums: bool) -> None:
+    def __init__(self, label: str, rank: int, size: int, pairs: Sequence[_Pair], *, to_each: bool, sums: bool) -> None:
         self.label = label
         self._rank, self._size, self._to_each, self._sums = rank, size, to_each, sums
-        # Data are written below autograd, as backends do: version counters stay.
-        self._moved = [_Moved(m.output.data, m.input.data, m.numel) for m in moved]
+        # Written below autograd, as backends do, so that version counters do not change.
+        self._pairs = [_Pair(m.output.data, m.input.data, m.numel) for m in pairs]
         rows = size - 1 if to_each else 1
-        extents = tuple(StagedRange(m.numel, m.input.itemsize, rows) for m in moved)
-        self._rounds: tuple[Round, ...] = plan_rounds(extents, SLOT_BYTES)
-        self.nbytes = sum(numel * itemsize for numel, itemsize, _ in extents)
-        self.shape = hash(extents)
+        ranges = tuple(StagedRange(m.numel, m.input.itemsize, rows) for m in pairs)
+        self._rounds: tuple[Round, ...] = plan_rounds(ranges, SLOT_BYTES)
+        self.nbytes = sum(numel * itemsize for numel, itemsize, _ in ranges)
+        self.shape = hash(ranges)
 
     @property
     def num_rounds(self) -> int:
@@ -98,69 +98,69 @@ class Collective:
         rows = [row for row in range(self._size) if row != self._rank] if self._to_each else [0]
         with torch.inference_mode():
             for piece in self._rounds[round]:
-                tensor, numel = self._moved[piece.tensor].input, self._moved[piece.tensor].numel
-                for place, row in enumerate(rows):
-                    staged = _staged(memory, round, piece, place, tensor.dtype)
+                tensor, numel = self._pairs[piece.tensor].input, self._pairs[piece.tensor].numel
+                for index, row in enumerate(rows):
+                    staged = _staged(memory, round, piece, index, tensor.dtype)
                     staged.copy_(tensor[row * numel + piece.start : row * numel + piece.stop])
 
     def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
-        with torch.inference_mode():  # whose tensors may be written anywhere
+        with torch.inference_mode():  # inference mode permits in-place writes to any tensor
             for piece in self._rounds[round]:
                 self._deliver(round, piece, memories)
 
     def _deliver(self, round: int, piece: Piece, memories: Sequence[torch.Tensor | None]) -> None:
-        output, _, numel = self._moved[piece.tensor]
-        parts = [self._part(round, piece, source, memory) for source, memory in enumerate(memories)]
+        output, _, numel = self._pairs[piece.tensor]
+        parts = [self._contribution(round, piece, source, memory) for source, memory in enumerate(memories)]
         if self._sums:
             add_up(parts, output[piece.start : piece.stop])
             return
         for source, part in enumerate(parts):
-            place = output[source * numel + piece.start : source * numel + piece.stop]
-            if place.data_ptr() != part.data_ptr():
-                place.copy_(part)
+            target = output[source * numel + piece.start : source * numel + piece.stop]
+            if target.data_ptr() != part.data_ptr():
+                target.copy_(part)
 
-    def _part(self, round: int, piece: Piece, source: int, memory: torch.Tensor | None) -> torch.Tensor:
-        """What ``source`` has for this rank."""
-        _, tensor, numel = self._moved[piece.tensor]
-        in_place = self._sums and not self._to_each  # then the sum overwrites the tensor, but not what is staged of it
+    def _contribution(self, round: int, piece: Piece, source: int, memory: torch.Tensor | None) -> torch.Tensor:
+        """Return what ``source`` contributes to this rank's output in ``round``."""
+        _, tensor, numel = self._pairs[piece.tensor]
+        in_place = self._sums and not self._to_each  # the sum overwrites the tensor, but not its staged copy
         if source == self._rank and not in_place:
             row = self._rank if self._to_each else 0
             return tensor[row * numel + piece.start : row * numel + piece.stop]
         assert memory is not None
-        place = (self._rank if self._rank < source else self._rank - 1) if self._to_each else 0
-        return _staged(memory, round, piece, place, tensor.dtype)
+        index = (self._rank if self._rank < source else self._rank - 1) if self._to_each else 0
+        return _staged(memory, round, piece, index, tensor.dtype)
 
 
-def _staged(memory: torch.Tensor, round: int, piece: Piece, place: int, dtype: torch.dtype) -> torch.Tensor:
-    begin = round % 2 * SLOT_BYTES + piece.offset + place * piece.stride
+def _staged(memory: torch.Tensor, round: int, piece: Piece, index: int, dtype: torch.dtype) -> torch.Tensor:
+    begin = round % 2 * SLOT_BYTES + piece.offset + index * piece.stride
     return memory[begin : begin + (piece.stop - piece.start) * dtype.itemsize].view(dtype)
 
 
 def all_gather(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
-    moved = [_Moved(t.output, t.input, t.input.numel()) for t in transfers]
-    return Collective(label, rank, size, moved, to_each=False, sums=False)
+    pairs = [_Pair(t.output, t.input, t.input.numel()) for t in transfers]
+    return Collective(label, rank, size, pairs, to_each=False, sums=False)
 
 
 def reduce_scatter(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
-    moved = [_Moved(t.output, t.input, t.output.numel()) for t in transfers]
-    return Collective(label, rank, size, moved, to_each=True, sums=True)
+    pairs = [_Pair(t.output, t.input, t.output.numel()) for t in transfers]
+    return Collective(label, rank, size, pairs, to_each=True, sums=True)
 
 
 def all_to_all(rank: int, size: int, transfers: Sequence[Transfer], label: str) -> Collective:
-    moved = [_Moved(t.output, t.input, t.input.numel() // size) for t in transfers]
-    return Collective(label, rank, size, moved, to_each=True, sums=False)
+    pairs = [_Pair(t.output, t.input, t.input.numel() // size) for t in transfers]
+    return Collective(label, rank, size, pairs, to_each=True, sums=False)
 
 
 def all_reduce(rank: int, size: int, tensors: Sequence[torch.Tensor], label: str) -> Collective:
-    moved = [_Moved(tensor, tensor, tensor.numel()) for tensor in tensors]
-    return Collective(label, rank, size, moved, to_each=False, sums=True)
+    pairs = [_Pair(tensor, tensor, tensor.numel()) for tensor in tensors]
+    return Collective(label, rank, size, pairs, to_each=False, sums=True)
 
 
 class Barrier:
-    """Ranks wait until all have come; rank 0 may bring memory for all of them. Final.
+    """An operation that completes when all ranks have launched it; rank 0 may share memory with it. Final.
 
     Attributes:
-        memory: after the meeting, what rank 0 brought.
+        memory: the memory that rank 0 shared, once the barrier is done.
     """
 
     num_rounds = 1
@@ -172,7 +172,7 @@ class Barrier:
         self.memory: torch.Tensor | None = None
 
     def stage(self, round: int, memory: torch.Tensor) -> None:
-        """There is nothing to stage."""
+        """Do nothing."""
 
     def deliver(self, round: int, memories: Sequence[torch.Tensor | None]) -> None:
         self.memory = memories[0]

@@ -1,7 +1,7 @@
-"""How ranks find out that they are on one host, and connect there.
+"""Detect that the ranks of a group are on one host, and connect them.
 
-Addresses are abstract: they are no files, and go with the socket. They are seen within one network namespace, so ranks
-in different ones count as on different hosts.
+Socket addresses are abstract: they are not files, and disappear with the socket. They are visible within one network
+namespace, so ranks in different namespaces count as on different hosts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from composable_fsdp.errors import PeerError
 __all__ = ["SWITCH", "connect", "host_identity", "reconnect"]
 
 SWITCH = "COMPOSABLE_FSDP_SHARED_MEMORY"
-"""Environment variable: ``0``, on any rank, keeps all ranks from using shared memory; ``copy`` from keeping shards,
-or full parameters, in memory that they have in common.
+"""An environment variable: ``0`` on any rank disables shared memory on all ranks; ``copy`` disables shards and
+unsharded parameters in shared memory.
 """
 
 _HELLO = struct.Struct("=16si")
@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
-    """What a rank says of itself: where it is, and where it listens. ``host`` is empty where it does not take part."""
+class _RankInfo:
+    """How to reach a rank. ``host`` is empty if it does not use shared memory."""
 
     host: str
     address: bytes
@@ -52,7 +52,7 @@ class _Offer:
 
 
 def host_identity() -> str:
-    """The same text for processes of one host and one network namespace, and only for those; empty if not known."""
+    """Return a text that identifies this host and network namespace, or an empty one if they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net")
@@ -62,26 +62,26 @@ def host_identity() -> str:
 
 
 def connect(group: dist.ProcessGroup) -> ShmEngine | None:
-    """An engine for the ranks of ``group``, or None where not all of them are on this host and want it.
+    """Return an engine for ``group``, or ``None`` if its ranks are not all on this host or one disables shared memory.
 
-    All ranks must call it together, and get the same: where it fails on one, all get None and the first one warns.
+    All ranks must call it together and get the same result: if one fails, all get ``None`` and rank 0 warns.
     """
     connected = _connect(group)
     if connected is None:
         return None
-    wire, offers = connected
-    peers = Peers(dist.get_process_group_ranks(group), [each.process for each in offers])
+    shm_socket, infos = connected
+    peers = Peers(dist.get_process_group_ranks(group), [each.process for each in infos])
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    aliases = not any(each.copies for each in offers)
+    aliases = not any(each.copies for each in infos)
     rank, name = dist.get_rank(group), group.group_name
-    return ShmEngine(rank, wire, timeout, peers, aliases=aliases, watchdog=job_watchdog(), name=name)
+    return ShmEngine(rank, shm_socket, timeout, peers, aliases=aliases, watchdog=job_watchdog(), name=name)
 
 
 def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
-    """Begins anew with the ranks of ``group``, to which ``engine`` has lost its connection. All must call it together.
+    """Reconnect ``engine`` to the ranks of ``group`` after its connection broke. All ranks must call it together.
 
     Raises:
-        PeerError: it cannot be had any more on some rank.
+        PeerError: some rank cannot connect.
     """
     connected = _connect(group)
     if connected is None:
@@ -91,31 +91,33 @@ def reconnect(group: dist.ProcessGroup, engine: ShmEngine) -> None:
     engine.reopen(connected[0])
 
 
-def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_Offer]] | None:
+def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_RankInfo]] | None:
     with ExitStack() as stack:
         listener = _listener(stack)
         host = host_identity() if listener is not None else ""
         address = listener.getsockname() if listener is not None else b""
         copies = os.environ.get(SWITCH) == "copy"
-        offer = _Offer(host, address, secrets.token_bytes(16), os.getpid(), copies)
-        offers = _everyones(group, offer)
-        if listener is None or not host or any(each.host != host for each in offers):
+        info = _RankInfo(host, address, secrets.token_bytes(16), os.getpid(), copies)
+        infos = _gather(group, info)
+        if listener is None or not host or any(each.host != host for each in infos):
             return None
         rank, sockets = dist.get_rank(group), dict[int, socket.socket]()
-        problems = _everyones(group, _problem(lambda: _dial(offers, rank, sockets)))
-        if not any(problems):
-            problems = _everyones(group, _problem(lambda: _answer(listener, offer.secret, rank, len(offers), sockets)))
-    if any(problems):
+        errors = _gather(group, _error_text(lambda: _connect_lower(infos, rank, sockets)))
+        if not any(errors):
+            errors = _gather(
+                group, _error_text(lambda: _accept_higher(listener, info.secret, rank, len(infos), sockets))
+            )
+    if any(errors):
         for each in sockets.values():
             each.close()
         if rank == 0:
-            _warn(problems)
+            _warn(errors)
         return None
-    return ShmSocket(dict(sorted(sockets.items()))), offers
+    return ShmSocket(dict(sorted(sockets.items()))), infos
 
 
 def _listener(stack: ExitStack) -> socket.socket | None:
-    """Where the kernel found a free address; None where shared memory is not wanted, or not to be had."""
+    """Return a listening socket, or ``None`` if shared memory is disabled or unavailable."""
     if os.environ.get(SWITCH, "1") == "0" or not sys.platform.startswith("linux"):
         return None
     with suppress(OSError):
@@ -127,18 +129,20 @@ def _listener(stack: ExitStack) -> socket.socket | None:
     return None
 
 
-def _dial(offers: list[_Offer], rank: int, sockets: dict[int, socket.socket]) -> None:
-    """Connects to all lower ranks. That takes no answer from there: connections wait in the listener's backlog."""
-    Segment(1)  # whether there is memory to share here at all
+def _connect_lower(infos: list[_RankInfo], rank: int, sockets: dict[int, socket.socket]) -> None:
+    """Connect to all lower ranks. It does not wait for them: connections queue in the listener's backlog."""
+    Segment(1)  # Raises if shared memory is unavailable.
     for peer in range(rank):
         sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sockets[peer].setblocking(False)
-        sockets[peer].connect(offers[peer].address)
-        sockets[peer].send(_HELLO.pack(offers[peer].secret, rank))
+        sockets[peer].connect(infos[peer].address)
+        sockets[peer].send(_HELLO.pack(infos[peer].secret, rank))
 
 
-def _answer(listener: socket.socket, secret: bytes, rank: int, size: int, sockets: dict[int, socket.socket]) -> None:
-    """Takes in all higher ranks, which have connected, and turns away who does not know the secret."""
+def _accept_higher(
+    listener: socket.socket, secret: bytes, rank: int, size: int, sockets: dict[int, socket.socket]
+) -> None:
+    """Accept the connections of all higher ranks, and reject others, which do not know the secret."""
     while len(sockets) < size - 1:
         connection, _ = listener.accept()
         connection.setblocking(False)
@@ -149,7 +153,7 @@ def _answer(listener: socket.socket, secret: bytes, rank: int, size: int, socket
             connection.close()
 
 
-def _problem(attempt: Callable[[], None]) -> str:
+def _error_text(attempt: Callable[[], None]) -> str:
     try:
         attempt()
     except OSError as error:
@@ -157,17 +161,17 @@ def _problem(attempt: Callable[[], None]) -> str:
     return ""
 
 
-def _everyones(group: dist.ProcessGroup, own: T) -> list[T]:
-    everyones = [own] * dist.get_world_size(group)
-    with torch.device("cpu"):  # not where the caller has tensors made by default
-        dist.all_gather_object(everyones, own, group=group)
-    return everyones
+def _gather(group: dist.ProcessGroup, own: T) -> list[T]:
+    gathered = [own] * dist.get_world_size(group)
+    with torch.device("cpu"):  # the caller may have set another default device
+        dist.all_gather_object(gathered, own, group=group)
+    return gathered
 
 
-def _warn(problems: list[str]) -> None:
-    rank = next(rank for rank, problem in enumerate(problems) if problem)
+def _warn(errors: list[str]) -> None:
+    rank = next(rank for rank, error in enumerate(errors) if error)
     warnings.warn(
         f"ranks on one host cannot share memory, so everything goes over gloo, which is slower: rank {rank} of "
-        f"{len(problems)} met {problems[rank]}. Set {SWITCH}=0 to have it so without this warning.",
+        f"{len(errors)} met {errors[rank]}. Set {SWITCH}=0 to have it so without this warning.",
         stacklevel=2,
     )

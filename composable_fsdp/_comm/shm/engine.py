@@ -1,7 +1,7 @@
-"""The sequence of operations of the ranks of one axis: launched without waiting, done by whoever waits.
+"""Run the operations of the ranks of one axis in order: launched without waiting, executed by the thread that waits.
 
-There is no thread. A rank that waits takes part in all operations up to the one that it waits for, and meanwhile in
-those that its thread launched on other axes, so that ranks may wait for operations of several axes in other orders.
+There is no background thread. A rank that waits executes all operations up to the awaited one. Meanwhile it advances
+the operations that its thread launched on other axes, so that ranks may wait for several axes in different orders.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from functools import cache
 import torch
 
 from composable_fsdp import trace
-from composable_fsdp._comm.comm_debug import show
+from composable_fsdp._comm.comm_debug import notify_comm_debug
 from composable_fsdp._comm.shm.collective import Operation
 from composable_fsdp._comm.shm.peer_errors import Peers
 from composable_fsdp._comm.shm.segment import Blocks, Segment
 from composable_fsdp._comm.shm.shm_socket import NO_BLOCK, Message, ShmSocket
 from composable_fsdp._consistency.rank_report import OperationId
-from composable_fsdp._consistency.running_pass import said_of
+from composable_fsdp._consistency.running_pass import error_summary
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
 from composable_fsdp.errors import FSDPError
 
@@ -38,16 +38,16 @@ _LAST = 1 << 62
 
 @dataclass(slots=True)
 class _Running:
-    """An operation that was launched. Invariant: ``round`` rounds have been delivered."""
+    """A launched operation. Invariant: ``round`` rounds have been delivered."""
 
     sequence: int
     operation: Operation
     block: int
     own: torch.Tensor | None
-    """What this rank stages in, or shows."""
+    """The memory that this rank stages in or shares."""
     round: int = 0
     memories: list[torch.Tensor | None] = field(default_factory=list)
-    """By rank, known since the first round."""
+    """The staging memory by rank. Filled in the first round."""
 
     def __str__(self) -> str:
         operation = self.operation
@@ -63,7 +63,8 @@ class Launched:
     sequence: int
 
     def wait(self) -> None:
-        """
+        """Run this rank's operations up to this one.
+
         Raises:
             PeerError: a rank is gone, or did not answer within the timeout of the process group.
             DivergenceError: ranks launched different operations.
@@ -72,25 +73,25 @@ class Launched:
 
 
 class ShmEngine:
-    """This rank's end. Final.
+    """This rank's end of the connection between the ranks of one axis. Final.
 
-    Every rank sends every other one message per round. That for round r says that the sender's part of round r is
-    staged and that it has read round r - 1; the first one, sent at launch, covers the first two rounds.
+    Every rank sends every other one message per round. The message for round r says that the sender has staged round r
+    and has read round r - 1. The first message, sent at launch, covers the first two rounds.
 
     Args:
-        rank: this rank's place on the axis.
-        wire: to the other ranks.
-        timeout: seconds for which a rank waits for another.
-        peers: how to call the ranks.
-        aliases: whether shards may lie in memory that ranks have in common.
-        watchdog: tells where ranks are that do not come.
-        name: of the process group.
+        rank: this rank's index on the axis.
+        shm_socket: the sockets to the other ranks.
+        timeout: seconds to wait for another rank.
+        peers: the names of the ranks.
+        aliases: whether shards may be kept in shared memory.
+        watchdog: locates ranks that do not answer.
+        name: name of the process group.
     """
 
     def __init__(
         self,
         rank: int,
-        wire: ShmSocket,
+        shm_socket: ShmSocket,
         timeout: float,
         peers: Peers,
         *,
@@ -101,37 +102,37 @@ class ShmEngine:
         self.aliases = aliases
         self.rank, self.size = rank, len(peers.ranks)
         self._timeout, self._peers, self._watchdog = timeout, peers, watchdog
-        self._name, self._connection = name, -1
-        self.reopen(wire)
+        self._name, self._generation = name, -1
+        self.reopen(shm_socket)
         _engines.add(self)
         _abandon_in_forked_processes()
 
-    def reopen(self, wire: ShmSocket) -> None:
-        """Begins anew over ``wire``, after the one before was given up. All ranks must do so together."""
-        self._connection += 1
+    def reopen(self, shm_socket: ShmSocket) -> None:
+        """Restart over ``shm_socket`` after the connection was given up. All ranks must call it together."""
+        self._generation += 1
         self.completed = 0
-        """Operations that are done, which are the first ones."""
+        """The number of completed operations. Operations complete in order."""
         self.partings = 0
-        """Barriers at which no rank read what others wrote, as its communicators count them."""
+        """The number of barriers that ended an epoch of shared memory."""
         self.blocks = Blocks()
-        self._wire = wire
+        self._socket = shm_socket
         self._launched = 0
         self._running: deque[_Running] = deque()
-        self._seen: dict[int, list[torch.Tensor]] = {peer: [] for peer in wire.peers}
-        """By peer, its blocks."""
+        self._peer_blocks: dict[int, list[torch.Tensor]] = {peer: [] for peer in shm_socket.peers}
+        """The staging blocks of each peer."""
         self._broken = ""
-        self._last_done = ""
-        """The operation that was completed last."""
-        self._looks = False
-        """Whether it has told the watch what it waits for."""
+        self._last_completed = ""
+        """The label of the last completed operation."""
+        self._wait_reported = False
+        """True while the watchdog knows what this rank waits for."""
 
     @property
     def position(self) -> str:
-        """Where this rank is in the sequence of operations; the same on all ranks that are about to do the same."""
+        """The number of operations launched so far, as text, or ``"broken"``."""
         return "broken" if self._broken else str(self._launched)
 
     def segment(self, nbytes: int) -> Segment:
-        """Memory to show to the peers."""
+        """Return new memory to share with the peers."""
         self._check_working()
         try:
             return Segment(nbytes)
@@ -140,11 +141,11 @@ class ShmEngine:
             raise
 
     def launch(self, operation: Operation) -> Launched:
-        """Stages the first rounds and tells the peers. Never waits."""
+        """Stage the first rounds of ``operation`` and notify the peers. Never waits."""
         self._check_working()
         running = _Running(self._launched, operation, NO_BLOCK, None)
         self._launched += 1
-        show(operation.label)
+        notify_comm_debug(operation.label)
         if trace.listeners:
             position = self._position(running.sequence)
             trace.emit(trace.Operation.COLLECTIVE, operation.label, operation.nbytes, position=position)
@@ -154,7 +155,7 @@ class ShmEngine:
             self._give_up(error, running)
             raise
         self._running.append(running)
-        _mine().add(self)
+        _thread_engines().add(self)
         return Launched(self, running.sequence)
 
     def _begin(self, running: _Running) -> None:
@@ -172,22 +173,22 @@ class ShmEngine:
         first = Message(
             running.sequence, 0, self.completed, operation.nbytes, operation.shape, running.block, operation.label
         )
-        self._wire.broadcast(first, segment)
+        self._socket.broadcast(first, segment)
 
     def _take_block(self, running: _Running) -> int:
-        self.blocks.release(min(self.completed, *self._wire.completed.values()))
+        self.blocks.release(min(self.completed, *self._socket.completed.values()))
         if not self.blocks.has_free:
-            self._wire.receive_all()
-            self.blocks.release(min(self.completed, *self._wire.completed.values()))
-        return self.blocks.take(running.sequence, running.operation.staged_bytes)
+            self._socket.receive_all()
+            self.blocks.release(min(self.completed, *self._socket.completed.values()))
+        return self.blocks.acquire(running.sequence, running.operation.staged_bytes)
 
     def complete(self, sequence: int) -> None:
-        """Returns when the operation ``sequence`` and all before it are done."""
+        """Run operations until ``sequence`` and all before it are complete."""
         try:
             self._wait(sequence)
         finally:
-            if self._looks and self._watchdog is not None:
-                self._looks = False
+            if self._wait_reported and self._watchdog is not None:
+                self._wait_reported = False
                 self._watchdog.end_wait(done=self.completed > sequence)
 
     def _wait(self, sequence: int) -> None:
@@ -199,41 +200,41 @@ class ShmEngine:
                 return
             if reached != (reached := (self.completed, self._running[0].round)):
                 since, patience = time.monotonic(), PATIENCE
-            others = [engine for engine in _mine() if engine is not self]
+            others = [engine for engine in _thread_engines() if engine is not self]
             for engine in others:
-                with suppress(FSDPError):  # which whoever waits for that operation gets
+                with suppress(FSDPError):  # raised again to the thread that waits for that operation
                     engine._advance(_LAST)
             left = since + self._timeout - time.monotonic()
             if left <= 0:
                 self._time_out()
             if self._timeout - left > patience:
-                self._look(self._timeout - left)
+                self._ask_watchdog(self._timeout - left)
                 patience += PATIENCE
-            _sleep([self, *others], min(left, PATIENCE))
+            _poll_engines([self, *others], min(left, PATIENCE))
 
     def _advance(self, last: int) -> None:
-        """Does what can be done without waiting, of the operations up to ``last``."""
+        """Run operations up to ``last`` as far as possible without waiting."""
         try:
-            self._wire.flush()
+            self._socket.flush()
             while self._running and self._running[0].sequence <= last and self._run(self._running[0]):
-                self._last_done = self._running.popleft().operation.label
+                self._last_completed = self._running.popleft().operation.label
                 self.completed += 1
         except BaseException as error:
             self._give_up(error)
             raise
-        if not self._running and not self._wire.has_unsent:
-            _mine().discard(self)
+        if not self._running and not self._socket.has_unsent:
+            _thread_engines().discard(self)
 
     def _run(self, running: _Running) -> bool:
-        """Goes on with an operation, as far as all peers have come. True when it is done."""
+        """Advance one operation as far as its peers' messages allow. Return ``True`` when it is done."""
         operation, sequence = running.operation, running.sequence
         while running.round < operation.num_rounds:
             round = running.round
-            missing = [peer for peer in self._wire.peers if not self._wire.has(peer, sequence, round)]
+            missing = [peer for peer in self._socket.peers if not self._socket.has(peer, sequence, round)]
             if missing:
                 self._check_present(running, missing)
                 return False
-            messages = {peer: self._wire.pop(peer, sequence, round) for peer in self._wire.peers}
+            messages = {peer: self._socket.pop(peer, sequence, round) for peer in self._socket.peers}
             if round == 0:
                 running.memories = [self._memory(running, rank, messages.get(rank)) for rank in range(self.size)]
             elif round + 1 < operation.num_rounds:
@@ -242,118 +243,118 @@ class ShmEngine:
             operation.deliver(round, running.memories)
             running.round += 1
             if running.round < operation.num_rounds:
-                self._wire.broadcast(Message(sequence, running.round, self.completed))
+                self._socket.broadcast(Message(sequence, running.round, self.completed))
         return True
 
     def _memory(self, running: _Running, rank: int, message: Message | None) -> torch.Tensor | None:
-        """Where ``rank`` stages for the operation."""
+        """Return the memory in which ``rank`` stages the operation, after checking that it launched the same one."""
         if message is None:
             return running.own
         operation = running.operation
         here, there = (operation.label, operation.nbytes), (message.label, message.nbytes)
         if (here, operation.shape) != (there, message.shape):
-            alike = here[0] == there[0]
-            own, other = (f"{label} ({nbytes} bytes)" if alike else label for label, nbytes in (here, there))
+            same_label = here[0] == there[0]
+            own, other = (f"{label} ({nbytes} bytes)" if same_label else label for label, nbytes in (here, there))
             divided = ", divided into other tensors" if here == there else ""
-            raise self._peers.diverged(running.sequence, (self.rank, own), (rank, other + divided))
+            raise self._peers.order_error(running.sequence, (self.rank, own), (rank, other + divided))
         if message.block == NO_BLOCK:
             return message.memory
         if message.memory is not None:
-            self._seen[rank].append(message.memory)
-        return self._seen[rank][message.block]
+            self._peer_blocks[rank].append(message.memory)
+        return self._peer_blocks[rank][message.block]
 
-    # -- what can go wrong
+    # -- failures
 
     def _check_working(self) -> None:
         if self._broken:
-            raise self._peers.stopped(self._broken)
+            raise self._peers.broken_error(self._broken)
 
     def _check_present(self, running: _Running, missing: Sequence[int]) -> None:
-        ended = {peer: self._wire.ended[peer] for peer in missing if peer in self._wire.ended}
+        ended = {peer: self._socket.ended[peer] for peer in missing if peer in self._socket.ended}
         if ended:
-            first = min(ended, key=lambda peer: ended[peer] != "")  # one that is gone, not one that gave up for that
-            told = self._watchdog.failure_of(self._peers.ranks[first]) if self._watchdog is not None else ""
-            raise self._peers.gone(first, ended[first] or told, running, self._last_known(first))
+            first = min(ended, key=lambda peer: ended[peer] != "")  # one that is gone, not one that then gave up
+            failure = self._watchdog.failure_of(self._peers.ranks[first]) if self._watchdog is not None else ""
+            raise self._peers.gone_error(first, ended[first] or failure, running, self._last_known(first))
 
     def _last_known(self, peer: int) -> str:
-        """The last operation that ``peer`` has launched, as far as this rank has read."""
-        launched = self._wire.last_label(peer)
+        """Return the label of the last operation that ``peer`` is known to have launched."""
+        launched = self._socket.last_label(peer)
         if not launched and self._running and self._running[0].round:
             return self._running[0].operation.label
-        return launched or self._last_done
+        return launched or self._last_completed
 
     def _time_out(self) -> None:
         reports = self._watchdog.collect_reports(self._peers.ranks) if self._watchdog is not None else {}
-        known = {peer: self._last_known(peer) for peer in self._silent()}
-        error = self._peers.silent(known, self._timeout, self._running[0], reports)
+        known = {peer: self._last_known(peer) for peer in self._missing_peers()}
+        error = self._peers.timeout_error(known, self._timeout, self._running[0], reports)
         self._give_up(error)
         raise error
 
-    def _look(self, seconds: float) -> None:
-        """Asks where the others are after ``seconds`` of waiting, and gives up if they will not come."""
+    def _ask_watchdog(self, seconds: float) -> None:
+        """Ask where the other ranks are after ``seconds`` of waiting, and give up if they cannot go on."""
         if self._watchdog is None or not self._running:
             return
-        line, first = f"{self._name}/{self._connection}", self._running[0]
-        place = OperationId(tuple(self._peers.ranks), first.sequence, first.operation.label, line)
-        self._looks = True
-        self._watchdog.begin_wait(place, seconds=seconds)
-        error = self._watchdog.look(place)
+        connection, first = f"{self._name}/{self._generation}", self._running[0]
+        operation = OperationId(tuple(self._peers.ranks), first.sequence, first.operation.label, connection)
+        self._wait_reported = True
+        self._watchdog.begin_wait(operation, seconds=seconds)
+        error = self._watchdog.diagnose_wait(operation)
         if error is not None:
             self._watchdog.give_up(error)
             self._give_up(error)
             raise error
 
-    def _silent(self) -> list[int]:
-        """The peers that the next round waits for, as far as read."""
+    def _missing_peers(self) -> list[int]:
+        """Return the peers whose message for the next round has not been read."""
         if not self._running:
             return []
         running = self._running[0]
-        return [peer for peer in self._wire.peers if not self._wire.has_read(peer, running.sequence, running.round)]
+        return [peer for peer in self._socket.peers if not self._socket.has_read(peer, running.sequence, running.round)]
 
     def _give_up(self, error: BaseException, failed: object = "") -> None:
-        """``error`` ends the connection. ``failed`` is what raised it, if not the first operation under way."""
-        self._broken = self._broken or (str(error) if isinstance(error, FSDPError) else said_of(error))
+        """Close the connection because of ``error``, raised by ``failed`` or else by the oldest operation in flight."""
+        self._broken = self._broken or (str(error) if isinstance(error, FSDPError) else error_summary(error))
         operation = failed or (self._running[0] if self._running else "an operation")
-        self._wire.give_up(self._peers.farewell(self.rank, error, operation))
-        place, position = self._place_of_next(), self._position(self.completed)
+        self._socket.give_up(self._peers.failure_text(self.rank, error, operation))
+        text, position = self._current_operation_text(), self._position(self.completed)
         self._running.clear()
-        _mine().discard(self)
-        trace.tell_fault(error, place, position)
+        _thread_engines().discard(self)
+        trace.tell_fault(error, text, position)
 
-    def _place_of_next(self) -> str:
-        """What is under way, in words."""
+    def _current_operation_text(self) -> str:
+        """Return a description of the oldest operation in flight."""
         return f"{self._running[0]} over {self._peers}" if self._running else f"an operation over {self._peers}"
 
     def _position(self, sequence: int) -> trace.Position:
-        return trace.Position(self._name, tuple(self._peers.ranks), self._connection, sequence)
+        return trace.Position(self._name, tuple(self._peers.ranks), self._generation, sequence)
 
-    def awaited(self) -> dict[int, int]:
-        """What to poll for until there is something to do: events by file descriptor."""
-        return {socket.fileno(): events for socket, events in self._wire.awaited(self._silent())}
+    def poll_events(self) -> dict[int, int]:
+        """Return the events to poll for, by file descriptor."""
+        return {socket.fileno(): events for socket, events in self._socket.poll_events(self._missing_peers())}
 
     def abandon(self) -> None:
-        """Lets go of the sockets without a word, as a forked process must: they are its parent's."""
+        """Close the sockets silently. A forked child must, because its parent still uses the connection."""
         self._broken = "this process was forked from the one that had the connection."
-        self._wire.close()
+        self._socket.close()
 
 
 _engines: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
 _in_thread = threading.local()
 
 
-def _mine() -> weakref.WeakSet[ShmEngine]:
-    """Those with operations under way that this thread launched."""
+def _thread_engines() -> weakref.WeakSet[ShmEngine]:
+    """Return the engines with operations in flight that this thread launched."""
     if not hasattr(_in_thread, "engines"):
         _in_thread.engines = weakref.WeakSet()
     engines: weakref.WeakSet[ShmEngine] = _in_thread.engines
     return engines
 
 
-def _sleep(engines: Sequence[ShmEngine], seconds: float) -> None:
-    """Until one of ``engines`` has something to do."""
+def _poll_engines(engines: Sequence[ShmEngine], seconds: float) -> None:
+    """Wait for up to ``seconds`` until one of ``engines`` can advance."""
     poll = select.poll()
     for engine in engines:
-        for descriptor, events in engine.awaited().items():
+        for descriptor, events in engine.poll_events().items():
             poll.register(descriptor, events)
     poll.poll(min(math.ceil(seconds * 1000), 1 << 30))
 

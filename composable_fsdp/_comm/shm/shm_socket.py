@@ -1,4 +1,4 @@
-"""Messages between the ranks of one host: small, in order, from each to each, and never waited for when sent."""
+"""Small ordered messages between the ranks of one host. Sending never blocks."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from composable_fsdp._comm.shm.segment import Segment, map_segment
 __all__ = ["NO_BLOCK", "Message", "ShmSocket"]
 
 NO_BLOCK = -1
-_GIVES_UP = -1
+_GIVE_UP_ROUND = -1
 
 _HEADER = struct.Struct("=qqqqqq")
-_LONGEST = 4096
+_MAX_BYTES = 4096
 _DESCRIPTOR = struct.Struct("=i")
 
 
 class Message(NamedTuple):
-    """What a rank says about one round of one operation.
+    """The progress of a rank in one round of one operation.
 
     Args:
         sequence: number of the operation.
-        round: of it; the first message says what the operation is, those after it only how far the rank is.
-        completed: operations that the rank has completed.
-        nbytes: of the operation.
-        shape: a hash of how these are divided.
-        block: where the rank stages, or ``NO_BLOCK``.
-        label: what the operation is called.
-        memory: the block, where the receiver has not seen it before, or the memory that the operation is about.
+        round: number of the round. Only the message of the first round describes the operation.
+        completed: number of operations that the rank has completed.
+        nbytes: size of the operation in bytes.
+        shape: hash of the tensors' sizes.
+        block: index of the rank's staging block, or ``NO_BLOCK``.
+        label: label of the operation.
+        memory: the block, if it is new to the receiver, or the memory that the operation shares.
     """
 
     sequence: int
@@ -50,18 +50,18 @@ class Message(NamedTuple):
     memory: torch.Tensor | None = None
 
     def encoded(self) -> bytes:
-        return _HEADER.pack(*self[:6]) + self.label.encode()[: _LONGEST - _HEADER.size]
+        return _HEADER.pack(*self[:6]) + self.label.encode()[: _MAX_BYTES - _HEADER.size]
 
 
 class ShmSocket:
-    """One socket to every peer.
+    """Sockets to every peer.
 
     Args:
-        sockets: by peer, connected ones of type ``SOCK_SEQPACKET`` that do not block. They are closed with the wire.
+        sockets: connected, non-blocking sockets of type ``SOCK_SEQPACKET``, by peer. They are closed with this object.
 
     Attributes:
-        completed: by peer, the operations that it has completed, as far as heard.
-        ended: by peer, why nothing more will come from there.
+        completed: by peer, the number of operations that it has completed according to the messages read.
+        ended: by peer, the reason why it sends no more messages, empty if unknown.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
@@ -81,14 +81,14 @@ class ShmSocket:
         return bool(self._unsent)
 
     def broadcast(self, message: Message, segment: Segment | None = None) -> None:
-        """Sends ``message`` to every peer, with ``segment`` for them to map. What a socket has no room for waits."""
+        """Send ``message`` to every peer, with ``segment`` for them to map. Queues what a socket has no room for."""
         data = message.encoded()
         for peer in self._sockets:
             if peer in self._unsent or not self._send(peer, data, segment):
                 self._unsent.setdefault(peer, deque()).append((data, segment))
 
     def flush(self) -> None:
-        """Sends what waits, as far as there is room."""
+        """Send queued messages as far as there is room."""
         for peer, waiting in list(self._unsent.items()):
             while waiting and self._send(peer, *waiting[0]):
                 waiting.popleft()
@@ -106,11 +106,11 @@ class ShmSocket:
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):
-            return True  # it is gone, which whoever waits for it will see; it may have said all that was to be said
+            return True  # the peer is gone, which waiting for it will show; it may have sent all that we need
         return True
 
     def has(self, peer: int, sequence: int, round: int) -> bool:
-        """Whether that message has come from ``peer``. Reads no further than to it."""
+        """Return whether that message has arrived from ``peer``. Reads messages up to that one only."""
         while not self.has_read(peer, sequence, round):
             if not self._receive(peer):
                 return False
@@ -120,7 +120,7 @@ class ShmSocket:
         return (sequence, round) in self._inbox[peer]
 
     def last_label(self, peer: int) -> str:
-        """Of the last operation that ``peer`` has launched, among the messages that were read and not popped."""
+        """Return the label of the last operation that ``peer`` has launched, among messages read and not popped."""
         launches = [message for message in self._inbox[peer].values() if message.label]
         return max(launches, key=lambda message: message.sequence).label if launches else ""
 
@@ -128,20 +128,20 @@ class ShmSocket:
         return self._inbox[peer].pop((sequence, round))
 
     def receive_all(self) -> None:
-        """Reads what has come."""
+        """Read all messages that have arrived."""
         for peer in self._sockets:
             while self._receive(peer):
                 pass
 
     def _receive(self, peer: int) -> bool:
-        """Reads one message. False if there is none."""
+        """Read one message. Return ``False`` if there is none."""
         if peer in self.ended:
             return False
         try:
-            data, ancillary, flags, _ = self._sockets[peer].recvmsg(_LONGEST, socket.CMSG_SPACE(_DESCRIPTOR.size))
+            data, ancillary, flags, _ = self._sockets[peer].recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_DESCRIPTOR.size))
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # it closed with messages unread; what it sent before can be read still
+        except ConnectionResetError:  # it closed with unread messages; those it sent before can still be read
             return True
         if not data:
             self.ended[peer] = ""
@@ -151,24 +151,24 @@ class ShmSocket:
         label = data[_HEADER.size :].decode(errors="replace")
         numbers: tuple[int, int, int, int, int, int] = _HEADER.unpack_from(data)
         message = Message(*numbers, label, _received_memory(ancillary))
-        if message.round == _GIVES_UP:
+        if message.round == _GIVE_UP_ROUND:
             self.ended[peer] = message.label
             return False
         self.completed[peer] = message.completed
         self._inbox[peer][message.sequence, message.round] = message
         return True
 
-    def awaited(self, peers: Iterable[int]) -> Iterator[tuple[socket.socket, int]]:
-        """The sockets to poll, and for what, until something comes from ``peers`` or can be sent."""
+    def poll_events(self, peers: Iterable[int]) -> Iterator[tuple[socket.socket, int]]:
+        """Yield the sockets and events to poll for, until ``peers`` have sent something or a queued message fits."""
         events = dict.fromkeys(self._unsent, select.POLLOUT)
         for peer in peers:
             events[peer] = events.get(peer, 0) | select.POLLIN
         return ((self._sockets[peer], mask) for peer, mask in events.items())
 
     def give_up(self, reason: str) -> None:
-        """Tells all peers why nothing more will come from here, and closes."""
+        """Send ``reason`` to all peers as our last message, and close."""
         self._unsent.clear()
-        self.broadcast(Message(0, _GIVES_UP, 0, label=reason))
+        self.broadcast(Message(0, _GIVE_UP_ROUND, 0, label=reason))
         self.close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""In which rounds tensors pass through a slot of staging memory, and where each lies there."""
+"""Plan how tensors pass through a slot of staging memory in rounds, and their offsets in it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 __all__ = ["Piece", "Round", "StagedRange", "plan_rounds"]
 
 _ALIGNMENT = 64
-"""Bytes: a cache line, so that what one rank writes is not in the line of what another reads."""
+"""Bytes of a cache line. Pieces are aligned, so that no two ranks write to and read from the same line."""
 
 
 class StagedRange(NamedTuple):
-    """How much of one tensor is staged: ``rows`` (one for all peers, or one for each) of ``numel`` elements."""
+    """The staged elements of one tensor: ``rows`` (one for all peers, or one for each) of ``numel`` elements."""
 
     numel: int
     itemsize: int
@@ -20,7 +20,7 @@ class StagedRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements ``start`` to ``stop`` of every row of one tensor; row i lies at ``offset + i * stride`` bytes."""
+    """Elements ``start`` to ``stop`` of every row of one tensor. Row i is staged at byte ``offset + i * stride``."""
 
     tensor: int
     start: int
@@ -33,21 +33,21 @@ Round = tuple[Piece, ...]
 
 
 @lru_cache(maxsize=1024)
-def plan_rounds(extents: tuple[StagedRange, ...], capacity: int) -> tuple[Round, ...]:
-    """Cuts tensors into pieces such that those of a round fit into ``capacity`` bytes together.
+def plan_rounds(ranges: tuple[StagedRange, ...], capacity: int) -> tuple[Round, ...]:
+    """Cut tensors into pieces, and assign these to rounds of at most ``capacity`` bytes.
 
-    Invariant: the pieces of a tensor, in order, tile its elements exactly. There is a round even if there is nothing to
-    move, as ranks meet in it.
+    Invariant: the pieces of a tensor, in order, tile its elements exactly. There is at least one round, even for no
+    elements, because ranks synchronize in it.
     """
     rounds: list[Round] = []
     pieces: list[Piece] = []
     used = 0
-    for index, (numel, itemsize, rows) in enumerate(extents):
-        whole = capacity // rows // _ALIGNMENT * _ALIGNMENT // itemsize
+    for index, (numel, itemsize, rows) in enumerate(ranges):
+        full_room = capacity // rows // _ALIGNMENT * _ALIGNMENT // itemsize
         start = 0
         while start < numel:
             room = (capacity - used) // rows // _ALIGNMENT * _ALIGNMENT // itemsize
-            if room < min(numel - start, whole // 8):  # not worth a piece of its own
+            if room < min(numel - start, full_room // 8):  # too small a piece
                 rounds.append(tuple(pieces))
                 pieces, used = [], 0
                 continue
