@@ -87,7 +87,7 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _take_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Move ``model`` to meta and return its values by name, so that all ranks go on with the same kind of model."""
+    """Move ``model`` to meta and return its values by name, so that all ranks continue alike."""
     values = {plain_name(name): tensor.detach() for name, tensor in _tensors(model) if not tensor.is_meta}
     for parameter in registered_parameters(model):
         real = parameter.parameter

@@ -5,7 +5,7 @@ torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``; other lib
 ``_get_module_fsdp_state(module)`` too. These functions return a view that reads everything from the FSDP state and
 stores only the handles of hooks that clients replace. It has the names that ``torch.distributed.pipelining``,
 ``FSDPMemTracker``, torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use, and those that
-``tests/state/test_interop_state.py`` uses as other libraries do, and no others.
+``tests/unit/test_interop_state.py`` uses as other libraries do, and no others.
 """
 
 from __future__ import annotations
