@@ -1,6 +1,6 @@
 """Fully sharded data parallel training for PyTorch, with the interface of torch's FSDP2.
 
-Shard every block, then the whole::
+Shard every block, then the model itself::
 
     from composable_fsdp import fully_shard
 
@@ -121,7 +121,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# With these comes torch.distributed.checkpoint, which takes long to import and is of no use to who needs none of them.
+# Imported on first use, because they import torch.distributed.checkpoint, which is slow.
 _WITH_CHECKPOINTS = {
     "ShardedEMA": "checkpoint._state_dict.ema",
     "rekey_optimizer": "checkpoint._state_dict.rekey",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from composable_fsdp._api.direct_call_errors import explanation_of
     from composable_fsdp._api.materialize import reset_parameters
-    from composable_fsdp._api.param_discovery import elsewhere
+    from composable_fsdp._api.param_discovery import on_other_accelerators
     from composable_fsdp._comm import broadcast, factory
     from composable_fsdp._comm.c10d import ProcessGroupCommunicator
     from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work

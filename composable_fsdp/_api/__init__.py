@@ -1,1 +1,1 @@
-"""The implementation of the public functions: sharding a module, and what its methods do."""
+"""The implementation of the public functions and of ``FSDPModule``."""

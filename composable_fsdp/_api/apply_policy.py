@@ -1,10 +1,9 @@
-"""``fully_shard(model, policy=...)``: carries out a plan, group by group from the bottom up.
+"""``fully_shard(model, policy=...)``: plan the groups of a model, then shard them bottom-up.
 
-The plan is made and checked before anything changes. Each group gets the options of the call, so mesh, dtypes and
-offload reach all of them, with what its own overrides say in place of these. Groups are materialised and synchronised
-one after the other, so that no more than one is in memory in full.
+The plan is made and checked before anything changes. Each group gets the options of the call, overridden by its own.
+Groups are materialized and synchronized one after the other, so that at most one is in memory in full.
 
-Parameters that are used in several groups belong to the first of these; the others borrow them.
+A parameter that several groups use belongs to the first of them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_fsdp._api.materialize import InitFunction, left_alone, materialise
+from composable_fsdp._api.materialize import InitFunction, find_ignored, materialize_meta
 from composable_fsdp._runtime.groups.state import find_state, state_of
 from composable_fsdp._runtime.params.param_places import registered_parameters
 from composable_fsdp._sharding.strategy import resolve_strategy
@@ -36,33 +35,33 @@ OVERRIDABLE = frozenset(
         "strategy",
     }
 )
-"""Keywords that a group may have of its own. The others say something about the whole model."""
+"""The keywords that a policy may set per group. The others apply to the model."""
 
 
 def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., object], options: Mapping[str, Any]) -> None:
-    """Calls ``shard`` on every group.
+    """Call ``shard`` on every group that ``policy`` selects.
 
     Args:
         model: the outermost module.
-        policy: decides.
-        shard: ``fully_shard``, called with a module or a list of them, and keywords.
-        options: all keywords of the call but ``policy``.
+        policy: selects the groups.
+        shard: ``fully_shard``, called with a module or a list of modules, and keywords.
+        options: all keywords of the call except ``policy``.
 
     Raises:
-        ConfigurationError: the plan is none, or options contradict each other. Nothing has changed then.
-        MeshError: a mesh cannot serve the strategy of a group. Nothing has changed then either.
+        ConfigurationError: the plan is invalid, or options contradict each other. Raised before anything changes.
+        MeshError: a mesh does not fit the strategy of a group. Raised before anything changes.
     """
-    left = left_alone([model], options["ignored_params"], options["ignored_modules"])
-    groups = plan_groups(policy, Scope(model, left.modules, left.parameters), OVERRIDABLE)
+    ignored = find_ignored([model], options["ignored_params"], options["ignored_modules"])
+    groups = plan_groups(policy, Scope(model, ignored.modules, ignored.parameters), OVERRIDABLE)
     options_of = [_options_of(group, options) for group in groups]
     init: InitFunction | None = options["param_init_fn"]
-    there = {state for module in model.modules() if (state := find_state(module)) is not None}
-    lenders = there | {state_of(owner) for owner in options["shared_from"]}
+    sharded = {state for module in model.modules() if (state := find_state(module)) is not None}
+    lenders = sharded | {state_of(owner) for owner in options["shared_from"]}
     registered = [entry for entry in registered_parameters(model) if len(entry.places) > 1]
     for group, chosen in zip(groups, options_of, strict=True):
         if init is not None:
             for module in group.modules:
-                materialise(module, init, left, registered)
+                materialize_meta(module, init, ignored, registered)
         owners = [state.modules[0] for state in holders(group.modules) if state in lenders]
         target = group.modules[0] if len(group.modules) == 1 else list(group.modules)
         shard(target, **{**chosen, "shared_from": owners, "param_init_fn": None})
@@ -70,10 +69,10 @@ def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., objec
 
 
 def _options_of(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the call with what the group has of its own, and the strategy as what it comes to.
+    """Return the call's options with the overrides of ``group``; the strategy becomes a mesh and a reshard option.
 
-    A strategy of its own counts instead of what the call says about resharding, and its own resharding instead of what
-    the strategy of the call comes to.
+    A strategy of the group replaces the reshard option of the call. A reshard option of the group replaces that of the
+    call's strategy.
     """
     own, chosen = group.overrides, {**options, **group.overrides}
     strategy, reshard = chosen.pop("strategy"), chosen["reshard_after_forward"]

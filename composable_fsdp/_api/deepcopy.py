@@ -1,8 +1,8 @@
-"""``copy.deepcopy`` of sharded modules, for averaged weights and target networks.
+"""``copy.deepcopy`` of sharded modules, for weight averages and target networks.
 
-A unit, its group and its communicators are no values to copy: the copy's modules get units of their own, on the same
-axes, around copies of the sharded parameters. Hooks follow by themselves, since they are methods of objects that know
-their unit.
+FSDP states, groups and communicators are not copied. The copied modules get FSDP states of their own, on the same axes,
+with copies of the sharded parameters. Hooks are copied with the modules: they are methods of objects that hold the FSDP
+state, and ``memo`` maps it to the new one.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["copy_sharded"]
 
 Memo = dict[int, Any]
 
-_UNDER_WAY = "composable_fsdp: a sharded module is being copied"
+_COPYING = "composable_fsdp: a sharded module is being copied"
 
 
 def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
-    """The deep copy of a sharded module.
+    """Return a deep copy of a sharded module.
 
     Raises:
-        ConfigurationError: it shares a group with modules outside.
+        ConfigurationError: the module shares a group with modules outside of it.
     """
-    marks = cast("dict[Any, Any]", memo)
-    if _UNDER_WAY in marks:
+    markers = cast("dict[Any, Any]", memo)
+    if _COPYING in markers:
         return _copy_module(module, memo)
     states = list({state: None for m in module.modules() if (state := find_state(m)) is not None})
     within = set(module.modules())
@@ -45,12 +45,12 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         memo[id(state)] = object.__new__(FSDPState)
         for parameter in state.group.parameters:
             memo[id(parameter.sharded)] = _copy_parameter(parameter.name, parameter.sharded)
-    marks[_UNDER_WAY] = True
+    markers[_COPYING] = True
     try:
         result = _copy_module(module, memo)
     finally:
-        del marks[_UNDER_WAY]
-    for state in sorted(states, key=lambda state: bool(state.lenders)):  # lenders before borrowers
+        del markers[_COPYING]
+    for state in sorted(states, key=lambda state: bool(state.lenders)):  # owners of shared parameters first
         _fill(memo[id(state)], state, memo)
     return result
 
@@ -65,7 +65,7 @@ def _check_contained(state: FSDPState, states: list[FSDPState], within: set[nn.M
 
 
 def _copy_module(module: nn.Module, memo: Memo) -> nn.Module:
-    """As ``copy`` itself would do it, if the class did not say how: ``__new__`` of sharded classes makes others."""
+    """Copy ``module`` as ``copy`` does by default, without ``__new__`` of the class, which makes unsharded modules."""
     clone: nn.Module = object.__new__(type(module))
     memo[id(module)] = clone
     get_state = getattr(module, "__getstate__", None)  # every object has it from Python 3.11 on
@@ -95,7 +95,7 @@ def _copy_distributed(tensor: Any) -> DTensor:
 
 
 def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
-    """Makes ``clone``, which the copied modules know already, the same as ``state`` on them."""
+    """Initialize ``clone``, which the copied modules already refer to, with copies of the contents of ``state``."""
     group = state.group
     parameters = [
         p.copy_onto(memo[id(p.sharded)], [(memo[id(owner)], name) for owner, name in p.owners])

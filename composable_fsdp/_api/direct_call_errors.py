@@ -1,10 +1,11 @@
-"""Methods of sharded modules that compute without the module being called.
+"""Explain errors of methods that use sharded parameters without a call of the module.
 
-Only calls bring parameters into memory. A method that computes with sharded ones ends in an error of ``DTensor``, which
-knows nothing of modules; here it is told which method that was and what to do.
+Only calls of a module unshard its parameters. A method that computes with sharded ones fails with an error of
+``DTensor`` about mixed operands; public methods of sharded classes turn it into one that names the method and the
+remedy.
 
-Plain modules inside a sharded one are called without any code of ours, and none is put there for the sake of a message:
-where such an error ends the program, a note in it says which parameter was sharded.
+Plain modules inside a sharded one run no code of this package. If such an error ends the program, ``sys.excepthook``
+adds a note with the name of the sharded parameter.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from composable_fsdp._runtime.groups.state import FSDPState, holding_state, stat
 from composable_fsdp._runtime.params.sharded_param import find_parameter
 from composable_fsdp.errors import LifecycleError
 
-__all__ = ["explain_uncaught", "explaining_methods", "explanation_of"]
+__all__ = ["explain_uncaught", "explained_methods", "explanation_of"]
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 
 _explains_uncaught = False
 
 
-def explaining_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The public methods that ``original`` has besides those of every module, as a subclass of it needs them."""
+def explained_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Return the public methods of ``original`` that ``nn.Module`` lacks, wrapped to explain errors."""
     methods: dict[str, Callable[..., Any]] = {}
     for base in original.__mro__[: original.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
@@ -51,12 +52,12 @@ def _explaining(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             state = state_of(self)
             if isinstance(error, LifecycleError) or _MIXED not in str(error) or state.is_running:
                 raise
-            raise _bypassed(name, state) from error
+            raise _direct_call_error(name, state) from error
 
     return method
 
 
-def _bypassed(method: str, state: FSDPState) -> LifecycleError:
+def _direct_call_error(method: str, state: FSDPState) -> LifecycleError:
     names = [parameter.name for parameter in state.group.parameters]
     held = f", such as {names[0]!r}" if names else ""
     return LifecycleError(
@@ -71,7 +72,7 @@ def _bypassed(method: str, state: FSDPState) -> LifecycleError:
 
 
 def explain_uncaught() -> None:
-    """Has ``sys.excepthook`` put a note into errors about sharded parameters. Once is enough."""
+    """Install a ``sys.excepthook``, once, that adds a note to errors about sharded parameters."""
     global _explains_uncaught
     if _explains_uncaught:
         return
@@ -90,19 +91,19 @@ def explain_uncaught() -> None:
 
 
 def explanation_of(error: BaseException) -> str | None:
-    """Which sharded parameter an error of ``DTensor`` is about, and what to do; ``None`` for any other error.
+    """Return a text that names the sharded parameter an error of ``DTensor`` is about, or ``None`` for other errors.
 
-    That is the innermost one that a function in the traceback has, itself or as a parameter of a module.
+    It is the first one found in the locals of the traceback, innermost frame first, or in a module among these locals.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, LifecycleError) or _MIXED not in str(error):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name != "<module>"]
     values = (value for frame in reversed(frames) for value in frame.f_locals.values())
-    return next(filter(None, map(_told_of, values)), None)
+    return next(filter(None, map(_explain_value, values)), None)
 
 
-def _told_of(value: object) -> str | None:
-    """Explain a sharded parameter, or a module that has one of its own, for the text of an error."""
+def _explain_value(value: object) -> str | None:
+    """Return the explanation if ``value`` is a sharded parameter, or a module that has one of its own."""
     found, state = find_parameter(value), holding_state(value)
     if found is not None and found.sharded is value and state is not None:
         return _advice(repr(found.name), state)

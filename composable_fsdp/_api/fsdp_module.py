@@ -1,4 +1,4 @@
-"""``FSDPModule``: what a sharded module can do besides what it could before."""
+"""``FSDPModule``: the methods of sharded modules; ``no_sync`` and ``share_comm_ctx``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 from composable_fsdp._api.deepcopy import copy_sharded
-from composable_fsdp._api.direct_call_errors import explaining_methods
-from composable_fsdp._api.group_setters import check_between_steps, check_count, check_factor, on_stream, tell_root
+from composable_fsdp._api.direct_call_errors import explained_methods
+from composable_fsdp._api.group_setters import (
+    check_between_steps,
+    check_count,
+    check_factor,
+    on_stream,
+    set_root_option,
+)
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.profiling import ask_logger
@@ -32,14 +38,14 @@ __all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_com
 
 
 class UnshardHandle(TorchUnshardHandle):
-    """An all-gather in flight, from ``FSDPModule.unshard(async_op=True)``."""
+    """Handle of an all-gather in flight, returned by ``FSDPModule.unshard(async_op=True)``."""
 
     def __init__(self, state: FSDPState, *, is_new: bool) -> None:
         self._state: FSDPState | None = state
         self._is_new = is_new
 
     def wait(self) -> None:
-        """Makes the unsharded parameters usable. Waiting twice is waiting once."""
+        """Wait for the all-gather and make the unsharded parameters usable. Further calls have no effect."""
         if self._state is not None:
             state, self._state = self._state, None
             state.group.wait()
@@ -48,25 +54,29 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 class FSDPModule(TorchFSDPModule):
-    """Mixed into the class of every module that ``fully_shard`` was applied to.
+    """Mixin for the class of every module that ``fully_shard`` was applied to.
 
-    Names and meanings are those of ``torch.distributed.fsdp.FSDPModule``. A setter counts from the next forward or
-    backward; with ``recurse`` it also reaches the sharded modules below this one.
+    Method names and meanings are those of ``torch.distributed.fsdp.FSDPModule``. A setter takes effect at the next
+    forward or backward. With ``recurse=True`` it also applies to all sharded modules below this one.
     """
 
     _orig_cls_mro_index = 3
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Builds the *original* class, so that indexing or slicing a sharded container gives a plain one."""
+        """Build the *original* class, so that indexing or slicing a sharded container returns an unsharded one."""
         return cls.__mro__[cls._orig_cls_mro_index](*args, **kwargs)
 
-    # -- parameters in and out of memory
+    # -- unshard and reshard
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gathers this module's own group, without those of modules below it.
+        """All-gather the parameters of this module's own group, without the groups of modules below it.
 
         Args:
-            async_op: return at once with a handle; the module's next forward waits for it if nobody else did.
+            async_op: return a handle at once. The next forward of the module waits for the all-gather if nothing else
+                has.
+
+        Returns:
+            An :class:`UnshardHandle` if ``async_op``, otherwise ``None``.
         """
         state = _state(self)
         state.deliver_before_changes()
@@ -80,31 +90,32 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Frees this module's unsharded parameters. Without effect where they are sharded already."""
+        """Free this module's unsharded parameters. Has no effect if they are sharded already."""
         _state(self).group.reshard()
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: back to where a new step can begin.
+        """Return all ranks to a state in which a new step can begin, after an exception in forward or backward.
 
-        Completes collectives in flight, shards every group of the root again, and drops gradients that have not been
-        reduced, those accumulated with ``set_requires_gradient_sync(False)`` included. Reduced gradients stay: call
-        ``zero_grad`` as usual, and repeat the step from its first microbatch: what ``ErrorFeedback`` remembers is as it
-        was before the step. All ranks must call it: they wait for each other.
+        Completes or drops collectives in flight, reshards every group of the root, and drops gradients that have not
+        been reduced, including those accumulated with ``set_requires_gradient_sync(False)``. Reduced gradients stay:
+        call ``zero_grad`` as usual, then repeat the step from its first microbatch. Residuals of ``ErrorFeedback`` are
+        restored to their values before the step. All ranks must call this method; they wait for each other.
 
         Raises:
-            PeerError: some ranks did not come within the timeout of the process group. Named in the text.
+            PeerError: some ranks did not call it within the timeout of the process group. The text names them.
             DivergenceError: some ranks took the optimizer's step after a backward that failed on others. Load a
-                checkpoint on all of them; nothing else is needed to go on.
+                checkpoint on all ranks; nothing else is needed to continue.
         """
         iteration_of(_state(self)).reset()
 
-    # -- when to reshard and what to prefetch
+    # -- resharding and prefetching
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free parameters after forward and gather them again in backward.
+        """Set whether parameters are freed after forward and all-gathered again in backward.
 
         Raises:
-            ArgumentTypeError: not a ``bool``. A smaller mesh is chosen by ``fully_shard(reshard_after_forward=n)``.
+            ArgumentTypeError: not a ``bool``. To reshard to a smaller mesh, use
+                ``fully_shard(reshard_after_forward=n)``.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ArgumentTypeError(
@@ -115,41 +126,43 @@ class FSDPModule(TorchFSDPModule):
             state.reshard = Reshard.parse(reshard_after_forward, state.group.axes.shard.size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether to free parameters after backward. Kept ones are gathered anew once an optimizer has stepped, but for
-        groups that are frozen as a whole: these are gathered once, and again only when they have been changed in place.
+        """Set whether parameters are freed after backward.
+
+        Parameters that stay unsharded are all-gathered again after an optimizer step. A group whose parameters are all
+        frozen is gathered once, and again only after an in-place change of its shards.
         """
         for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Modules to all-gather when this one begins its forward, in place of those known from the last iteration."""
+        """Set the modules to all-gather when this module begins its forward, instead of the default order."""
         _state(self).forward_prefetch = list(map(ref, _sharded_states("set_modules_to_forward_prefetch", modules)))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[TorchFSDPModule]) -> None:
-        """Modules to all-gather when this one begins its backward, in place of the one before it in forward."""
+        """Set the modules to all-gather when this module begins its backward, instead of the default order."""
         _state(self).backward_prefetch = list(map(ref, _sharded_states("set_modules_to_backward_prefetch", modules)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the parameters; an embedding's does not, which saves its second all-gather."""
+        """Set whether backward needs the parameters. ``False``, as for an embedding, saves the second all-gather."""
         _state(self).unshard_in_backward = unshard_in_backward
 
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Where it does not, they are summed unsharded, in the reduce dtype.
+        """Set whether backward reduces gradients. If not, each rank sums full gradients in the reduce dtype.
 
-        See :func:`no_sync` for a way that needs only this rank's shard of memory.
+        :func:`no_sync` with ``sharded=True`` accumulates in the memory of this rank's shards instead.
         """
         for state in _states(self, recurse):
             state.accumulation = Accumulation.REDUCE if requires_gradient_sync else Accumulation.UNSHARDED
             state.all_reduce = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the end of the next backward waits for reductions in flight; without it, the next backward's does."""
+        """Set whether the next backward waits at its end for reductions in flight. If not, a later backward does."""
         iteration_of(_state(self)).is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
+        """Divide the summed gradients of this module's group by ``factor`` instead of by the number of ranks."""
         check_factor(factor)
         _state(self).group.gradients.divide_factor = float(factor)
 
@@ -158,32 +171,32 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether to sum on the wire and divide afterwards, also where the backend could average."""
+        """Set whether collectives always sum and the division follows, even if the backend can average."""
         _state(self).group.gradients.sum_only = enable
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces over the replicate axis of a hybrid mesh too.
+        """Set whether backward also all-reduces over the replicate axis of a hybrid mesh.
 
-        Where it does not, this rank's shards of the gradients are summed, in the reduce dtype, until a backward does.
+        If not, this rank accumulates its shards of the gradients, in the reduce dtype, until a backward that does.
         """
         for state in _states(self, recurse):
             state.all_reduce = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether ranks may use different parameters in the same step, or skip modules in forward or backward.
+        """Set whether ranks may use different parameters in one step, or skip modules in forward or backward.
 
-        All ranks then go through the sharded modules below the root in the order in which these are registered, and a
-        rank takes part in the collectives of what it skips, with zero gradients. So each must run at most once per
-        forward, in that order, and every rank's loss must depend on some of them. Every trainable parameter of these
-        modules gets a gradient in each backward that synchronises: zeros if no rank used it. An optimizer then treats
-        it like any other, with weight decay and momentum. Nothing is gathered ahead where ``set_max_unsharded_bytes``
-        sets a bound.
+        All ranks then run the collectives of the sharded modules below the root in the order of registration. A rank
+        takes part in the collectives of the modules that it skips, with zero gradients. Each module must run at most
+        once per forward, in that order, and the loss of every rank must depend on at least one of these modules. Every
+        trainable parameter of these modules gets a gradient in each backward that synchronizes, zeros if no rank used
+        it; an optimizer then applies weight decay and momentum to it. Nothing is prefetched if
+        ``set_max_unsharded_bytes`` sets a bound.
 
-        Without it, ranks may use different parameters of one group, as long as their backwards complete the groups in
-        the same order. A parameter that no rank used then keeps ``grad`` ``None``.
+        Without this setting, ranks may use different parameters of one group, as long as their backwards complete the
+        groups in the same order. The ``grad`` of a parameter that no rank used then stays ``None``.
 
         Raises:
-            LifecycleError: a backward may still come to a forward that has run.
+            LifecycleError: a forward has run whose backward may still come.
         """
         states = list(_states(self, recurse))
         check_between_steps("set_reduce_scatter_unused_params", states)
@@ -193,11 +206,12 @@ class FSDPModule(TorchFSDPModule):
             state.group.rebuild()
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions of gradients may be on the wire at once: one more waits for the oldest.
+        """Set how many gradient reductions may be in flight at once. A further one first waits for the oldest.
 
-        Each has its message in memory. Unless told, on CPU one; on accelerators as many as have together hardly more
-        bytes than the gradients of the largest module among them, or than 1 MiB. Of the numbers that several modules
-        are given, the largest counts. A large module's gradients travel in several reductions.
+        Each reduction in flight holds its input buffer in memory. The default is 1 on CPU. On accelerators it is as
+        many as have together hardly more bytes than the gradients of the largest module among them, or than 1 MiB. The
+        largest number set on any module of the root applies. The gradients of a large module are reduced in several
+        buckets.
 
         Raises:
             ConfigurationError: not an int of at least 1.
@@ -207,64 +221,66 @@ class FSDPModule(TorchFSDPModule):
             state.reductions_in_flight = max_input_buffers
 
     def set_prefetch_limit(self, limit: int) -> None:
-        """How many modules are gathered ahead of the one that computes, forward and backward. Call it on the root.
+        """Set how many groups are prefetched ahead of the running one, in forward and backward. Call it on the root.
 
-        1 unless told: that hides communication as long as the wire is faster than the modules. Where it is not, more
-        are worth the memory that each takes. On accelerators as many of the last modules stay from forward to backward.
-        0 gathers nothing ahead. ``set_max_unsharded_bytes`` still holds, and so do lists of modules to prefetch. Small
-        groups that are gathered together (``set_max_merged_bytes``) count as one. The same on every rank.
+        The default is 1, which hides communication as long as an all-gather takes less time than the module before it
+        computes. If it takes longer, higher limits help, at the cost of the memory of each prefetched group. On
+        accelerators, the same number of the last groups of forward stays unsharded for backward. 0 prefetches nothing.
+        ``set_max_unsharded_bytes`` and explicit prefetch lists still apply. Small groups that share one all-gather
+        (``set_max_merged_bytes``) count as one. The limit must be the same on every rank.
 
         Raises:
-            ConfigurationError: not an int of at least 0, or this module is not the root of what has run already.
+            ConfigurationError: not an int of at least 0, or this module is not the root of modules that have already
+                run.
         """
         check_count("limit", limit)
-        tell_root(_state(self), "prefetch_limit", limit)
+        set_root_option(_state(self), "prefetch_limit", limit)
 
     def set_max_unsharded_bytes(self, max_unsharded_bytes: int | None) -> None:
-        """Bounds the memory of parameters that are gathered ahead of their turn. Call it on the root.
+        """Bound the memory of prefetched parameters. Call it on the root.
 
-        What a module needs is always gathered. Others are gathered ahead, while it computes, or stay for backward, only
-        where all unsharded parameters together then take at most ``max_unsharded_bytes`` on this rank. The same on
-        every rank.
-        ``None``, as it is at first, sets no bound; 0 gathers nothing ahead.
+        The parameters of a module that runs are always gathered. Others are prefetched, or kept for backward, only
+        while all unsharded parameters together take at most ``max_unsharded_bytes`` bytes on this rank. ``None``, the
+        default, sets no bound; 0 prefetches nothing. The bound must be the same on every rank.
 
         Raises:
-            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of what has run
-                already.
+            ConfigurationError: not an int of at least 0, nor ``None``; or this module is not the root of modules that
+                have already run.
         """
         check_count("max_unsharded_bytes", max_unsharded_bytes, or_none=True)
-        tell_root(_state(self), "max_unsharded_bytes", max_unsharded_bytes)
+        set_root_option(_state(self), "max_unsharded_bytes", max_unsharded_bytes)
 
     def set_max_merged_bytes(self, max_merged_bytes: int) -> None:
-        """How many bytes of full parameters of small groups next to each other share one all-gather and one reduction.
+        """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.
 
-        1 MiB unless told; 0 merges nothing. Groups count as small up to 512 KiB. They are found in the order in which
-        the last forward ran, so merging begins with the second. Nothing else changes: each module still shows its
-        unsharded parameters only while it runs, though all that came together take memory from the first one's turn.
-        Call it on the root, with the same number on every rank.
+        The default is 1 MiB; 0 merges nothing. Groups of up to 512 KiB count as small. Groups are adjacent in the
+        recorded order of the last forward, so merging begins with the second forward. The unsharded parameters of a
+        module are still registered only while it runs, but the memory of all merged groups is allocated when the first
+        of them is gathered. Call it on the root, with the same number on every rank.
 
         Raises:
-            ConfigurationError: not an int of at least 0, or this module is not the root of what has run already.
+            ConfigurationError: not an int of at least 0, or this module is not the root of modules that have already
+                run.
         """
         check_count("max_merged_bytes", max_merged_bytes)
-        tell_root(_state(self), "max_merged_bytes", max_merged_bytes)
+        set_root_option(_state(self), "max_merged_bytes", max_merged_bytes)
 
     def set_order_check(self, level: str) -> None:
-        """How much ranks compare, before a collective begins, to see that all of them are about to do the same.
+        """Set how often ranks compare, before a collective, that all of them are about to launch the same one.
 
-        Over gloo, a collective that ranks enter with different parameters kills the process, or mixes them. In shared
-        memory ranks always compare, at no cost. With other backends nothing is compared.
+        With gloo, a collective that ranks enter with different parameters ends the process, or mixes their values.
+        Ranks that share memory always compare, at no cost. With other backends nothing is compared. Call it on the
+        root, with the same level on all ranks. The environment variable ``COMPOSABLE_FSDP_ORDER_CHECK`` sets the level
+        of all roots. If several models share one process group, the level that was set last, or that of the model whose
+        first forward began last, applies to all of them.
 
         Args:
-            level: ``"first"``, what is done unless told, compares what has not followed the operation before it until
-                now: the first iteration, and what changes later. ``"always"`` compares each time. ``"off"`` trusts
-                the ranks, and does not warn when this one's order changes. The environment variable
-                ``COMPOSABLE_FSDP_ORDER_CHECK`` says it for all roots. Call it on the root, with the same on all ranks.
-                Of several models over one process group, the level of the one that was told, or began its first
-                forward, last counts for all.
+            level: ``"first"``, the default, compares an operation only if it has not followed the operation before it
+                until now: in the first iteration, and after a change. ``"always"`` compares every operation. ``"off"``
+                compares nothing, and does not warn when the order on this rank changes.
 
         Raises:
-            ConfigurationError: none of these.
+            ConfigurationError: ``level`` is none of these.
         """
         chosen, states = order_check_from(level), list(_states(self, recurse=True))
         for state in states:
@@ -272,15 +288,15 @@ class FSDPModule(TorchFSDPModule):
         set_order_check(states, chosen)
 
     def set_version_check(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """How parameters that change between a forward and its backward are looked for.
+        """Set how backward detects parameters that have changed since their forward.
 
-        By default a change in place that torch counts, or a step of an optimizer, is a ``LifecycleError`` in backward:
-        the gradients would be those of a model that never ran. Writes through ``.data`` are not counted.
+        By default, an in-place change that torch counts, or an optimizer step, raises ``LifecycleError`` in backward:
+        the gradients would be those of a model that never ran. Torch does not count writes through ``.data``.
 
         Args:
-            enable: ``True`` finds these too: all shards are read twice in each step, and the host waits for that.
-                ``False`` looks for no change.
-            recurse: also in the sharded modules below this one.
+            enable: ``True`` also detects writes through ``.data``. It reads all shards twice in each step, and the host
+                waits for the result. ``False`` detects no changes.
+            recurse: apply the setting to the sharded modules below this one too.
         """
         for state in _states(self, recurse):
             state.version_check = VersionCheck(state.group, reads_shards=True) if enable else None
@@ -288,18 +304,18 @@ class FSDPModule(TorchFSDPModule):
     # -- communication
 
     def set_custom_all_gather(self, comm: object) -> None:
-        """Lets ``comm`` move the bytes of this module's all-gathers over its shard axis.
+        """Use ``comm`` for this module's all-gathers over its shard axis.
 
         Args:
-            comm: has ``allocate(size, *, dtype, device)``, which gives the 1-d output, and is called with keywords
-                ``output_tensor``, ``input_tensor`` (1-d), ``group`` and ``async_op``; returns a work or ``None``.
-                ``async_op`` is ``False``, but ``True`` in ``unshard(async_op=True)`` and after
-                ``_set_unshard_async_op(True)``, as with FSDP2. Where ranks wait for collectives on the host, a call
+            comm: a callable with a method ``allocate(size, *, dtype, device)``, which returns the 1-d output tensor. It
+                is called with the keywords ``output_tensor``, ``input_tensor`` (both 1-d), ``group`` and ``async_op``,
+                and returns a work or ``None``. ``async_op`` is ``True`` only in ``unshard(async_op=True)`` and after
+                ``_set_unshard_async_op(True)``, as with FSDP2. On backends whose collectives block the host, a call
                 that waits hides no communication.
 
         Raises:
-            ArgumentTypeError: ``comm`` lacks ``allocate`` or cannot be called.
-            LifecycleError: a backward may still come to a forward that has run.
+            ArgumentTypeError: ``comm`` has no ``allocate`` or is not callable.
+            LifecycleError: a forward has run whose backward may still come.
         """
         check_between_steps("set_custom_all_gather", [_state(self)])
         for pgs in _state(self).group.process_groups:
@@ -307,17 +323,17 @@ class FSDPModule(TorchFSDPModule):
         _state(self).group.rebuild()
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Lets ``comm`` move the bytes of this module's reduce-scatters over its shard axis.
+        """Use ``comm`` for this module's reduce-scatters over its shard axis.
 
-        Gradients with a codec or hooks of their own are exchanged instead, and do not go through ``comm``.
+        Gradients with a codec, or with reduce-scatter hooks, use an all-to-all instead and do not go through ``comm``.
 
         Args:
-            comm: as for :meth:`set_custom_all_gather`; ``allocate`` gives the input and then the output, in which the
-                reduced gradients stay where they need no cast. The call has keyword ``op`` and no ``async_op``.
+            comm: as for :meth:`set_custom_all_gather`. ``allocate`` returns the input and then the output; the reduced
+                gradients stay in the output if they need no cast. The call has the keyword ``op`` and no ``async_op``.
 
         Raises:
-            ArgumentTypeError: ``comm`` lacks ``allocate`` or cannot be called.
-            LifecycleError: a backward may still come to a forward that has run.
+            ArgumentTypeError: ``comm`` has no ``allocate`` or is not callable.
+            LifecycleError: a forward has run whose backward may still come.
         """
         check_between_steps("set_custom_reduce_scatter", [_state(self)])
         for pgs in _state(self).group.process_groups:
@@ -325,19 +341,19 @@ class FSDPModule(TorchFSDPModule):
         _state(self).group.rebuild()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
-        """Calls ``hook`` with this module's reduced gradients before they are set.
+        """Call ``hook`` with this module's reduced gradients before they are set as ``grad``.
 
         Args:
-            hook: gets a 1-d tensor of this rank's shards of all gradients that share their dtypes, one after the other
-                and nothing else, in the reduce dtype; zeros for a parameter without gradient. It changes the tensor
-                in place, for example by an all-reduce over ranks outside the mesh. The gradients are divided already,
-                but not after ``set_force_sum_reduction_for_comms(True)`` or where they are reduced in fp16, as with
-                FSDP2. Every rank calls it equally often. ``None`` takes it off.
-            stream: where the hook runs on an accelerator; ``None`` is the stream of the reduction.
+            hook: takes a 1-d tensor in the reduce dtype: this rank's shards of all gradients with equal dtypes,
+                concatenated without padding, zeros for a parameter without a gradient. It changes the tensor in place,
+                for example by an all-reduce over ranks outside the mesh. The gradients are divided already, except
+                after ``set_force_sum_reduction_for_comms(True)`` and for fp16 reductions, as with FSDP2. It is called
+                equally often on every rank. ``None`` removes the hook.
+            stream: the stream on which the hook runs on an accelerator. ``None`` is the stream of the reduction.
 
         Raises:
-            ArgumentTypeError: ``hook`` cannot be called.
-            ConfigurationError: ``stream`` on a 2-d mesh, where the hook follows the all-reduce on its stream.
+            ArgumentTypeError: ``hook`` is not callable.
+            ConfigurationError: ``stream`` was given on a 2-d mesh, where the hook runs on the stream of the all-reduce.
         """
         if hook is not None and not callable(hook):
             raise ArgumentTypeError(f"set_all_reduce_hook takes a function of a tensor, not {type(hook).__name__}.")
@@ -350,11 +366,11 @@ class FSDPModule(TorchFSDPModule):
         state.group.gradients.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Makes the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
+        """Make the first all-gather of the next forward wait for ``event``, recorded after the optimizer's step."""
         iteration_of(_state(self)).post_optimizer_event = event
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reduce-scatters have process groups of their own, so that they do not queue behind all-gathers.
+        """Set whether reduce-scatters use a process group of their own, so that they do not queue behind all-gathers.
 
         Every rank must call it, at the same place.
         """
@@ -364,7 +380,7 @@ class FSDPModule(TorchFSDPModule):
                 pgs.separate_scatter(separate if enable else None)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Whether messages lie in memory of the backend's own allocator, where it has one, as NCCL has.
+        """Set whether communication buffers come from the allocator of the backend, if it has one (as NCCL has).
 
         Raises:
             ConflictError: after ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, whose ``allocate`` decides.
@@ -379,11 +395,11 @@ class FSDPModule(TorchFSDPModule):
             pgs.pool(enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not offered yet: raises ``UnsupportedError``."""
+        """Raise ``UnsupportedError``: symmetric memory is not supported yet."""
         _unsupported("set_symm_mem_for_comm", "use set_allocate_memory_from_process_group_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """The ``async_op`` that custom all-gathers are called with. Ours are always asynchronous."""
+        """Set the ``async_op`` argument of custom all-gathers. Built-in all-gathers are always asynchronous."""
         for state in _states(self, recurse=True):
             for pgs in state.group.process_groups:
                 pgs.unshard_async_op = async_op
@@ -393,7 +409,7 @@ class FSDPModule(TorchFSDPModule):
         return client_state(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``cuda``, ``to_empty`` … act on the sharded parameters; the groups take over what came of them."""
+        """Apply ``to``, ``cuda``, ``to_empty`` and the like to the sharded parameters, then update the groups."""
         for state in _states(self, recurse=True):
             state.deliver_before_changes()
             state.group.check_nothing_held()
@@ -404,18 +420,18 @@ class FSDPModule(TorchFSDPModule):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; also drops gradients that were accumulated and not delivered yet."""
+        """Reset gradients as ``nn.Module.zero_grad`` does; also drop accumulated gradients not reduced yet."""
         states = list(_states(self, recurse=True))
         for iteration in {iteration_of(state) for state in states if state.iteration is not None}:
-            iteration.drain()  # what is on the wire would arrive later
+            iteration.drain()  # reductions in flight would set gradients later
         for state in states:
             state.group.gradients.drop()
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """An independent sharded module with the same values: parameters, gradients, buffers, choices.
+        """Return an independent sharded module with the same parameters, gradients, buffers and settings.
 
-        Gradients that were accumulated and not delivered yet, and what ``ErrorFeedback`` remembers, do not come along.
+        Accumulated gradients that were not reduced yet and residuals of ``ErrorFeedback`` are not copied.
         """
         assert isinstance(self, nn.Module)
         return copy_sharded(self, memo)
@@ -429,15 +445,15 @@ class FSDPModule(TorchFSDPModule):
 
 @contextmanager
 def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
-    """Backwards inside accumulate; the first one after it delivers the sum to the sharded parameters.
+    """Accumulate the gradients of backwards inside the context; the first backward after it sets the sum as ``grad``.
+
+    Freezing or unfreezing a parameter of a group in between sets what the group has accumulated so far.
 
     Args:
-        module: the model, or a part of it; all sharded modules in it take part.
-        sharded: ``False`` communicates nothing and keeps gradients in full, in the reduce dtype: 4 bytes per parameter
-            for fp32, however many ranks there are. ``True`` reduce-scatters every microbatch and keeps only this rank's
-            shard of the sum, in the reduce dtype; replicas are not reduced over until the end.
-
-    To freeze or thaw parameters of a group in between delivers what the group has summed so far.
+        module: the model or a part of it. Applies to all sharded modules in it.
+        sharded: ``False`` communicates nothing and keeps full gradients in the reduce dtype: 4 bytes per parameter
+            for fp32, independent of the number of ranks. ``True`` reduce-scatters every microbatch and keeps only this
+            rank's shard of the sum, in the reduce dtype; the all-reduce over replicas runs once, at the end.
     """
     states = list(_states(module, recurse=True))
     before = [state.accumulation for state in states]
@@ -451,13 +467,14 @@ def no_sync(module: nn.Module, *, sharded: bool = False) -> Iterator[None]:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module | TorchFSDPModule]) -> None:
-    """Makes several roots, such as the chunks of a pipeline on one rank, use the same streams.
+    """Make several roots, such as the pipeline stages of one rank, use the same streams.
 
     Args:
-        modules: sharded modules that no other sharded module contains.
+        modules: outermost sharded modules.
 
     Raises:
-        ConfigurationError: one of them is not sharded, or part of another root.
+        ConfigurationError: a module is part of another root.
+        ArgumentTypeError: a module is not sharded.
     """
     states = _sharded_states("share_comm_ctx", modules)
     for state in states:
@@ -474,10 +491,10 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``FSDPModule`` and ``original`` that sharded modules of that class get. One per class."""
+    """Return the subclass of ``FSDPModule`` and ``original`` for sharded modules of that class, one per class."""
     if original not in _classes:
         body: dict[str, Any] = {"__module__": original.__module__, "__doc__": original.__doc__}
-        body.update(explaining_methods(original))
+        body.update(explained_methods(original))
         if original.forward is not nn.Module.forward:
             body["forward"] = _hooked_forward(original.forward)
         made = types.new_class(
@@ -488,7 +505,7 @@ def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _hooked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, which also brings the parameters into memory when it is called without ``__call__``."""
+    """Wrap ``original`` to unshard parameters also when ``forward`` is called directly, without ``__call__``."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``fully_shard`` and ``register_fsdp_forward_method``: from a user's module to a unit."""
+"""``fully_shard`` and ``register_fsdp_forward_method``: make the FSDP state of a user's module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable_fsdp._api.apply_policy import shard_by_policy
 from composable_fsdp._api.direct_call_errors import explain_uncaught
 from composable_fsdp._api.fsdp_module import sharded_class
-from composable_fsdp._api.materialize import left_alone, materialise, synchronise
+from composable_fsdp._api.materialize import broadcast_module_states, find_ignored, materialize_meta
 from composable_fsdp._api.param_discovery import CommunicationFunction, ParamDiscovery, PlacementFunction
 from composable_fsdp._runtime.compile import mark_managed
 from composable_fsdp._runtime.groups.param_group import ParameterGroup
@@ -30,7 +30,7 @@ from composable_fsdp._sharding.mesh import (
 )
 from composable_fsdp._sharding.param_sharding import FullMesh
 from composable_fsdp._sharding.strategy import ShardingStrategy, resolve_strategy
-from composable_fsdp._torch_compat.fsdp_state import client_state, enter_client_states
+from composable_fsdp._torch_compat.fsdp_state import client_state, register_client_states
 from composable_fsdp._torch_compat.torch_types import (
     as_mesh_dims,
     as_mixed_precision_policy,
@@ -80,64 +80,66 @@ def fully_shard(
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> Modules:
-    """Shards the parameters of ``module`` over the data-parallel ranks, in place.
+    """Shard the parameters of ``module`` over the data-parallel ranks, in place.
 
-    Each parameter that no earlier call took becomes a ``DTensor`` cut on dim 0 (each rank holds ``ceil(n / ranks)``
-    rows, the last ranks fewer or none). All of them are one *group*: gathered by one all-gather before the module's
-    forward and backward, freed after each, their gradients averaged by one reduce-scatter. So apply it bottom-up, to
-    the blocks of a model first and then to the whole. Every rank must make the same calls. Build the optimizer
-    afterwards.
+    Each parameter that no earlier call took becomes a ``DTensor`` sharded on dim 0: each rank holds ``ceil(n / ranks)``
+    rows, the last ranks fewer or none. The parameters of one call form one *group*. One all-gather unshards the group
+    before the module's forward and backward, it is freed after each, and one reduce-scatter averages its gradients.
+    Apply it bottom-up, to the blocks of a model first and then to the model itself. Every rank must make the same
+    calls. Build the optimizer afterwards.
 
     Args:
-        module: any module that is called. Its class becomes a subclass of its own class and of ``FSDPModule``. A list
-            of modules makes one group, in memory from when the first of them begins to when the last has ended its
-            forward; in any one forward some of them may not run.
-        policy: which modules in ``module`` become groups of their own, before the rest becomes that of ``module``: a
-            set of module classes; a function of a module and its name that returns a bool, or keywords for that group;
-            or one of :mod:`composable_fsdp.wrap`, such as ``transformer_blocks()``. Torch's policies are accepted. The
-            other arguments count for all groups. Parameters that several groups use belong to the first of them.
+        module: any module that has a ``forward``. Its class becomes a subclass of its own class and of ``FSDPModule``.
+            A list of modules makes one group, which is unsharded from the start of the first module's forward to the
+            end of the last one's. In any one forward some of the modules may not run.
+        policy: selects the modules in ``module`` that become groups of their own; the remaining parameters become the
+            group of ``module``. A set of module classes; a function of a module and its name that returns a bool, or a
+            dict of keywords for that group; or a policy of :mod:`composable_fsdp.wrap`, such as
+            ``transformer_blocks()``. Torch's policies are accepted. The other arguments apply to all groups. A
+            parameter that several groups use belongs to the first of them.
         strategy: a :class:`ShardingStrategy`, or its name, in place of ``reshard_after_forward``, and of ``mesh`` if
-            that is ``None``: hybrid ones then shard within hosts, as ``LOCAL_WORLD_SIZE`` says. Torch's are accepted.
+            that is ``None``. Hybrid strategies then shard within hosts of ``LOCAL_WORLD_SIZE`` ranks. Torch's enum is
+            accepted.
         mesh: 1-d: shard over it. 2-d: replicate over the first dim, shard over the second; a second dim of size 1 is
             plain data parallelism. ``None``: all ranks of the default process group, on its accelerator if it has one.
         reshard_after_forward: ``True`` frees parameters after forward and gathers them again in backward. ``False``
-            keeps them until backward is over. An int that divides the shard ranks keeps a slice and gathers over that
-            many neighbouring ranks in backward. ``None`` is ``True``, but ``False`` for the outermost module, and on
-            accelerators for the last groups of forward, with which backward begins: one, unless
-            ``set_prefetch_limit`` says otherwise.
-        shard_placement_fn: called with each parameter; returns ``Shard(d)``, also negative, or ``None`` for
-            ``Shard(0)``, or a ``ShardPlacementResult`` with a mesh of its own, such as that of experts.
-        mp_policy: dtypes of computation, reduction and output; ours or torch's.
-        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU; ours or torch's.
+            keeps them until the end of backward. An int that divides the number of shard ranks keeps a slice, which
+            backward gathers over that many neighbouring ranks. ``None`` is ``True`` except for the outermost module
+            and, on accelerators, for the last groups of forward, with which backward begins: one group, or as many as
+            ``set_prefetch_limit`` says.
+        shard_placement_fn: called with each parameter. Returns ``Shard(d)``, where ``d`` may be negative; ``None`` for
+            ``Shard(0)``; or a ``ShardPlacementResult`` with another mesh, such as that of experts.
+        mp_policy: dtypes of computation, reduction and output. Our class or torch's.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on CPU. Our class or torch's.
             ``None`` offloads nothing.
-        ignored_params: parameters to leave alone: not sharded, moved or reduced.
-        ignored_modules: modules to leave alone with all modules below them: their parameters and buffers are not
-            sharded, moved, synchronised or reduced. Give them to every call whose module contains them.
-        device: where this rank computes, and to where parameters and buffers are moved from any device they are on: one
-            of the mesh's type, or its index. ``None``: the current one, to which only what is on CPU is moved.
-        dp_mesh_dims: ``mesh`` is one of all axes, these are the data-parallel ones, and every parameter is a DTensor on
-            ``mesh``, replicated over them.
-        shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. They stay
-            in their group, which is brought into memory along with this one. Modules around ``module`` need not say so.
-        comm_policy: codecs with which parameters travel, for all of the group, or as a function of each parameter.
-        sync_module_states: first overwrite the parameters that this call takes, and all buffers, with those of the
-            first rank of the mesh, so that ranks with different seeds start equal.
-        param_init_fn: called with each module that has parameters or buffers of its own on the meta device, which it
-            must give memory and values, before they are shared out: ``module.to_empty(device=..., recurse=False)``,
-            then ``module.reset_parameters()``. Comes before ``sync_module_states``. Where the values depend on a seed
-            only, ``initialize(model, seed=...)`` after ``fully_shard`` needs no such function.
+        ignored_params: parameters that are not sharded, moved or reduced.
+        ignored_modules: modules whose parameters and buffers, including those of modules below, are not sharded,
+            moved, synchronized or reduced. Pass them to every call whose module contains them.
+        device: the device of this rank, of the mesh's type, or its index. Parameters and buffers are moved there from
+            any device. ``None``: the current device, to which only tensors on CPU are moved.
+        dp_mesh_dims: the data-parallel dims of ``mesh``, if ``mesh`` has all dims of the model. Every parameter must
+            then be a DTensor on ``mesh``, replicated over these dims.
+        shared_from: sharded modules that own parameters which ``module`` uses too, such as a tied embedding. These
+            parameters stay in their group, which is unsharded together with this one. Modules that contain ``module``
+            need not repeat it.
+        comm_policy: codecs for the group's parameters and gradients, or a function from a parameter to its codecs.
+        sync_module_states: first overwrite the parameters of this call, and all buffers, with those of the first rank
+            of the mesh, so that ranks with different seeds start equal.
+        param_init_fn: called before sharding with each module that has parameters or buffers of its own on the meta
+            device. It must give them memory and values: ``module.to_empty(device=..., recurse=False)``, then
+            ``module.reset_parameters()``. Runs before ``sync_module_states``. If the values depend on a seed only,
+            ``initialize(model, seed=...)`` after ``fully_shard`` makes this function unnecessary.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        ConfigurationError: ``module`` or an argument makes no sense; the text says what to do.
-        MeshError: no mesh was given and no process group is there, or the mesh is not 1-d or 2-d, or lacks this rank,
-            or cannot be joined with the mesh on which a parameter is a DTensor already, or cannot serve ``strategy``,
-            or ``device`` is of another type.
-        ParameterError: a parameter cannot be sharded, or another group holds it, or it is on a device from which
-            nothing is moved unasked, or on meta where ``sync_module_states`` or ``param_init_fn`` needs it not to be.
-            Named in the text.
+        ConfigurationError: ``module`` or an argument is invalid, or arguments contradict each other.
+        MeshError: no mesh was given and there is no process group; or the mesh is not 1-d or 2-d, does not contain
+            this rank, cannot be joined with the mesh of a parameter that is a DTensor already, or does not fit
+            ``strategy``; or ``device`` has another type than the mesh.
+        ParameterError: a parameter cannot be sharded, belongs to another group, is on another accelerator, or is on
+            the meta device although ``sync_module_states`` or ``param_init_fn`` needs its values. The text names it.
     """
     enable_from_environment()
     if policy is not None:
@@ -170,33 +172,33 @@ def fully_shard(
     if isinstance(offload, CPUOffloadPolicy):
         warn_without_cpu_backend(axes)
     reshard = Reshard.parse(reshard_after_forward, axes.shard.size)
-    left = left_alone(modules, ignored_params, ignored_modules)
+    ignored = find_ignored(modules, ignored_params, ignored_modules)
     for each in modules:
         if param_init_fn is not None:
-            materialise(each, param_init_fn, left)
+            materialize_meta(each, param_init_fn, ignored)
     lenders = list(dict.fromkeys((*map(state_of, shared_from), *tied_holders(modules))))
-    collector = ParamDiscovery(axes, full_mesh, shard_placement_fn, left.parameters, device is not None, lenders)
+    discovery = ParamDiscovery(axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, lenders)
     if comm_policy is not None:
-        collector.communication_of = _as_function(comm_policy)
-    sources = collector.collect(modules)
+        discovery.communication_of = _as_function(comm_policy)
+    sources = discovery.collect(modules)
     if sync_module_states:
-        elsewhere = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
+        other_meshes = {id(s.tensor): s.sharding.axes.mesh for s in sources if s.sharding.axes is not axes}
         for each in modules:
-            synchronise(each, axes.mesh, left, elsewhere)
-    if reshard.kind is ReshardKind.SMALLER:  # made now, where all ranks are at the same place, and not in a forward
+            broadcast_module_states(each, axes.mesh, ignored, other_meshes)
+    if reshard.kind is ReshardKind.SMALLER:  # new process groups need all ranks, and forwards may differ between ranks
         for each_axes in dict.fromkeys((axes, *(source.sharding.axes for source in sources))):
             each_axes.smaller_shard_axis(reshard.mesh_size)
     name = ", ".join(type(each).__name__ for each in modules)
-    classes = [sharded_class(type(each)) for each in modules]  # before anything changes: some cannot be derived from
+    classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
     group = ParameterGroup(name, sources, axes, precision, offload)
     for source, parameter in zip(sources, group.parameters, strict=True):
         note_taken(source, parameter, name)
     state = FSDPState(_outermost(modules), group, reshard, precision, lenders)
-    enter_client_states(state, modules, install_hooks(state))
+    register_client_states(state, modules, install_hooks(state))
     watch_optimizers()
     explain_uncaught()
     for each, its_class in zip(modules, classes, strict=True):
-        _move_buffers(each, axes.device, left.buffers)
+        _move_buffers(each, axes.device, ignored.buffers)
         mark_managed(each.modules())
         state.attach(each)
         each.__class__ = its_class
@@ -205,12 +207,14 @@ def fully_shard(
 
 
 _attributes: Any = fully_shard
-_attributes.state = client_state  # as with torch's
+_attributes.state = client_state  # as torch's has
 _attributes.groups = describe_groups
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes ``module.method_name(...)`` gather and free parameters as ``module(...)`` does. No effect if not sharded.
+    """Make ``module.method_name(...)`` unshard and reshard parameters as ``module(...)`` does.
+
+    Has no effect if the module is not sharded.
 
     Raises:
         ConfigurationError: the module has no such method.
@@ -248,7 +252,7 @@ def _as_modules(module: object) -> list[nn.Module]:
 
 
 def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that no other of them contains: a call of an inner one is part of a call of the outer one."""
+    """Return the modules that no other module in the list contains; only they get hooks."""
     inner = {id(below) for each in modules for below in each.modules() if below is not each}
     return [each for each in modules if id(each) not in inner]
 
@@ -267,7 +271,7 @@ def _check_module(module: object) -> None:
         raise ConflictError(
             f"fully_shard has been applied to this {name} already. Apply it once to each module, bottom-up."
         )
-    # Other modules may do without: their methods can be registered with register_fsdp_forward_method.
+    # Other modules without forward are allowed: register_fsdp_forward_method can register their methods.
     if isinstance(module, _CONTAINERS) and getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise ConfigurationError(
             f"{name} has no forward, so there is no call before which its parameters could be gathered. "
@@ -278,7 +282,7 @@ def _check_module(module: object) -> None:
 def _axes(
     mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, device: torch.device | str | int | None
 ) -> tuple[DataParallelAxes, FullMesh | None]:
-    """The data-parallel axes, and where they are named dims of it, the mesh with all axes."""
+    """Return the data-parallel axes, and with ``dims`` also the mesh that contains them."""
     if dims is None:
         axes = data_parallel_axes(mesh if mesh is not None else default_mesh())
         return (axes if device is None else axes.on(device)), None

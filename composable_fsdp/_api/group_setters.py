@@ -1,4 +1,4 @@
-"""What the setters of ``FSDPModule`` check, and how they hand on what they are given."""
+"""Argument checks and helpers of the setters of ``FSDPModule``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 
-__all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "tell_root"]
+__all__ = ["check_between_steps", "check_count", "check_factor", "on_stream", "set_root_option"]
 
 
 def check_count(name: str, value: object, *, least: int = 0, or_none: bool = False) -> None:
-    """
+    """Raise if ``value`` is not an int in range.
+
     Raises:
-        ArgumentTypeError: ``value`` is not an int, nor ``None`` where it may be. A bool is no int here.
+        ArgumentTypeError: ``value`` is not an int, nor ``None`` where that is allowed. A bool does not count as an int.
         ConfigurationError: it is less than ``least``.
     """
     if or_none and value is None:
@@ -31,7 +32,8 @@ def check_count(name: str, value: object, *, least: int = 0, or_none: bool = Fal
 
 
 def check_factor(factor: object) -> None:
-    """
+    """Raise if ``factor`` is not a positive number.
+
     Raises:
         ArgumentTypeError: ``factor`` is not a number.
         ConfigurationError: it is not positive.
@@ -43,9 +45,10 @@ def check_factor(factor: object) -> None:
 
 
 def check_between_steps(setter: str, states: Sequence[FSDPState]) -> None:
-    """
+    """Raise if a backward may still need the current buffers of ``states``.
+
     Raises:
-        LifecycleError: parameters of ``states`` would lie elsewhere when a backward comes to what forward left.
+        LifecycleError: ``setter`` would rebuild these buffers between a forward and its backward.
     """
     ran = [state for state in states if state.iteration is not None and iteration_of(state).may_come_back_to(state)]
     if ran:
@@ -56,15 +59,15 @@ def check_between_steps(setter: str, states: Sequence[FSDPState]) -> None:
         )
 
 
-def tell_root(state: FSDPState, choice: str, value: object) -> None:
-    """Sets a choice that counts for all units of a root.
+def set_root_option(state: FSDPState, choice: str, value: object) -> None:
+    """Set an option that applies to all FSDP states of a root.
 
     Raises:
-        ConfigurationError: the root has run, and this is another one, which was told something else.
+        ConfigurationError: the root has run, and it is another module, whose option has another value.
     """
     before = getattr(state, choice)
     setattr(state, choice, value)
-    if not isinstance(state.iteration, Iteration):  # the first forward checks, or unsharded_params has it now
+    if not isinstance(state.iteration, Iteration):  # the first forward or the end of unsharded_params checks it
         return
     try:
         check_settings(state.iteration.root, [state])
@@ -74,6 +77,8 @@ def tell_root(state: FSDPState, choice: str, value: object) -> None:
 
 
 def on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+    """Return a function that runs ``hook`` on ``stream``, ordered after and before the work of the current stream."""
+
     def on_stream(output: torch.Tensor) -> None:
         module = torch.get_device_module(output.device)
         stream.wait_stream(module.current_stream())

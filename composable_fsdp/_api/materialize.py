@@ -1,4 +1,4 @@
-"""Values before training: materialising what is on the meta device, initialising, and starting all ranks alike."""
+"""Parameter values before training: memory for meta tensors, initialization, synchronization across ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from composable_fsdp._sharding.mesh import data_parallel_axes
 from composable_fsdp.errors import ConfigurationError, ParameterError
 
 __all__ = [
-    "Left",
-    "give_memory",
+    "Ignored",
+    "allocate_meta",
+    "broadcast_module_states",
+    "find_ignored",
     "initialize",
-    "left_alone",
-    "materialise",
+    "materialize_meta",
     "reset_parameters",
-    "synchronise",
     "to_empty",
 ]
 
@@ -43,26 +43,26 @@ InitFunction = Callable[[nn.Module], object]
 
 
 def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = True) -> M:
-    """Gives memory on ``device`` to parameters and buffers that are on the meta device; moves the others there.
+    """Allocate memory on ``device`` for parameters and buffers that are on the meta device, and move the others there.
 
-    Unlike ``nn.Module.to_empty``, it keeps the values of what is real already: buffers that a module's constructor
-    filled, such as rotary frequencies, which no checkpoint restores if they are not persistent. Shared parameters and
-    buffers stay shared. The values of what was on meta are undefined until something writes them.
+    Unlike ``nn.Module.to_empty``, it keeps the values of tensors that are not on meta. These include buffers that a
+    constructor filled, such as rotary frequencies, which no checkpoint restores if they are not persistent. Shared
+    parameters and buffers stay shared. The values of former meta tensors are undefined until something writes them.
 
     Args:
         module: before or after ``fully_shard``.
-        device: where to. Sharded parameters must rest on the device of their mesh, offloaded ones on CPU.
-        recurse: also modules below ``module``.
+        device: the target. Sharded parameters must be on the device of their mesh, offloaded ones on CPU.
+        recurse: include modules below ``module``.
 
     Returns:
         ``module`` itself.
 
     Warns:
-        UserWarning: non-persistent buffers were on meta. No checkpoint fills them, so the module's own initialisation
-            has to. Named in the text.
+        UserWarning: non-persistent buffers were on meta. No checkpoint fills them, so the module's own initialization
+            must. The text names them.
     """
-    unfilled = _lost_buffers(module, recurse)
-    give_memory(module, lambda _: device, recurse=recurse)
+    unfilled = _meta_non_persistent_buffers(module, recurse)
+    allocate_meta(module, lambda _: device, recurse=recurse)
     if unfilled:
         warnings.warn(
             f"to_empty: buffers that are not persistent were on the meta device: {unfilled}. They have no values yet, "
@@ -73,28 +73,29 @@ def to_empty(module: M, *, device: torch.device | str | int, recurse: bool = Tru
     return module
 
 
-def give_memory(
+def allocate_meta(
     module: nn.Module, device_of: Callable[[torch.Tensor], torch.device | str | int], *, recurse: bool = True
 ) -> None:
-    """Memory for parameters and buffers on meta, each on its device, to which the others are moved. What is shared
-    stays shared.
+    """Allocate meta parameters and buffers on the device that ``device_of`` returns for each; move the others there.
+
+    Shared tensors stay shared.
     """
     shared = [entry for entry in registered_parameters(module) if len(entry.places) > 1]
     buffers = registered_buffers(module)
 
-    def place(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         device = device_of(tensor)
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
-    cast(Any, module)._apply(place, recurse=recurse)
+    cast(Any, module)._apply(move, recurse=recurse)
     for entry in shared:
-        _share_again(entry)
+        _restore_sharing(entry)
     for (first, name), *others in buffers:
         for owner, attribute in others:
             owner._buffers[attribute] = first._buffers[name]
 
 
-def _lost_buffers(module: nn.Module, recurse: bool) -> list[str]:
+def _meta_non_persistent_buffers(module: nn.Module, recurse: bool) -> list[str]:
     owners = module.named_modules() if recurse else [("", module)]
     return [
         f"{path}.{name}" if path else name
@@ -104,8 +105,8 @@ def _lost_buffers(module: nn.Module, recurse: bool) -> list[str]:
     ]
 
 
-def _share_again(entry: ParamPlace) -> None:
-    """One object at all places again, where a conversion made one for each."""
+def _restore_sharing(entry: ParamPlace) -> None:
+    """Register one object at all places of a shared parameter again, after a conversion made one for each place."""
     now = entry.current()
     if isinstance(now, nn.Parameter) and any(getattr(module, name) is not now for module, name in entry.places):
         entry.put(now)
@@ -115,11 +116,12 @@ def _share_again(entry: ParamPlace) -> None:
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Calls ``module.reset_parameters()``, or ``_reset_parameters()`` of classes that have only that, such as
-    ``nn.MultiheadAttention``. Does nothing for a module without parameters and buffers of its own.
+    """Call ``module.reset_parameters()``, or ``_reset_parameters()`` if the class has only that one.
+
+    ``nn.MultiheadAttention`` is such a class. Has no effect on a module without parameters and buffers of its own.
 
     Raises:
-        ConfigurationError: the module has parameters of its own, and no such method.
+        ConfigurationError: the module has parameters of its own, but neither method.
     """
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
@@ -130,38 +132,37 @@ def reset_parameters(module: nn.Module) -> None:
 
 
 def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M:
-    """Gives the parameters and buffers of ``model`` the values that the unsharded model has with this seed.
+    """Give parameters and buffers of ``model`` the values that the unsharded model has with the same seed.
 
-    The values are bit for bit those of ``torch.manual_seed(seed)`` followed by ``model.apply(fn)`` on the unsharded
-    model on the device of the mesh, under ``torch.no_grad()``, whatever the mesh, the number of ranks and the tensor
-    parallelism. With the default they are those of the constructors too, for models of modules that initialise
-    themselves where their constructors end, as those of ``torch.nn`` do, and are built in the order in which they are
-    registered.
+    The values are bitwise equal to those of ``torch.manual_seed(seed)`` and ``model.apply(fn)`` under
+    ``torch.no_grad()`` on the unsharded model, on the device of the mesh, for any mesh, number of ranks and tensor
+    parallelism. With the default ``fn`` they also equal those of the constructors, if the modules initialize themselves
+    at the end of their constructors, as those of ``torch.nn`` do, and are built in the order of registration.
 
-    Each rank computes every whole parameter and keeps its part. So a rank needs memory for its shards and the
-    parameters of one module, without those of modules in it. Parameters on the meta device get memory, and nothing is
-    communicated. A parameter that has values, also one of two modules that share it, is gathered first, so that ``fn``
-    may read it or write a part of it. All ranks must call it together, before the first forward or between steps. An
-    optimizer is built afterwards if anything was on meta.
+    Each rank computes every full parameter and keeps its shard. It needs memory for its shards and for the parameters
+    of one module, without the modules below it. Parameters on the meta device get memory, without communication. A
+    parameter that has values already, which includes a shared parameter at its second module, is gathered first, so
+    that ``fn`` may read it or write a part of it. All ranks must call it together, before the first forward or between
+    steps. If anything was on meta, build the optimizer afterwards.
 
     Args:
-        model: sharded, or with sharded modules in it. On an unsharded one it does the same, without any ranks.
-        fn: called as by ``nn.Module.apply``: with every module, children before their parents. The parameters of that
-            module itself are whole and plain, those of others sharded. On these, operations that :func:`sharded_rng`
-            lists and elementwise ones give the values of the unsharded model too. A ``_init_weights`` of transformers
-            is such a function. The same on every rank.
-        seed: of the default generators of CPU and of the mesh's device, whose states are restored at the end. The same
-            on every rank. The generators of Python and NumPy are not seeded.
+        model: a sharded module, or one that contains sharded modules. Works on an unsharded one too, without ranks.
+        fn: called with every module, children before parents, as by ``nn.Module.apply``; must be the same on every
+            rank. The parameters of the module itself are full, plain tensors; those of other modules are sharded. On
+            sharded ones, elementwise operations and those listed in :func:`sharded_rng` also give the values of the
+            unsharded model. The ``_init_weights`` of a transformers model can be passed.
+        seed: seed of the default generators of CPU and of the mesh's device, the same on every rank. Their states are
+            restored at the end. The generators of Python and NumPy are not seeded.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        ConfigurationError: no ``fn`` was given and modules have parameters, but no ``reset_parameters``. Nothing has
-            changed then.
-        LifecycleError: during a forward or backward, or inside ``unsharded_params``.
-        ParameterError: ``fn`` left parameters or buffers that were on meta without values, or changed the shape of a
-            parameter. Named in the text.
+        ConfigurationError: no ``fn`` was given and modules with parameters have no ``reset_parameters``. Raised before
+            anything changes.
+        LifecycleError: called during a forward or backward, or inside ``unsharded_params``.
+        ParameterError: ``fn`` gave no values to parameters or buffers that were on meta, or changed the shape of a
+            parameter. The text names them.
     """
     if fn is reset_parameters:
         _check_methods(model)
@@ -172,17 +173,23 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
             iteration_of(state).drain()
         state.group.reshard()
         state.group.refresh()
-    blank = _materialised(model, states)
-    written = _Written()
-    with torch.inference_mode(False), torch.no_grad(), seeded(states, seed), ShardedRandom(states, seed, written.note):
-        initialiser = _Initialiser(model, states, blank, written)
-        for module in _as_applied(model):
-            initialiser.run(fn, module)
-        missed = initialiser.missed()
-    if missed:
+    blank = _allocate_model(model, states)
+    written = _WriteRecord()
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        seeded(states, seed),
+        ShardedRandom(states, seed, written.record),
+    ):
+        initializer = _Initializer(model, states, blank, written)
+        for module in _in_apply_order(model):
+            initializer.run(fn, module)
+        uninitialized = initializer.uninitialized()
+    if uninitialized:
         raise ParameterError(
             f"initialize: these parameters and buffers of {type(model).__name__.removeprefix('FSDP')} were on the meta "
-            f"device, and fn gave them no values: {missed}. Pass an fn that does, or build them on a real device."
+            f"device, and fn gave them no values: {uninitialized}. Pass an fn that does, or build them on a real "
+            "device."
         )
     return model
 
@@ -196,7 +203,7 @@ def _no_method(names: Sequence[str]) -> str:
 
 
 def _check_methods(model: nn.Module) -> None:
-    """Raises before anything changes."""
+    """Raise if a module with parameters has no method that resets them."""
     lacking = [
         f"{path or 'the model'} ({type(module).__name__.removeprefix('FSDP')})"
         for path, module in model.named_modules()
@@ -211,20 +218,22 @@ def _has_own(module: nn.Module) -> bool:
     return any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
 
 
-def _as_applied(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in the order in which ``nn.Module.apply`` calls a function with them."""
+def _in_apply_order(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in the order in which ``nn.Module.apply`` visits them."""
     for child in module.children():
-        yield from _as_applied(child)
+        yield from _in_apply_order(child)
     yield module
 
 
-def _materialised(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
-    """Gives memory to what is on meta, and returns its names."""
+def _allocate_model(model: nn.Module, states: Sequence[FSDPState]) -> set[str]:
+    """Allocate parameters and buffers that are on meta, and return their names."""
     names = {name for name, tensor in _named_tensors(model) if tensor.is_meta}
     if names:
-        homes = {id(p.sharded): state.group.tensors.rest_device for state in states for p in state.group.parameters}
+        rest_devices = {
+            id(p.sharded): state.group.tensors.rest_device for state in states for p in state.group.parameters
+        }
         here = states[0].group.axes.device if states else torch.get_default_device()
-        give_memory(model, lambda tensor: homes.get(id(tensor), here) if tensor.is_meta else tensor.device)
+        allocate_meta(model, lambda tensor: rest_devices.get(id(tensor), here) if tensor.is_meta else tensor.device)
     return names
 
 
@@ -233,32 +242,33 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-class _Written:
-    """Which of the tensors that it watches operations have written to."""
+class _WriteRecord:
+    """Records which of the watched tensors an operation has written to."""
 
     def __init__(self) -> None:
         self._plain: dict[int, bool] = {}
         self._sharded: set[tuple[torch.Size, torch.dtype]] = set()
 
-    def watchdog(self, tensor: torch.Tensor) -> None:
-        """Begins to note writes to the memory of ``tensor``, which must stay alive."""
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Start recording writes to the memory of ``tensor``, which must stay alive."""
         if not isinstance(tensor, DTensor):
             self._plain[_storage(tensor)] = False
 
     def unwatch(self, storage: int) -> None:
-        """Ends what ``watchdog`` began, before the memory is freed and may come again as that of another tensor."""
+        """Stop recording, before the memory is freed and may be reused for another tensor."""
         self._plain.pop(storage, None)
 
-    def note(self, tensor: torch.Tensor) -> None:
-        """An operation writes to ``tensor``."""
+    def record(self, tensor: torch.Tensor) -> None:
+        """Record that an operation writes to ``tensor``."""
         if isinstance(tensor, DTensor):
             self._sharded.add((tensor.shape, tensor.dtype))
         elif self._plain and _storage(tensor) in self._plain:
             self._plain[_storage(tensor)] = True
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether an operation wrote to ``tensor``; of sharded ones, to any of its shape and dtype, so that ranks with
-        empty shards answer as the others do.
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Return whether an operation wrote to ``tensor``.
+
+        For a DTensor, a write to any DTensor of its shape and dtype counts, so that ranks with empty shards agree.
         """
         if isinstance(tensor, DTensor):
             return (tensor.shape, tensor.dtype) in self._sharded
@@ -269,17 +279,17 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(cast(Any, tensor.untyped_storage())._cdata)
 
 
-class _Initialiser:
-    """Calls a function with modules, each with its own sharded parameters whole.
+class _Initializer:
+    """Calls a function with modules whose own sharded parameters are replaced by full ones.
 
     Args:
-        model: whose modules they are.
-        states: of the model.
+        model: the model that contains the modules.
+        states: the FSDP states of the model.
         blank: names of parameters and buffers that have memory, but no values yet.
-        written: what the dispatch mode around the calls has seen.
+        written: the record of writes by the dispatch mode around the calls.
     """
 
-    def __init__(self, model: nn.Module, states: Sequence[FSDPState], blank: set[str], written: _Written) -> None:
+    def __init__(self, model: nn.Module, states: Sequence[FSDPState], blank: set[str], written: _WriteRecord) -> None:
         self._model, self._written = model, written
         self._parameters = {id(p.sharded): (state, p) for state in states for p in state.group.parameters}
         self._own: dict[int, list[ParamPlace]] = {}
@@ -289,52 +299,52 @@ class _Initialiser:
                     self._own.setdefault(id(module), []).append(entry)
         self._blank = {name: tensor for name, tensor in _named_tensors(model) if name in blank}
         for tensor in self._blank.values():
-            written.watchdog(tensor)
+            written.watch(tensor)
 
     def run(self, fn: InitFunction, module: nn.Module) -> None:
-        """Calls ``fn`` with ``module`` and keeps what it wrote to the module's parameters."""
+        """Call ``fn`` with ``module`` and copy what it wrote to the module's parameters into their shards."""
         entries = list({id(entry): entry for entry in self._own.get(id(module), ())}.values())
         if not entries:
             fn(module)
             return
         states, parameters = zip(*(self._parameters[id(entry.parameter)] for entry in entries), strict=True)
-        wholes = [self._whole(entry, p) for entry, p in zip(entries, parameters, strict=True)]
-        storages = [_storage(whole) for whole in wholes]
-        for whole in wholes:
-            self._written.watchdog(whole)
-        loan = LentParams(states, entries, wholes)
+        full_parameters = [self._full_parameter(entry, p) for entry, p in zip(entries, parameters, strict=True)]
+        storages = [_storage(full) for full in full_parameters]
+        for full in full_parameters:
+            self._written.watch(full)
+        lent = LentParams(states, entries, full_parameters)
         try:
             fn(module)
         finally:
-            shown = loan.end()
-        for entry, parameter, value, storage in zip(entries, parameters, shown, storages, strict=True):
+            results = lent.end()
+        for entry, parameter, value, storage in zip(entries, parameters, results, storages, strict=True):
             if not isinstance(value, torch.Tensor) or value.shape != entry.parameter.shape:
                 found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ParameterError(
                     f"initialize: fn left parameter {entry.name!r} of shape {tuple(entry.parameter.shape)} as {found}. "
                     "It must keep shapes: write to parameters in place."
                 )
-            if _storage(value) != storage or self._written.has(value):
+            if _storage(value) != storage or self._written.was_written(value):
                 self._keep(entry, parameter, value)
             self._written.unwatch(storage)
 
-    def missed(self) -> list[str]:
-        """Names of what had no values and was not written to."""
+    def uninitialized(self) -> list[str]:
+        """Return the names of parameters and buffers that had no values and were not written to."""
         current = dict(_named_tensors(self._model))
         return [
             name
             for name, tensor in self._blank.items()
-            if current.get(name) is tensor and not self._written.has(tensor)
+            if current.get(name) is tensor and not self._written.was_written(tensor)
         ]
 
-    def _whole(self, entry: ParamPlace, parameter: ShardedParameter) -> nn.Parameter:
+    def _full_parameter(self, entry: ParamPlace, parameter: ShardedParameter) -> nn.Parameter:
         if entry.name in self._blank:
             return blank_parameter(entry.parameter)
-        whole = whole_parameter(
+        full = whole_parameter(
             entry.parameter, parameter.sharding, has_gradient=False, shows=True, offload_to_cpu=False
         )
-        assert whole is not None
-        return whole
+        assert full is not None
+        return full
 
     def _keep(self, entry: ParamPlace, parameter: ShardedParameter, value: torch.Tensor) -> None:
         keep(entry.parameter, parameter.sharding, value, value.requires_grad)
@@ -342,28 +352,28 @@ class _Initialiser:
         parameter.start = start_of(value, local_part(entry.parameter))
 
 
-# -- what fully_shard leaves alone
+# -- ignored parameters and modules
 
 
-class Left:
-    """Parameters and buffers that a ``fully_shard`` call does not touch.
+class Ignored:
+    """The ignored modules, parameters and buffers of a ``fully_shard`` call, by id.
 
     Args:
-        parameters: to ignore.
-        modules: to ignore with all that is in and below them.
+        parameters: the ignored parameters.
+        modules: the ignored modules; everything in and below them is ignored too.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], modules: Sequence[nn.Module]) -> None:
-        self._alive = [*parameters, *modules]  # so that no other object comes to have the same id
+        self._alive = [*parameters, *modules]  # keeps their ids from being reused
         self.modules = {id(m) for ignored in modules for m in ignored.modules()}
         self.parameters = {id(p) for p in parameters} | {id(p) for m in modules for p in m.parameters()}
         self.buffers = {id(b) for m in modules for b in m.buffers()}
 
 
-def left_alone(
+def find_ignored(
     called: Sequence[nn.Module], parameters: Iterable[nn.Parameter] | None, modules: Collection[nn.Module] | None
-) -> Left:
-    """What ``ignored_params`` and ``ignored_modules`` of a ``fully_shard`` call on the modules ``called`` mean.
+) -> Ignored:
+    """Check ``ignored_params`` and ``ignored_modules`` of a ``fully_shard`` call on the modules ``called``.
 
     Raises:
         ConfigurationError: ``modules`` is not a collection of modules, or contains one of ``called`` or one above it.
@@ -375,91 +385,100 @@ def left_alone(
     others = sorted({type(m).__name__ for m in given if not isinstance(m, nn.Module)})
     if others:
         raise ConfigurationError(f"ignored_modules must contain modules only, not {', '.join(others)}.")
-    left = Left(tuple(parameters or ()), tuple(modules))
+    ignored = Ignored(tuple(parameters or ()), tuple(modules))
     for module in called:
-        if id(module) in left.modules:
+        if id(module) in ignored.modules:
             raise ConfigurationError(
                 f"ignored_modules contains the {type(module).__name__} that fully_shard was called on, or one above "
                 "it. Leave out the call, or name the modules below it that are to be ignored."
             )
-    return left
+    return ignored
 
 
 # -- param_init_fn
 
 
-def materialise(
-    module: nn.Module, init: InitFunction, left: Left, registered: Iterable[ParamPlace] | None = None
+def materialize_meta(
+    module: nn.Module, init: InitFunction, ignored: Ignored, registered: Iterable[ParamPlace] | None = None
 ) -> None:
-    """Calls ``init`` on each module that has parameters or buffers of its own on meta; shared ones stay shared.
+    """Call ``init`` on each module that has parameters or buffers of its own on meta. Shared parameters stay shared.
 
-    Modules in groups that exist already, and ignored ones, are passed over. ``registered``, of a model around
-    ``module`` as it was before any of it was materialised, says what is shared with modules elsewhere in it.
+    Skips ignored modules and those in existing groups.
+
+    Args:
+        module: the module that ``fully_shard`` was called on.
+        init: the user's ``param_init_fn``.
+        ignored: the ignored modules and tensors.
+        registered: the parameters of the model around ``module``, from before any of it was materialized, to find
+            those that are shared with other parts of the model. ``None``: the parameters of ``module``.
 
     Raises:
-        ConfigurationError: ``init`` cannot be called.
-        ParameterError: something is on meta still. Named in the text.
+        ConfigurationError: ``init`` is not callable.
+        ParameterError: some tensors are still on meta. The text names them.
     """
     if not callable(init):
         raise ConfigurationError(f"param_init_fn must be a function of a module, not {type(init).__name__}.")
     entries = registered_parameters(module) if registered is None else registered
     shared = {id(e.parameter): e for e in entries if len(e.places) > 1}
-    candidates = list(_own_modules(module, left))
+    candidates = list(_own_modules(module, ignored))
     for _, owner in candidates:
         before = {name: shared[id(p)] for name, p in owner._parameters.items() if id(p) in shared}
-        if not any(_own_on_meta(owner, left)):
+        if not any(_own_on_meta(owner, ignored)):
             continue
         init(owner)
         for name, entry in before.items():
             now = owner._parameters.get(name)
             if now is not None and now is not entry.parameter:
                 entry.put(now)
-    missed = [f"{path}.{name}" if path else name for path, owner in candidates for name in _own_on_meta(owner, left)]
-    if missed:
+    uninitialized = [
+        f"{path}.{name}" if path else name for path, owner in candidates for name in _own_on_meta(owner, ignored)
+    ]
+    if uninitialized:
         raise ParameterError(
             f"after param_init_fn, these parameters and buffers of {type(module).__name__} are still on meta: "
-            f"{missed}. It is called with each module that has some of its own, and must give them memory and values: "
-            "module.to_empty(device=..., recurse=False), then for example module.reset_parameters()."
+            f"{uninitialized}. It is called with each module that has some of its own, and must give them memory and "
+            "values: module.to_empty(device=..., recurse=False), then for example module.reset_parameters()."
         )
 
 
-def _own_modules(module: nn.Module, left: Left) -> Iterator[tuple[str, nn.Module]]:
-    """Modules from ``module`` down that are in no other group and not ignored, by name."""
+def _own_modules(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module for ``module`` and those below that are neither ignored nor in another group."""
     taken = {id(below) for m in module.modules() if find_state(m) is not None for below in m.modules()}
     for path, owner in module.named_modules():
-        if id(owner) not in taken and id(owner) not in left.modules:
+        if id(owner) not in taken and id(owner) not in ignored.modules:
             yield path, owner
 
 
-def _own_on_meta(owner: nn.Module, left: Left) -> Iterator[str]:
+def _own_on_meta(owner: nn.Module, ignored: Ignored) -> Iterator[str]:
     for name, parameter in owner._parameters.items():
-        if parameter is not None and parameter.is_meta and id(parameter) not in left.parameters:
+        if parameter is not None and parameter.is_meta and id(parameter) not in ignored.parameters:
             yield name
     for name, buffer in owner._buffers.items():
-        if buffer is not None and buffer.is_meta and id(buffer) not in left.buffers:
+        if buffer is not None and buffer.is_meta and id(buffer) not in ignored.buffers:
             yield name
 
 
 # -- sync_module_states
 
 
-def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left, elsewhere: Mapping[int, DeviceMesh]) -> None:
-    """Overwrites parameters and buffers with those of the first rank of the data-parallel ``mesh``, on all its ranks.
+def broadcast_module_states(
+    module: nn.Module, mesh: DeviceMesh, ignored: Ignored, other_meshes: Mapping[int, DeviceMesh]
+) -> None:
+    """Overwrite parameters and buffers with those of the first rank of ``mesh``, on all its ranks.
 
-    Those whose id is in ``elsewhere`` with that of the mesh given there, such as experts.
-
-    Parameters that are in a group already, or ignored, are passed over. Every rank must have the same modules.
+    A tensor whose id is in ``other_meshes``, such as an expert's parameter, uses the mesh given there. Parameters that
+    are ignored or in a group already are skipped. Every rank must have the same modules.
 
     Raises:
-        ParameterError: some are on meta, so that there is nothing to send. Named in the text.
-        DivergenceError: ranks have other names, shapes or dtypes. On all ranks, with the same text.
+        ParameterError: some tensors are on meta and have no values to send. The text names them.
+        DivergenceError: ranks differ in names, shapes or dtypes. Raised on all ranks, with the same text.
     """
     parameters = {
         n: p
         for n, p in module.named_parameters()
-        if id(p) not in left.parameters and holding_state(p) is None and not is_lazy(p)
+        if id(p) not in ignored.parameters and holding_state(p) is None and not is_lazy(p)
     }
-    buffers = {n: b for n, b in module.named_buffers() if id(b) not in left.buffers}
+    buffers = {n: b for n, b in module.named_buffers() if id(b) not in ignored.buffers}
     tensors: dict[str, torch.Tensor] = {**parameters, **buffers}
     on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if on_meta:
@@ -469,11 +488,11 @@ def synchronise(module: nn.Module, mesh: DeviceMesh, left: Left, elsewhere: Mapp
             "composable_fsdp.initialize(model, seed=...) after fully_shard, or to_empty and load a state dict."
         )
     with torch.inference_mode(False), torch.no_grad():
-        for each in dict.fromkeys((mesh, *elsewhere.values())):
+        for each in dict.fromkeys((mesh, *other_meshes.values())):
             here = {
                 n: t.to_local() if isinstance(t, DTensor) else t
                 for n, t in tensors.items()
-                if elsewhere.get(id(t), mesh) == each
+                if other_meshes.get(id(t), mesh) == each
             }
             if order_check_from() is not OrderCheck.OFF:
                 axes = data_parallel_axes(each)

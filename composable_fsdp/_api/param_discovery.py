@@ -1,4 +1,4 @@
-"""Which parameters a ``fully_shard`` call takes, and how each is to be cut."""
+"""Find the parameters that a ``fully_shard`` call takes, and how each is sharded."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from composable_fsdp._torch_compat.torch_types import as_placement
 from composable_fsdp.codecs.communication_policy import CommunicationPolicy
 from composable_fsdp.errors import ConfigurationError, ParameterError
 
-__all__ = ["CommunicationFunction", "ParamDiscovery", "PlacementFunction", "elsewhere"]
+__all__ = ["CommunicationFunction", "ParamDiscovery", "PlacementFunction", "on_other_accelerators"]
 
 PlacementFunction = Callable[[nn.Parameter], object]
 CommunicationFunction = Callable[[nn.Parameter], CommunicationPolicy | None]
 
 
-def _plain(_: nn.Parameter) -> None:
-    """Parameters travel in the dtype of computation."""
+def _no_codec(_: nn.Parameter) -> None:
+    """Return no codecs: parameters are communicated in the dtype of computation."""
 
 
 @dataclass
 class ParamDiscovery:
-    """Finds the parameters of one call.
+    """Finds the parameters of one ``fully_shard`` call.
 
     Args:
         axes: the data-parallel axes of the call.
-        full_mesh: where ``dp_mesh_dims`` was given, the mesh that they are part of.
-        placement_of: the user's choice per parameter.
-        ignored: ids of parameters to leave alone.
-        moves_all: where modules compute was said, so parameters are taken from any device.
-        lenders: units whose parameters these modules may use too.
-        communication_of: how each parameter travels.
+        full_mesh: the mesh that contains these axes, if ``dp_mesh_dims`` was given.
+        placement_of: the user's ``shard_placement_fn``.
+        ignored: ids of parameters to skip.
+        device_given: True if the user named the device, so that parameters are moved there from any other device.
+        lenders: FSDP states whose parameters these modules may use too.
+        communication_of: returns the codecs of each parameter.
     """
 
     axes: DataParallelAxes
     full_mesh: FullMesh | None
     placement_of: PlacementFunction | None
     ignored: Collection[int]
-    moves_all: bool = False
+    device_given: bool = False
     lenders: Sequence[FSDPState] = ()
-    communication_of: CommunicationFunction = _plain
+    communication_of: CommunicationFunction = _no_codec
     _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
 
     def collect(self, modules: Sequence[nn.Module]) -> list[ParameterSource]:
-        """The parameters that the call takes, each once, with all the places where it is registered."""
+        """Return the parameters that the call takes, each once, with every place where it is registered."""
         nested = _nested_parameters(modules)
         found: dict[int, tuple[str, str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for path, owner, top in _named_modules(modules):
@@ -61,9 +61,9 @@ class ParamDiscovery:
                 if parameter is None or id(parameter) in self.ignored:
                     continue
                 name = f"{path}.{attribute}" if path else attribute
-                held = nested.get(id(parameter)) or self._lent(parameter)
+                held = nested.get(id(parameter)) or self._find_shared(parameter)
                 if held is not None:
-                    self._share(held, owner, attribute, f"{name!r} of {type(top).__name__}")
+                    self._register_shared(held, owner, attribute, f"{name!r} of {type(top).__name__}")
                     continue
                 found.setdefault(id(parameter), (name, type(top).__name__, parameter, []))[3].append((owner, attribute))
         self._check_devices({name: parameter for name, _, parameter, _ in found.values()}, modules)
@@ -79,18 +79,18 @@ class ParamDiscovery:
         ]
 
     def _check_devices(self, parameters: Mapping[str, nn.Parameter], modules: Sequence[nn.Module]) -> None:
-        """Raises where it is not clear that the parameters are to be moved to where modules compute."""
+        """Raise if a parameter is on another accelerator and the user did not name the device."""
         here = self.axes.device
-        found = elsewhere({name: parameter.device for name, parameter in parameters.items()}, here)
-        if found and not self.moves_all:
+        found = on_other_accelerators({name: parameter.device for name, parameter in parameters.items()}, here)
+        if found and not self.device_given:
             raise ParameterError(
                 f"these parameters of {', '.join(type(m).__name__ for m in modules)} are neither on CPU nor on {here}, "
                 f"where this rank computes: {found}. Pass device={str(here)!r} to have them moved there; or make "
                 "the device that they are on the current one, before the mesh is built."
             )
 
-    def _lent(self, parameter: nn.Parameter) -> tuple[FSDPState, ShardedParameter] | None:
-        """Who holds what ``parameter`` was before a lender took it."""
+    def _find_shared(self, parameter: nn.Parameter) -> tuple[FSDPState, ShardedParameter] | None:
+        """Return the state and parameter that replaced ``parameter``, if one of ``lenders`` has sharded it."""
         taken = find_taken(parameter)
         sharded = taken.parameter() if taken is not None else None
         for lender in self.lenders:
@@ -98,8 +98,10 @@ class ParamDiscovery:
                 return lender, sharded
         return None
 
-    def _share(self, held: tuple[FSDPState, ShardedParameter], owner: nn.Module, attribute: str, place: str) -> None:
-        """A parameter of another group is registered here too: legal where it is lent."""
+    def _register_shared(
+        self, held: tuple[FSDPState, ShardedParameter], owner: nn.Module, attribute: str, place: str
+    ) -> None:
+        """Register a parameter of another group at one more place. Raises unless that group is one of ``lenders``."""
         state, parameter = held
         if (owner, attribute) in parameter.owners:
             return
@@ -111,8 +113,8 @@ class ParamDiscovery:
         state.group.register_at(parameter, [(owner, attribute)])
 
     def _sharding(self, name: str, parameter: nn.Parameter, module_name: str) -> ParameterSharding:
-        """How ``parameter`` is cut, once it is clear that it can be."""
-        self._check_free(name, parameter, module_name)
+        """Check ``parameter`` and return how it is sharded."""
+        self._check_available(name, parameter, module_name)
         placement, mesh = as_placement(self.placement_of(parameter) if self.placement_of else None, name)
         dim = resolve_dim(placement.dim, local_part(parameter).shape, name)
         if mesh is not None:
@@ -123,8 +125,8 @@ class ParamDiscovery:
             return shard_over_full_mesh(name, parameter, self.full_mesh, dim)
         return shard_over_axes(parameter, self.axes, dim)
 
-    def _check_free(self, name: str, parameter: nn.Parameter, module_name: str) -> None:
-        """Raises where another group has ``parameter``, or it is not there yet."""
+    def _check_available(self, name: str, parameter: nn.Parameter, module_name: str) -> None:
+        """Raise if ``parameter`` belongs to another group or has no shape yet."""
         owner = holding_state(parameter)
         if owner is not None:
             raise ConfigurationError(
@@ -151,13 +153,13 @@ _HOW_TO_SHARE = (
 )
 
 
-def elsewhere(devices: Mapping[str, torch.device], here: torch.device) -> dict[str, str]:
-    """Those of ``devices`` from which nothing is moved to ``here`` unasked: all but CPU and meta."""
+def on_other_accelerators(devices: Mapping[str, torch.device], here: torch.device) -> dict[str, str]:
+    """Return the devices from which parameters are not moved to ``here`` by default: all except CPU and meta."""
     return {name: str(d) for name, d in devices.items() if d != here and d.type not in ("cpu", "meta")}
 
 
 def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, nn.Module]]:
-    """Path, module, and which of ``modules`` contains it; every module once."""
+    """Return path, module, and the member of ``modules`` that contains it, for every module once."""
     seen: set[nn.Module] = set()
     named = []
     for index, top in enumerate(modules):
@@ -167,7 +169,7 @@ def _named_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, n
 
 
 def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[FSDPState, ShardedParameter]]:
-    """What units beneath ``modules`` have registered, by id, and what these borrow."""
+    """Return state and parameter by the id of each tensor that a group below ``modules`` owns or shares."""
     states = {state: None for top in modules for m in top.modules() if (state := find_state(m)) is not None}
     return {
         id(form): (state, parameter)

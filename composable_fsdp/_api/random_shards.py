@@ -1,9 +1,9 @@
-"""``sharded_rng``: random operations on shards give each rank its part of what they give for the unsharded tensor.
+"""``sharded_rng``: random operations on shards that give each rank its shard of the unsharded tensor's values.
 
-Torch's own ``DTensor`` draws a shard on CPU from the rank's generator, so that ranks with one seed draw equal shards.
-On accelerators it begins at another offset for each shard: shards differ, but depend on how many there are.
+On CPU, torch's own ``DTensor`` draws a shard from the rank's generator, so that ranks with one seed draw equal shards.
+On accelerators each shard starts at another offset: shards differ, but depend on the number of shards.
 
-Invariant: an operation on a whole tensor leaves the generator as it does without sharding, on every rank. So the
+Invariant: an operation on a full tensor advances the generator as it does without sharding, on every rank. So the
 generators of all ranks stay equal.
 """
 
@@ -34,34 +34,35 @@ IN_PLACE = frozenset(
     f"aten::{name}_"
     for name in ("normal", "uniform", "exponential", "cauchy", "log_normal", "geometric", "random", "bernoulli")
 )
-ALIKE = frozenset({"aten::rand_like", "aten::randn_like", "aten::randint_like"})
-"""Operations that depend on shape and dtype of their first argument only, and neither on its values nor on others'."""
+LIKE = frozenset({"aten::rand_like", "aten::randn_like", "aten::randint_like"})
+"""Operations that depend only on the shape and dtype of their first argument."""
 
 
 @contextmanager
 def sharded_rng(model: nn.Module, seed: int) -> Iterator[None]:
-    """Within, a random operation on a sharded parameter gives each rank its part of the unsharded parameter's values.
+    """Make random operations on sharded parameters give each rank its shard of the unsharded parameter's values.
 
-    Operations are those of tensors that are filled in place (``normal_``, ``uniform_``, ``exponential_``, ``cauchy_``,
-    ``log_normal_``, ``geometric_``, ``random_``, ``bernoulli_``) or made alike (``rand_like``, ``randn_like``,
-    ``randint_like``), and so what ``torch.nn.init`` makes of these. Their argument is any ``DTensor``, or the local
-    tensor of a sharded parameter of ``model``. Each rank draws the values of the whole tensor, in the memory of one,
-    and keeps its part: the values are those of the same calls on the unsharded model after ``torch.manual_seed(seed)``,
-    on any mesh. Every rank must make the same calls, replicas too. Nothing is communicated, but where a number is read
-    from a sharded tensor, as ``nn.init.trunc_normal_`` does: it is that of the whole tensor then, on every rank.
+    Supported are operations that fill a tensor in place (``normal_``, ``uniform_``, ``exponential_``, ``cauchy_``,
+    ``log_normal_``, ``geometric_``, ``random_``, ``bernoulli_``) or make one like another (``rand_like``,
+    ``randn_like``, ``randint_like``), and ``torch.nn.init``, which uses them. Their argument is any ``DTensor``, or the
+    local tensor of a sharded parameter of ``model``. Each rank draws the values of the full tensor, which takes its
+    memory, and keeps its shard. The values are those of the same calls on the unsharded model after
+    ``torch.manual_seed(seed)``, on any mesh. Every rank must make the same calls, replicas too. Nothing is
+    communicated, unless a number is read from a sharded tensor, as ``nn.init.trunc_normal_`` does: it is then read from
+    the full tensor, on every rank.
 
-    A random operation on a slice of a local tensor draws from a stream of this shard: other shards get other values,
-    replicas the same, but values depend on the number of ranks. Plain tensors that are not shards get the same values
-    on all ranks. The generators of the CPU and of the mesh's device are seeded, and get their states back at the end;
-    those of Python and NumPy are not touched.
+    A random operation on a slice of a local tensor draws from a generator stream of that shard: other shards get other
+    values, replicas the same, and the values depend on the number of ranks. Other plain tensors get the same values on
+    all ranks. The generators of the CPU and of the mesh's device are seeded, and restored at the end. Those of Python
+    and NumPy are unchanged.
 
     Args:
-        model: a module that contains sharded ones. On one without, it seeds and restores the generators only.
+        model: a module that contains sharded ones. Otherwise the generators are seeded and restored only.
         seed: the same on every rank.
 
     Raises:
-        UnsupportedError: by another random operation on a sharded tensor, such as dropout, or by one on an empty local
-            tensor of which it cannot be known which parameter it belongs to.
+        UnsupportedError: another random operation ran on a sharded tensor, such as dropout; or one ran on an empty
+            local tensor that cannot be matched to a parameter.
     """
     states = states_below(model)
     with seeded(states, seed), ShardedRandom(states, seed):
@@ -84,7 +85,7 @@ def seeded(states: Sequence[FSDPState], seed: int) -> Iterator[None]:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The default generator of ``device``."""
+    """Return the default generator of ``device``."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device.type)
@@ -93,11 +94,11 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 class ShardedRandom(TorchDispatchMode):
-    """Carries out random operations on shards as :func:`sharded_rng` says.
+    """Dispatch mode that runs random operations on shards as :func:`sharded_rng` says.
 
     Args:
-        states: whose parameters are cut as their shardings say; other DTensors as their placements say.
-        seed: of the streams for slices.
+        states: FSDP states, which know how their parameters are sharded. For other DTensors their placements apply.
+        seed: the seed of the streams for slices.
         on_write: called with every tensor that any operation writes to.
     """
 
@@ -116,27 +117,27 @@ class ShardedRandom(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._on_write is not None and func._schema.is_mutable:
-            self._tell_writes(func, args, kwargs)
+            self._report_writes(func, args, kwargs)
         if not args:
             return func(*args, **kwargs)
         first, name = args[0], func._schema.name
         if name == "aten::_local_scalar_dense" and isinstance(first, DTensor):
-            # Ranks that read a number of their own would go on differently: trunc_normal_ draws again until all fit.
+            # Read from the full tensor, or ranks would diverge: trunc_normal_ draws again until all values fit.
             return func(first.full_tensor())
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if name in IN_PLACE | ALIKE and len(tensors) == 1 and tensors[0] is first:
+        if name in IN_PLACE | LIKE and len(tensors) == 1 and tensors[0] is first:
             return self._fill(func, first, args[1:], kwargs)
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             raise UnsupportedError(
                 f"sharded_rng: {name} was called on a sharded tensor. Only operations that fill a tensor or make one "
-                f"alike are known there: {', '.join(sorted(each.removeprefix('aten::') for each in IN_PLACE | ALIKE))}."
+                f"alike are known there: {', '.join(sorted(each.removeprefix('aten::') for each in IN_PLACE | LIKE))}."
                 " For a mask, draw rand_like(tensor) and compare it with a number."
             )
         return func(*args, **kwargs)
 
-    def _tell_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _report_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._on_write is not None
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -146,11 +147,11 @@ class ShardedRandom(TorchDispatchMode):
 
     def _fill(self, func: Any, tensor: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(tensor, DTensor):
-            part = self._part(func, tensor, rest, kwargs)
+            values = self._local_values(func, tensor, rest, kwargs)
             if func._schema.is_mutable:
-                local_part(tensor).copy_(part)
+                local_part(tensor).copy_(values)
                 return tensor
-            local = part.contiguous()
+            local = values.contiguous()
             spec: Any = cast(Any, tensor)._spec
             spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
             return DTensor(local, spec, requires_grad=False)
@@ -160,25 +161,25 @@ class ShardedRandom(TorchDispatchMode):
         if tensor.numel() != local_part(owner.sharded).numel() or not tensor.is_contiguous():
             with self._stream(owner, tensor.device):
                 return func(tensor, *rest, **kwargs)
-        part = self._part(func, cast(DTensor, owner.sharded), rest, kwargs).reshape(tensor.shape)
-        return tensor.copy_(part) if func._schema.is_mutable else part.contiguous()
+        values = self._local_values(func, cast(DTensor, owner.sharded), rest, kwargs).reshape(tensor.shape)
+        return tensor.copy_(values) if func._schema.is_mutable else values.contiguous()
 
-    def _part(self, func: Any, tensor: DTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """This rank's part of what ``func`` gives for the whole of ``tensor``."""
+    def _local_values(self, func: Any, tensor: DTensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return this rank's shard of the result of ``func`` on the full tensor."""
         if any(placement.is_partial() for placement in tensor.placements):
             raise UnsupportedError(f"sharded_rng: {func._schema.name} was called on a tensor placed as a pending sum.")
         extent = self._extent(tensor)
-        # One that is made alike only needs shape and dtype of the tensor, which an element without memory has too.
+        # The *_like operations need shape and dtype only: expand an element instead of allocating the full tensor.
         shape = tensor.shape if func._schema.is_mutable else ()
-        whole = torch.empty(shape, dtype=tensor.dtype, device=local_part(tensor).device).expand(tensor.shape)
-        return extent.take(func(whole, *rest, **kwargs))
+        full = torch.empty(shape, dtype=tensor.dtype, device=local_part(tensor).device).expand(tensor.shape)
+        return extent.take(func(full, *rest, **kwargs))
 
     def _extent(self, tensor: DTensor) -> Extent:
         return extent_of(tensor, self._shardings.get((tuple(tensor.shape), tensor.device_mesh, tensor.placements)))
 
     @contextmanager
     def _stream(self, owner: ShardedParameter, device: torch.device) -> Iterator[None]:
-        """Within, random numbers are those of the shards that lie where that of ``owner`` does in their parameters."""
+        """Use the random stream of the shards that cover the same block of their parameters as that of ``owner``."""
         extent, generator = self._extent(cast(DTensor, owner.sharded)), _generator(device)
         outside, state = generator.get_state(), self._streams.get((extent, device))
         if state is None:
@@ -193,7 +194,7 @@ class ShardedRandom(TorchDispatchMode):
 
 
 class _Shards:
-    """Finds the parameter to whose local tensor a plain tensor belongs, by its memory."""
+    """Finds the parameter of a plain tensor that is a view of a local shard, by its address."""
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         pairs = [(p, local_part(p.sharded)) for p in parameters]
@@ -203,7 +204,7 @@ class _Shards:
         self._empty = [(p, local) for p, local in plain if not local.numel()]
 
     def owner(self, tensor: torch.Tensor) -> ShardedParameter | None:
-        """The parameter, or ``None`` for a tensor that is no shard."""
+        """Return the parameter, or ``None`` for a tensor that is not part of a shard."""
         if tensor.is_meta or type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
         if not tensor.numel():
@@ -217,7 +218,7 @@ class _Shards:
         return owner if is_within and local.device == tensor.device else None
 
     def _owner_of_empty(self, tensor: torch.Tensor) -> ShardedParameter | None:
-        """Empty tensors have no address. Those of one storage are told apart by their shapes."""
+        """Return the parameter of an empty tensor, which has no address: match its storage, then its shape."""
         storage = tensor.untyped_storage()._cdata
         near = [(p, local) for p, local in self._empty if local.untyped_storage()._cdata == storage]
         found = [p for p, local in near if local.shape == tensor.shape] or [p for p, _ in near]

@@ -1,1 +1,1 @@
-"""The only files that know torch's own FSDP."""
+"""The only folder that depends on torch's own FSDP and its private names."""

@@ -1,11 +1,11 @@
-"""Units and groups under the private names by which torch's own tools, and other libraries, reach those of its FSDP2.
+"""Views of FSDP states and groups under the private names of torch's FSDP2, for torch's tools and other libraries.
 
-Pipelining ends the accumulation of microbatches itself, and the memory tracker puts functions of its own around ours.
-Both find a module's state with torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``; other libraries
-use torch's ``_get_module_fsdp_state(module)`` too. What they find here is a view: it looks everything up in the unit,
-and keeps only the handles of the hooks that clients exchange. It has the names that ``torch.distributed.pipelining``,
+Pipelining ends gradient accumulation itself, and the memory tracker wraps our hooks. Both find a module's state with
+torch's ``fully_shard.state(module)`` or ``module._get_fsdp_state()``; other libraries use torch's
+``_get_module_fsdp_state(module)`` too. These functions return a view that reads everything from the FSDP state and
+stores only the handles of hooks that clients replace. It has the names that ``torch.distributed.pipelining``,
 ``FSDPMemTracker``, torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use, and those that
-``tests/state/test_interop_state.py`` shows in the manner of the libraries that use them, and no more.
+``tests/unit/test_interop_state.py`` uses as other libraries do, and no others.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from composable_fsdp._torch_compat.torch_types import (
     TorchFSDPMeshInfo,
     TorchFSDPState,
     TrainingState,
-    enter_state,
     find_state,
     mesh_info_of,
     register_state,
+    set_torch_state,
 )
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.policies import AUTO_RESHARD, MixedPrecisionPolicy, Reshard, ReshardKind
 
-__all__ = ["ClientState", "client_state", "enter_client_states"]
+__all__ = ["ClientState", "client_state", "register_client_states"]
 
 
 class ClientState:
-    """What torch calls the ``FSDPState`` of ``module``.
+    """View of the FSDP state of ``module`` with the attributes of torch's ``FSDPState``.
 
-    It passes ``isinstance`` for that class without being a subclass: nothing of torch's code is inherited. The states
-    of all modules of a list are equal, and have one group, as torch has one state for them.
+    It passes ``isinstance`` for torch's class without being a subclass, so it inherits no code from torch. All modules
+    of a list have equal views and one group, as they share one state in torch.
     """
 
     def __init__(self, state: FSDPState, module: nn.Module, handles: HookHandles | None) -> None:
         self._state = state
         self._reference = ModuleReference(module)
-        if handles is not None:  # a module within another of the list has no hooks of its own
+        if handles is not None:  # None for a module that is inside another one of the list
             self._pre_forward_hook_handle = handles.pre_forward
             self._post_forward_handle = handles.post_forward
 
@@ -109,7 +109,7 @@ class ClientState:
 
     @property
     def _auto_reshard_after_forward(self) -> bool:
-        """Whether ``reshard_after_forward`` was left open."""
+        """True if the user passed no ``reshard_after_forward``."""
         return self._state.reshard.kind is ReshardKind.AUTO
 
     @_auto_reshard_after_forward.setter
@@ -120,7 +120,7 @@ class ClientState:
             self._state.reshard = Reshard(ReshardKind.ALWAYS)
 
     def _lazy_init(self) -> None:
-        """Builds the runtime with this unit as the root, where it has none yet."""
+        """Build the runtime with this state as the root, if there is none yet."""
         iteration_of(self._state)
 
     @property
@@ -129,19 +129,19 @@ class ClientState:
 
     @property
     def _state_ctx(self) -> ClientState:
-        """What all states of a root have in common, which each of them can tell."""
+        """The object shared by all states of a root. Each view can serve as it."""
         return self
 
     @property
     def all_states(self) -> list[ClientState]:
-        """Those of all units of the root, in the order of its modules."""
+        """The views of all FSDP states of the root, in the order of its modules."""
         states = iteration_of(self._state).states.values()
         found = [client_state(module) for state in states for module in state.modules[:1]]
         return [each for each in found if each is not None]
 
     @property
     def is_last_backward(self) -> bool:
-        """As chosen with ``set_is_last_backward``."""
+        """The value set with ``set_is_last_backward``."""
         return iteration_of(self._state).is_last_backward
 
     @property
@@ -161,7 +161,7 @@ class ClientState:
         iteration_of(self._state).streams = streams
 
     def _root_post_backward_final_callback(self) -> None:
-        """Ends a backward: reduces what is left, and waits for it if it is the last one."""
+        """End a backward: reduce remaining gradients, and wait for the reductions if it is the last backward."""
         iteration_of(self._state).end_backward()
 
     @property
@@ -178,18 +178,18 @@ class ClientState:
 
     @_post_forward_hook_handle.setter
     def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
-        """What a client puts in the place of our hook has to learn of forwards that raise, as ours does."""
+        """Replace our hook by a client's, which must also be called after a forward that raised, as ours is."""
         self._post_forward_handle = handle
         if handle.id in self._module._forward_hooks:
             self._module._forward_hooks_always_called[handle.id] = True
 
 
 class ClientGroup:
-    """What torch calls the ``FSDPParamGroup`` of ``state``, found through ``module``. Two of the same unit are equal.
+    """View of the parameter group of ``state`` with the attributes of torch's ``FSDPParamGroup``.
 
-    What is set as ``pre_backward`` or ``post_backward`` runs in place of these, and calls them with what it was given.
-    Through other modules of a list than the first, setting them has no effect: who goes through all modules would have
-    his function called for each.
+    Views of one state are equal. A function set as ``pre_backward`` or ``post_backward`` runs in place of the original
+    and calls it with the arguments it got. For a list of modules, setting them has an effect only through the first
+    module: a client that visits every module would otherwise have its function called once per module.
     """
 
     __slots__ = ("_is_of_first", "_state")
@@ -204,7 +204,7 @@ class ClientGroup:
     def __hash__(self) -> int:
         return hash(self._state)
 
-    # -- what it is
+    # -- properties
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -240,7 +240,7 @@ class ClientGroup:
     def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
         return self._state.group.gradients.all_reduce_hook
 
-    # -- where it is
+    # -- state
 
     @property
     def _training_state(self) -> TrainingState:
@@ -248,7 +248,7 @@ class ClientGroup:
 
     @_training_state.setter
     def _training_state(self, state: TrainingState) -> None:
-        """To ``IDLE`` has no effect: ``reshard()``, before which clients set it, reshards in every state."""
+        """Accept ``IDLE``, which clients set before ``reshard()``, without effect: ``reshard()`` needs no state."""
         if state is not TrainingState.IDLE:
             raise UnsupportedError(f"_training_state cannot be set to {state.name} here; it follows the passes.")
 
@@ -269,7 +269,7 @@ class ClientGroup:
         return self._sharded_state is ShardedState.UNSHARDED
 
     def lazy_init(self) -> None:
-        """Follows what happened to the sharded parameters since the group was made."""
+        """Update the group after changes of its sharded parameters."""
         self._state.group.refresh()
 
     def unshard(self, async_op: bool = False) -> None:
@@ -282,12 +282,14 @@ class ClientGroup:
     def reshard(self) -> None:
         self._state.group.reshard()
 
-    # -- choices
+    # -- options
 
     @property
     def _reshard_after_forward(self) -> bool:
-        """Whether backward always gathers anew. False also where that depends: for the root, and on accelerators where
-        it was left open. Tensors that gather for forward or for backward alone may rely on it.
+        """True if backward always gathers again.
+
+        False if that depends: for the root, and on accelerators if the user passed no ``reshard_after_forward``. Tensor
+        subclasses that gather differently in forward and backward rely on it.
         """
         kind = self._state.reshard.kind
         if kind is not ReshardKind.AUTO:
@@ -297,7 +299,7 @@ class ClientGroup:
 
     @property
     def post_forward_mesh_info(self) -> Any:
-        """``None`` where parameters stay after forward, else the mesh from which backward gathers them."""
+        """The mesh from which backward gathers the parameters, or ``None`` if they stay unsharded after forward."""
         if self._state.reshard.kind is ReshardKind.SMALLER:
             raise UnsupportedError(
                 f"post_forward_mesh_info of {self._state.name!r}: the mesh of reshard_after_forward="
@@ -379,17 +381,17 @@ class ClientGroup:
         iteration_of(self._state).pre_backward(call)
 
     def _post_backward(self, deliver: Callable[[], None] | None = None) -> None:
-        """Reduces what microbatches accumulated, and reshards, where that is chosen.
+        """Reduce accumulated gradients, and reshard if the options say so.
 
         Args:
-            deliver: what the iteration is about to do with the gradients; then nothing but that is done.
+            deliver: the reduction that the iteration is about to launch; if given, only this is called.
         """
         if deliver is not None:
             deliver()
             return
         state, iteration = self._state, iteration_of(self._state)
         gradients = state.group.gradients
-        gradients.notice()  # zero-bubble schedules add up those of weights themselves
+        gradients.notice()  # zero-bubble schedules accumulate weight gradients themselves
         if gradients.were_summed and not gradients.are_held and iteration.was_reached(state):
             warnings.warn(_lost_gradients(state), stacklevel=2)
         iteration.settle_gradients(state, at_end=True)
@@ -406,7 +408,7 @@ def _lost_gradients(state: FSDPState) -> str:
 
 
 class ClientParameter:
-    """What torch calls an ``FSDPParam``."""
+    """View of a sharded parameter with the attributes of torch's ``FSDPParam``."""
 
     __slots__ = ("_parameter", "_state")
 
@@ -421,7 +423,7 @@ class ClientParameter:
 
     @property
     def _param_fqn(self) -> str | None:
-        """From the root; ``None`` before the first forward, as with torch."""
+        """The name from the root; ``None`` before the first forward, as with torch."""
         iteration = _known_iteration(self._state)
         if iteration is None:
             return None
@@ -444,13 +446,13 @@ class ClientParameter:
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """``None`` where it is the parameter's own."""
+        """The dtype of computation; ``None`` if it is the dtype of the parameter."""
         dtype = self._state.precision.compute_dtype(self._parameter.dtype)
         return None if dtype == self._parameter.dtype else dtype
 
     @property
     def _sharded_param_data(self) -> torch.Tensor:
-        """This rank's shard, flat, without the padding that torch's has."""
+        """This rank's shard as a 1-d tensor, without padding (torch's has padding)."""
         return self._parameter.local.detach().view(-1)
 
     @property
@@ -464,16 +466,16 @@ class ClientParameter:
     _unsharded_param = unsharded_param
 
 
-def enter_client_states(
+def register_client_states(
     state: FSDPState, modules: Iterable[nn.Module], handles: Mapping[nn.Module, HookHandles]
 ) -> None:
-    """Lets clients find the state of ``modules``, and the contracts of torch know that they are sharded."""
+    """Register a view for each of ``modules`` where torch looks for its state, and mark them as sharded."""
     for module in modules:
-        enter_state(module, ClientState(state, module, handles.get(module)))
+        set_torch_state(module, ClientState(state, module, handles.get(module)))
 
 
 def client_state(module: nn.Module) -> ClientState | None:
-    """What torch's ``fully_shard.state(module)`` finds; None if the module has not been sharded by us."""
+    """Return what torch's ``fully_shard.state(module)`` finds, or ``None`` if this package did not shard it."""
     state = find_state(module)
     return state if isinstance(state, ClientState) else None
 
@@ -487,14 +489,14 @@ _SHARDED_STATES = {
 
 
 def _known_iteration(state: FSDPState) -> Iteration | None:
-    """That of ``state``, if its root has been assembled."""
+    """Return the iteration of ``state``, or ``None`` before its root is initialized."""
     return cast("Iteration | None", state.iteration)
 
 
 def _training_state(state: FSDPState) -> TrainingState:
-    """The pass for which ``state`` would be gathered now. Ends of a module's own forward and backward do not show."""
+    """Return the current pass in torch's terms, without the ends of a module's own forward and backward."""
     iteration = _known_iteration(state)
     if iteration is None or iteration.current_pass is Pass.IDLE:
         return TrainingState.IDLE
-    computes = bool(state.calls_under_way)  # also where a checkpoint computes again in backward
+    computes = bool(state.calls_under_way)  # includes recomputation in backward under activation checkpointing
     return TrainingState.FORWARD if computes or iteration.current_pass is Pass.FORWARD else TrainingState.PRE_BACKWARD

@@ -1,8 +1,7 @@
-"""The one place that knows torch's own FSDP: what of it ours accepts, and what clients test against.
+"""Torch's own FSDP classes, and conversions from their objects to ours.
 
-Clients check ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` and silently drop features otherwise, so our
-class inherits from that one. It inherits nothing else from it: a test walks the class and fails on any attribute that
-resolves to torch's code.
+Clients check ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` and silently drop features otherwise, so
+our class inherits from it. It inherits no behaviour: a test fails on any attribute that resolves to torch's code.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ __all__ = [
     "as_placement",
     "as_strategy",
     "as_wrap_policy",
-    "enter_state",
     "find_state",
     "mesh_info_of",
     "modules_sharded_by_torch",
     "register_state",
+    "set_torch_state",
     "sharded_by_torch",
     "torch_fully_shard",
     "torch_register_fsdp_forward_method",
@@ -74,7 +73,7 @@ __all__ = [
 
 
 def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
-    """Ours, or torch's as ours, or either class, which stands for its defaults."""
+    """Return our ``MixedPrecisionPolicy`` for an object of ours or torch's, or for either class (its defaults)."""
     policy = _instance_of(policy, MixedPrecisionPolicy, TorchMixedPrecisionPolicy)
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
@@ -86,7 +85,7 @@ def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
 
 
 def as_offload_policy(policy: object) -> OffloadPolicy:
-    """Ours, or torch's as ours, or either class, which stands for its defaults. ``None`` offloads nothing."""
+    """Return our ``OffloadPolicy`` for an object of ours or torch's, or for a class. ``None`` offloads nothing."""
     policy = _instance_of(policy, OffloadPolicy, TorchOffloadPolicy)
     if policy is None:
         return OffloadPolicy()
@@ -100,12 +99,15 @@ def as_offload_policy(policy: object) -> OffloadPolicy:
 
 
 def _instance_of(policy: object, *classes: type) -> object:
-    """``policy``, or an instance of it where it is one of ``classes`` or a subclass."""
+    """Return ``policy``, or a default instance if it is one of ``classes`` or a subclass."""
     return policy() if isinstance(policy, type) and issubclass(policy, classes) else policy
 
 
 def as_strategy(strategy: object) -> ShardingStrategy:
-    """Ours, or torch's as ours, or either by its name in any case: torch has an underscore before one of them."""
+    """Return our ``ShardingStrategy`` for an object of ours or torch's, or a name in upper or lower case.
+
+    The name of torch's hybrid ZeRO-2 strategy begins with an underscore, which is ignored.
+    """
     if isinstance(strategy, ShardingStrategy):
         return strategy
     name = strategy.name if isinstance(strategy, TorchShardingStrategy) else strategy
@@ -116,7 +118,7 @@ def as_strategy(strategy: object) -> ShardingStrategy:
 
 
 def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
-    """Ours, or torch's as ours."""
+    """Return our ``DataParallelMeshDims`` for an object of ours or torch's."""
     if dims is None or isinstance(dims, DataParallelMeshDims):
         return dims
     if isinstance(dims, TorchDataParallelMeshDims):
@@ -125,7 +127,7 @@ def as_mesh_dims(dims: object) -> DataParallelMeshDims | None:
 
 
 def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
-    """What ``shard_placement_fn`` returned for parameter ``name``: how it is cut, and over which mesh if another."""
+    """Return placement and mesh (or ``None``) from the result of ``shard_placement_fn`` for parameter ``name``."""
     mesh: DeviceMesh | None = None
     if isinstance(result, (ShardPlacementResult, TorchShardPlacementResult)):
         info: object = result.mesh_info
@@ -148,7 +150,7 @@ def as_placement(result: object, name: str) -> tuple[Shard, DeviceMesh | None]:
 
 
 def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
-    """The mesh of torch's ``info``, if it says of each dim what ours is taken to mean."""
+    """Return the mesh of torch's ``info``. Raises unless its dims are (shard,) or (replicate, shard)."""
     dims = (info.shard_mesh_dim,) if info.mesh.ndim == 1 else (info.replicate_mesh_dim, info.shard_mesh_dim)
     if dims != tuple(range(info.mesh.ndim)):
         raise ConfigurationError(
@@ -160,7 +162,7 @@ def _mesh_of(info: TorchFSDPMeshInfo, name: str) -> DeviceMesh:
 
 
 def mesh_info_of(axes: DataParallelAxes) -> TorchFSDPMeshInfo | TorchDDPMeshInfo:
-    """``axes`` as torch's FSDP describes them."""
+    """Return ``axes`` as a mesh info of torch's FSDP."""
     if axes.mesh.ndim > 1:
         return TorchHSDPMeshInfo(axes.mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     if axes.shard.size == axes.mesh.size():
@@ -168,30 +170,30 @@ def mesh_info_of(axes: DataParallelAxes) -> TorchFSDPMeshInfo | TorchDDPMeshInfo
     return TorchDDPMeshInfo(axes.mesh, replicate_mesh_dim=0)
 
 
-# -- what torch's own fully_shard made, and where it keeps it
+# -- modules sharded by torch, and where torch keeps their state
 
 
 def modules_sharded_by_torch() -> list[nn.Module]:
-    """Those in this process that torch's own ``fully_shard`` was applied to. Slow where there may be some."""
+    """Return all modules in this process that torch's ``fully_shard`` sharded. Slow if there may be any."""
     classes = {made for made in TorchFSDPModule.__subclasses__() if issubclass(made, nn.Module)}
     if not classes:
         return []
-    gc.collect()  # a model that is no longer used dies in a cycle
+    gc.collect()  # torch's sharded models are in reference cycles
     return [each for each in gc.get_objects() if type(each) in classes and _is_sharded_by_torch(each)]
 
 
 def sharded_by_torch(module: nn.Module) -> str | None:
-    """The name of a module within ``module``, or the class of ``module``, if torch's own ``fully_shard`` took it."""
+    """Return the name (for ``module`` itself, the class) of the first module that torch's ``fully_shard`` sharded."""
     named = module.named_modules()
     return next((name or type(each).__name__ for name, each in named if _is_sharded_by_torch(each)), None)
 
 
 def _is_sharded_by_torch(module: nn.Module) -> bool:
-    return issubclass(type(find_state(module)), TorchFSDPState)  # ours are instances of it, but no subclass
+    return issubclass(type(find_state(module)), TorchFSDPState)  # ours pass isinstance, but not issubclass
 
 
-def enter_state(module: nn.Module, state: object) -> None:
-    """Makes ``state`` what torch's ``fully_shard.state(module)`` returns, and ``module`` one that is sharded."""
+def set_torch_state(module: nn.Module, state: object) -> None:
+    """Make torch's ``fully_shard.state(module)`` return ``state``, and register ``module`` as sharded."""
     namespace = vars(module)
     namespace.setdefault(STATE_KEY, {})[_CONTRACT] = state
     namespace.setdefault(REGISTRY_KEY, {})[torch_fully_shard.__name__] = RegistryItem()
@@ -199,25 +201,27 @@ def enter_state(module: nn.Module, state: object) -> None:
 
 
 def register_state(module: nn.Module, state: object) -> None:
-    """Makes ``state`` what torch's ``_get_module_fsdp_state(module)`` returns, as long as the module keeps it."""
+    """Make torch's ``_get_module_fsdp_state(module)`` return ``state``, for as long as the module keeps it."""
     _module_state_mapping[module] = cast(Any, weakref.ref(state))
 
 
 def find_state(module: nn.Module) -> object:
-    """What torch's ``fully_shard.state(module)`` returns."""
+    """Return the result of torch's ``fully_shard.state(module)``."""
     return vars(module).get(STATE_KEY, {}).get(_CONTRACT)
 
 
 _CONTRACT = cast(Any, torch_fully_shard).__wrapped__
-"""The function by which torch's contract knows ``fully_shard``."""
+"""The function under which torch's contract registers ``fully_shard``."""
 
 
 # -- policies of torch.distributed.fsdp.wrap
 
 
 def as_wrap_policy(policy: object) -> Policy:
-    """Ours, or as ours: torch's ``ModuleWrapPolicy``, ``CustomPolicy``, and functions such as
-    ``size_based_auto_wrap_policy``, also as partials.
+    """Return our policy for one of ours or torch's.
+
+    Torch's are ``ModuleWrapPolicy``, ``CustomPolicy``, and functions such as ``size_based_auto_wrap_policy`` or
+    partials of them.
     """
     if isinstance(policy, TorchModuleWrapPolicy):
         return by_class(*policy._module_classes)
@@ -229,7 +233,7 @@ def as_wrap_policy(policy: object) -> Policy:
 
 
 def _as_predicate(choose: Callable[[nn.Module], Any]) -> Callable[[nn.Module, str], Any]:
-    """Where torch says ``sharding_strategy``, ours says ``strategy``; an empty dict there chooses nothing."""
+    """Return ``choose`` with torch's keyword ``sharding_strategy`` renamed. In torch an empty dict chooses nothing."""
 
     def predicate(module: nn.Module, _: str) -> Any:
         answer = choose(module)
@@ -249,10 +253,11 @@ def _takes_remainder(policy: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class _AutoWrap:
-    """A function ``(module, recurse, nonwrapped_numel) -> bool``.
+    """Policy from a function ``(module, recurse, nonwrapped_numel) -> bool``.
 
-    It is asked with ``recurse=True`` whether to look below a module of so many parameters, and afterwards with
-    ``False`` whether to choose the module, given how many of them no chosen module below has.
+    With ``recurse=True`` the function returns whether to visit the children of a module with so many parameters. It is
+    called again with ``recurse=False`` and the number of parameters that no chosen module below has, and returns
+    whether to choose the module.
     """
 
     function: Callable[..., Any]

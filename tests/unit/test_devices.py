@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_fsdp import MeshError, ParameterError, fully_shard
-from tests._internals import elsewhere
+from tests._internals import on_other_accelerators
 from tests.ranks._sharding import single_rank
 
 
@@ -38,7 +38,7 @@ def test_parameters_on_a_device_that_is_not_the_meshs_are_all_named() -> None:
 @pytest.mark.behaviour("A-13")
 def test_only_what_is_on_cpu_or_meta_is_moved_unasked() -> None:
     devices = {name: torch.device(name) for name in ("cpu", "meta", "cuda:0", "cuda:1", "xpu:0")}
-    assert elsewhere(devices, torch.device("cuda:1")) == {"cuda:0": "cuda:0", "xpu:0": "xpu:0"}
+    assert on_other_accelerators(devices, torch.device("cuda:1")) == {"cuda:0": "cuda:0", "xpu:0": "xpu:0"}
 
 
 @pytest.mark.behaviour("A-13")
