@@ -31,8 +31,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 OPERATIONS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVERAGE: dist.ReduceOp.AVG}
 
 _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES = 1 << 17, 3 << 20
-"""For unknown backends: the sizes at which zero-copy and copied-in transfers cost the same with gloo's own collectives.
-"""
+"""For unknown backends: with gloo's own collectives, zero-copy and copied-in transfers cost the same at these sizes."""
 
 _COALESCED_LAUNCH_BYTES = 1 << 19
 """The cost of a launch in bytes, for backends that coalesce transfers into one launch. Estimated, not measured."""

@@ -105,9 +105,7 @@ class AliasingCommunicator(Communicator, Protocol):
         ...
 
     def share(self, nbytes: int) -> torch.Tensor:
-        """Return zeros that all ranks share, ``(nbytes,)`` ``uint8`` on the CPU. All ranks must call it together; it
-        waits.
-        """
+        """Return zeros that all ranks share, ``(nbytes,)`` ``uint8`` on the CPU. All ranks must call it together."""
         ...
 
     def barrier(self, name: str) -> Work:

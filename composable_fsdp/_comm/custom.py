@@ -33,9 +33,7 @@ class CustomCollective(Protocol):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kw: Any
     ) -> Work | None:
-        """Launch. An all-gather gets the keyword ``async_op``, a reduce-scatter the keyword ``op``, a
-        ``dist.ReduceOp``.
-        """
+        """Launch. An all-gather gets the keyword ``async_op``, a reduce-scatter ``op``, a ``dist.ReduceOp``."""
         ...
 
 

@@ -44,8 +44,7 @@ def _noop() -> None:
 
 
 class Arrival:
-    """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing; gloo would wait
-    forever.
+    """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing.
 
     The connection keeps the works alive until then, since gloo closes a connection if the receiver of a message is
     deleted.
