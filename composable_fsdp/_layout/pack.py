@@ -1,9 +1,9 @@
-"""The copies that a layout asks for: full tensors to ranks' pieces and back.
+"""Copies between full tensors and the shards of all ranks, as a layout says.
 
-At most one rank holds a piece that is neither full nor empty, so every tensor is a block of full pieces and perhaps one
-short piece: two strided copies however many ranks there are, one where the cut is even.
+At most one rank holds a shard that is neither full nor empty. So a tensor is a block of full shards and at most one
+short shard: two strided copies however many ranks there are, one if the tensor is sharded evenly.
 
-Nothing here allocates or waits. Call it without autograd recording (``torch.no_grad``).
+Nothing here allocates or waits. Call it under ``torch.no_grad``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["pack_gradient", "put_shard", "take_shard", "unpack_parameter"]
 
 
 def pack_gradient(shards: TensorShards, gradient: Tensor | None, rows: Tensor) -> None:
-    """Writes each rank's piece of ``gradient`` into that rank's row of a message, cast to the message's dtype.
+    """Copy each rank's shard of ``gradient`` into that rank's row of a message, and cast it to the message's dtype.
 
     Args:
-        shards: how the gradient's parameter is cut.
+        shards: how the gradient's parameter is sharded.
         gradient: of shape ``shards.shape``, any strides, any dtype; ``None`` counts as zeros.
-        rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message.
-            Padding is left as it is.
+        rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message. Padding
+            is not written.
     """
     if gradient is None:
         rows.zero_()
@@ -37,12 +37,12 @@ def pack_gradient(shards: TensorShards, gradient: Tensor | None, rows: Tensor) -
 
 
 def unpack_parameter(shards: TensorShards, rows: Tensor, place: Tensor) -> None:
-    """Puts a full tensor together from all ranks' pieces: ``place[: numel].view(shape)`` holds it afterwards.
+    """Copy the shards of all ranks into one full tensor, ``place[: numel].view(shape)``.
 
     Args:
-        shards: how the parameter is cut.
+        shards: how the parameter is sharded.
         rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message.
-        place: 1-d and contiguous, at least ``shards.full_numel`` elements; what lies beyond those is not touched.
+        place: 1-d and contiguous, at least ``shards.full_numel`` elements; elements after those are not written.
     """
     cut = _cut(shards)
     if cut.concatenates:
@@ -54,12 +54,12 @@ def unpack_parameter(shards: TensorShards, rows: Tensor, place: Tensor) -> None:
 
 
 def take_shard(shards: TensorShards, full: Tensor, rank: int, out: Tensor) -> None:
-    """Writes the piece of ``rank`` into ``out``, cast to its dtype, zeros in the padding.
+    """Copy the shard of ``rank`` from ``full`` into ``out``, cast to its dtype, and zero the padding.
 
     Args:
-        shards: how the tensor is cut.
+        shards: how the tensor is sharded.
         full: of shape ``shards.shape``, any strides, any dtype.
-        rank: whose piece, in ``range(num_shards)``.
+        rank: the owner of the shard, in ``range(num_shards)``.
         out: 1-d and contiguous, ``padded_numel`` elements.
     """
     owned, shape = shards.layout.owned_by(rank), shards.shard_shape(rank)
@@ -70,12 +70,12 @@ def take_shard(shards: TensorShards, full: Tensor, rank: int, out: Tensor) -> No
 
 
 def put_shard(shards: TensorShards, shard: Tensor, rank: int, full: Tensor) -> None:
-    """Writes the piece of ``rank`` to its place in ``full``, and nothing else: what :func:`take_shard` takes, back.
+    """Copy the shard of ``rank`` to its place in ``full``, and write nothing else: the inverse of :func:`take_shard`.
 
     Args:
-        shards: how the tensor is cut.
+        shards: how the tensor is sharded.
         shard: 1-d and contiguous, ``padded_numel`` elements.
-        rank: whose piece, in ``range(num_shards)``.
+        rank: the owner of the shard, in ``range(num_shards)``.
         full: of shape ``shards.shape``.
     """
     owned, shape = shards.layout.owned_by(rank), shards.shard_shape(rank)
@@ -84,10 +84,11 @@ def put_shard(shards: TensorShards, shard: Tensor, rank: int, full: Tensor) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The shapes that pair a full tensor's memory with the ranks' rows.
+    """The view shapes that match a full tensor's memory with the ranks' rows.
 
-    The first ``whole`` ranks own full pieces. Their rows, viewed as ``block`` and permuted to ``order``, are the first
-    ``whole_length`` indices of the cut dim, viewed as ``split``. The next rank owns ``short_shape``, maybe empty.
+    The first ``whole`` ranks own full shards. Their rows, viewed as ``block`` and permuted to ``order``, are the first
+    ``whole_length`` indices of the sharded dim, viewed as ``split``. The next rank owns ``short_shape``, which may be
+    empty.
     """
 
     concatenates: bool
@@ -103,7 +104,7 @@ class _Cut:
 
 @lru_cache(maxsize=8192)
 def _cut(shards: TensorShards) -> _Cut:
-    """Looked up for every tensor of every step: working it out costs as much as the copy of a small one."""
+    """Return the view shapes of ``shards``, cached: computing them costs as much as the copy of a small tensor."""
     dim, length, piece = shards.dim, shards.layout.length, shards.layout.padded_shard
     whole = length // max(1, piece)
     before, after = shards.shape[:dim], shards.shape[dim + 1 :]
@@ -122,7 +123,7 @@ def _cut(shards: TensorShards) -> _Cut:
 
 
 def _same_elements(shards: TensorShards, full: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views, of ``full`` and of ``rows``, in which equal indices are the same element; they cover ``full``."""
+    """Yield pairs of views of ``full`` and ``rows`` with the same elements at equal indices. They cover ``full``."""
     cut = _cut(shards)
     if cut.whole == shards.num_shards:
         yield full.view(cut.split), rows.view(cut.block).permute(cut.order)

@@ -129,7 +129,7 @@ def write_while_whole() -> None:
 
     hook = layer.register_forward_pre_hook(clamp)
     message = (
-        r"parameters \['.*weight'\] were changed in place while they were unsharded.*as often as they made it.*"
+        r"parameters \['.*weight'\] were changed in place while they were unsharded.*once for each rank that made it.*"
         r"unsharded_params\(writeback=True\).*COMPOSABLE_FSDP_SHARED_MEMORY=copy"
     )
     with pytest.raises(ParameterError, match=message):

@@ -1,4 +1,4 @@
-"""One group's gradients on their way: over the shard axis, over the replicate axis, onto the shards."""
+"""Reduction of a group's gradients: over the shard axis, then over the replicate axis, then to the shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Job", "Reducible", "launch_reduction"]
 
 
 class Reducible(Protocol):
-    """What a reduction asks of a bucket."""
+    """The interface of a bucket that a reduction uses."""
 
     @property
     def plan(self) -> BucketPlan: ...
@@ -36,10 +36,10 @@ class Reducible(Protocol):
 
 
 class Job(NamedTuple):
-    """One bucket's part of a reduction.
+    """One bucket of a reduction.
 
-    ``hook`` is called with the reduced gradients: before they are divided by ``reduction.post_divide``, or after that
-    if ``divides_first``.
+    ``hook`` is called with the reduced gradients: before their division by ``reduction.post_divide``, or after it if
+    ``divides_first``.
     """
 
     bucket: Reducible
@@ -52,14 +52,16 @@ class Job(NamedTuple):
 def launch_reduction(
     streams: CommStreams, jobs: Sequence[Job], device: torch.device, name: str, *, partial: bool
 ) -> InFlight[list[ReducedBucket]]:
-    """Reduces over the shard axis, then over the replicate axis where there is one, and gives the shards.
+    """Launch the reduction over the shard axis, then over the replicate axis if there is one; return the sharded
+    gradients.
 
     Args:
-        streams: where each leg runs.
-        jobs: of one or several groups' buckets, in the same order on every rank.
+        streams: where each collective runs.
+        jobs: buckets of one or several groups, in the same order on every rank.
         device: where modules compute.
-        name: of what is reduced, for errors; the same on every rank.
-        partial: only over the shard axis; the buckets keep what came for a later reduction, and nothing is given.
+        name: the name in errors, the same on every rank.
+        partial: reduce over the shard axis only. The buckets keep the result for a later reduction, and the list is
+            empty.
     """
     legs = _Legs(jobs, device, name)
     if partial:
@@ -74,8 +76,10 @@ def launch_reduction(
 
 
 class _Legs:
-    """What runs on the lanes, in this order: ``scatter``, then perhaps ``all_reduce``, then perhaps ``gather_sums``;
-    after each leg one of the methods that take what came.
+    """The collectives of a reduction and the work after each of them.
+
+    In this order: ``scatter``, then ``all_reduce`` if there is a replicate axis, then ``gather_sums`` if that is
+    encoded. After each, one of the methods that use its result.
     """
 
     def __init__(self, jobs: Sequence[Job], device: torch.device, name: str) -> None:
@@ -111,7 +115,7 @@ class _Legs:
 
     @without_grad
     def arrive(self) -> None:
-        """After ``scatter``: adds up what came, and takes this rank's part of what came whole."""
+        """Finish ``scatter``: sum encoded gradients, and copy out this rank's shards of all-reduced ones."""
         for exchange in self._scatters:
             exchange.finish()
         for job in self._jobs:
@@ -141,7 +145,7 @@ class _Legs:
 
     @without_grad
     def add_up(self) -> None:
-        """After ``all_reduce`` where that is encoded: adds up what came."""
+        """Finish an encoded ``all_reduce``: decode and sum."""
         for exchange in self._sums:
             exchange.finish()
 

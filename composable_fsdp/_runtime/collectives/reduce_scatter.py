@@ -1,4 +1,4 @@
-"""The gradient side of one bucket: from full gradients to this rank's reduced shards."""
+"""Reduce-scatter of one bucket: from full gradients to this rank's sharded gradients."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ _dtype_of = attrgetter("dtype")
 
 @dataclass(slots=True)
 class Scatter:
-    """One bucket's part of a group's gradient reduction.
+    """The buffers of one bucket in a gradient reduction.
 
-    ``transfers`` are reduced on the way; ``whole`` are messages that are reduced in place, of which
-    :meth:`GradientScatter.take_own` takes this rank's part; what is added up where it arrives is the ``parcel``. In any
-    case the sum over the shard axis is in ``output`` then. ``present`` are the parameters that have a gradient here.
+    ``transfers`` are reduce-scattered. ``whole`` are messages that are all-reduced in place;
+    :meth:`GradientScatter.take_own` copies this rank's shards out of them. ``parcel`` is the encoded message, summed
+    after it is received. The sum over the shard axis ends in ``output``. ``present`` are the parameters with a gradient
+    on this rank.
     """
 
     transfers: list[Transfer]
@@ -43,7 +44,7 @@ class Scatter:
     whole: list[torch.Tensor] = field(default_factory=list)
     parcel: Parcel | None = None
     added: Scatter | None = None
-    """An earlier one that is part of this, alive as long as this is in flight."""
+    """An earlier reduction that is added to this one; kept alive as long as this is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,16 @@ class ReducedBucket:
 
 
 class GradientScatter:
-    """Sends the gradients of one bucket's parameters, and takes what comes.
+    """Reduces the gradients of one bucket.
 
     Args:
-        plan: of the bucket.
-        parameters: of the bucket, in its order.
-        pgs: over which they travel.
+        plan: the bucket's plan.
+        parameters: the bucket's parameters, in order.
+        pgs: the process groups to reduce over.
         device: where modules compute.
-        rest: where reduced gradients must end: with the shards.
-        pin_memory: whether they are page-locked there.
-        extensions: of the parameters, in their order, where they decide by themselves how their gradients travel.
+        rest: the device of the reduced gradients, which is that of the shards.
+        pin_memory: True if reduced gradients are page-locked there.
+        extensions: the parameters' reduce-scatter hooks, in order, if they have any.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class GradientScatter:
         self._partial: Scatter | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
         self.encoders: dict[str, Encoder] = {}
-        """By the leg on which they work: ``"shard"``, and ``"pieces"`` and ``"sums"`` of the replicate axis."""
+        """Encoders by their collective: ``"shard"``, and ``"pieces"`` and ``"sums"`` of the replicate axis."""
         self.plan = plan
         self._make_encoders()
         self._make_views()
 
     def follow(self, plan: BucketPlan) -> None:
-        """Takes over a plan that differs only in which parameters are trainable."""
+        """Adopt a plan that differs only in which parameters are trainable."""
         moved = plan.reduce != self.plan.reduce
         self.plan = plan
-        if moved:  # what was left over belongs to other places
+        if moved:  # residuals belong to the old offsets
             self._make_encoders()
         self._make_views()
 
@@ -114,7 +115,7 @@ class GradientScatter:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks of the replicate axis."""
+        """The number of ranks of the replicate axis."""
         return self.pgs.replicate.size
 
     def _make_views(self) -> None:
@@ -128,17 +129,18 @@ class GradientScatter:
         ]
         ends = [offset + prod(shape) for shape, _, offset in self._reduced_views]
         self._gradient_span = (min(layout.output.offsets, default=0), max(ends, default=0))
-        """Of the output. Only gradients lie in it where it has as many elements as they have."""
+        """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
 
     def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> Scatter | None:
-        """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
+        """Take the gradients that autograd accumulated and build the messages; ``None`` if nothing is trainable.
+
+        The message always holds every trainable parameter, zeros for those without a gradient, so its size is the same
+        on every rank, whatever part of the model a rank used. Flags in it show all ranks which parameters any rank
+        used.
 
         Args:
-            reduction: what will be done with them.
-            were_summed: any rank may have sums of several microbatches, which must not travel in fewer bits.
-
-        The message always holds every trainable parameter, zeros for those without a gradient, so that its size is the
-        same on every rank whatever part each of them used. Flags in it tell all ranks what any of them used.
+            reduction: the divisions and the operation.
+            were_summed: any rank may have accumulated several microbatches, which must not be rounded to fewer bits.
         """
         layout, plan = self.plan.reduce, self.plan
         if not layout.indices:
@@ -172,8 +174,9 @@ class GradientScatter:
         reduction: Reduction,
         dtype: torch.dtype,
     ) -> torch.Tensor | None:
-        """The packed gradients and flags, row after row; ``None`` if nothing is packed. Lets go of these gradients, so
-        that they need not meet in memory with what comes.
+        """Return the packed gradients and flags, one row per rank, or ``None`` if nothing is packed.
+
+        Releases these gradients, so that they do not add to the memory of the output.
         """
         layout, num_shards = self.plan.reduce, self._shard.size
         if not layout.packed_numel:
@@ -187,7 +190,7 @@ class GradientScatter:
     def _whole_message(
         self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], reduction: Reduction
     ) -> torch.Tensor:
-        """The full gradients that travel whole, zeros for those that are not there, and the flags."""
+        """Return the message of all-reduced gradients, zeros for missing ones, and the flags."""
         layout = self.plan.reduce
         message = self.pgs.scatter.allocate(layout.message.numel, self.plan.sum_dtype, self.device).zero_()
         places, sources = [], []
@@ -202,15 +205,15 @@ class GradientScatter:
         return divide(message, reduction.pre_divide)
 
     def _flags_in(self, message: torch.Tensor) -> torch.Tensor:
-        """Behind the whole gradients."""
+        """Return the flags after the all-reduced gradients of ``message``."""
         num_flags = self.plan.reduce.num_flags
         start = self.plan.reduce.message.offsets[-1] if num_flags else 0
         return message[start : start + num_flags]
 
     def take_own(self, scatter: Scatter) -> None:
-        """Takes this rank's part of what was summed up whole, and the flags, to their places in the output.
+        """Copy this rank's shards of all-reduced gradients, and the flags, into the output.
 
-        The message stays: on a stream of its own, this is not done yet when it returns.
+        The message stays alive: on a stream, the copies may still run when this returns.
         """
         layout, output = self.plan.reduce, scatter.output
         for message in scatter.whole:
@@ -221,17 +224,17 @@ class GradientScatter:
             output[layout.flags_offset : layout.flags_offset + layout.num_flags].copy_(self._flags_in(message))
 
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
-        """Writes packed gradients and flags into ``rows``, one for each rank."""
+        """Copy packed gradients and flags into ``rows``, one per rank."""
         layout = self.plan.reduce
         packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
         dtype = packed[0].dtype if packed else rows.dtype
-        # The one operation for all of them casts on the way on accelerators; on the host it needs memory for it.
+        # The fused operation casts while it copies on accelerators; on CPU the cast needs a temporary.
         casts_well = dtype == rows.dtype or not self._on_host or rows.nbytes <= SMALL_BYTES
         if layout.in_chunks and present is self._everyone and casts_well and _are_alike(packed):
             pieces = self._with_gaps(packed, len(rows))
             if layout.flags_width:
                 pieces.append(torch.ones(len(rows) * layout.flags_width, dtype=dtype, device=self.device))
-            if self._on_host and dtype != rows.dtype:  # one cast of all costs a fifth of one for each
+            if self._on_host and dtype != rows.dtype:  # one cast of all takes a fifth of the time of one for each
                 rows.copy_(torch._chunk_cat(pieces, 0, len(rows)))
             else:
                 torch._chunk_cat(pieces, 0, len(rows), out=rows)
@@ -242,7 +245,7 @@ class GradientScatter:
         self._flag(rows[:, layout.gradient_numel :], present)
 
     def _with_gaps(self, packed: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
-        """What ``torch._chunk_cat`` lays out in ``num_rows`` rows as the layout says: it knows no empty tensors."""
+        """Return ``packed`` without empty tensors, which ``torch._chunk_cat`` rejects, and with zeros for the gaps."""
         layout = self.plan.reduce
         if not (layout.has_padding or self._has_empty):
             return packed
@@ -254,10 +257,10 @@ class GradientScatter:
         return pieces
 
     def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]) -> Parcel:
-        """What is added up where it arrives."""
+        """Return the message that is summed after it is received."""
         layout = self.plan.reduce
         flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        # What fills their width up too: an all-reduce over the replicate axis reads it.
+        # Fill the alignment gap too: an all-reduce over the replicate axis reads it.
         self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
         if not self.plan.gradient_extended:
             take = partial(self._message, gradients)
@@ -267,9 +270,9 @@ class GradientScatter:
         return HookedParcel([self._extensions[i] for i in layout.indices], rows, places, flags)
 
     def _message(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
-        """``(num_shards, gradient_numel)``, each rank's part of ``gradients``, which are let go.
+        """Return ``(num_shards, gradient_numel)``, each rank's shards of ``gradients``, and release these.
 
-        So not for a lane, which might still read when the stream of backward writes to their memory again.
+        Not to be called on a communication stream, which might still read when backward's stream reuses their memory.
         """
         layout = self.plan.reduce
         make = torch.zeros if layout.has_padding else torch.empty
@@ -279,7 +282,7 @@ class GradientScatter:
         return message
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], message: torch.Tensor) -> None:
-        """Copies packed gradients into their columns of ``message``, one row per rank, casting on the way."""
+        """Copy packed gradients into their columns of ``message``, one row per rank, and cast them."""
         layout = self.plan.reduce
         columns, sources = [], []
         blocks = message[:, : layout.gradient_numel].split(layout.packed_widths[: len(layout.packed)], dim=1)
@@ -296,8 +299,9 @@ class GradientScatter:
             torch._foreach_copy_(columns, sources)
 
     def _flag(self, flags: torch.Tensor, present: frozenset[int]) -> None:
-        """Fills ``(any, num_flags or more)`` with ones, and zeros for the parameters without gradient, if there are
-        flags in this message.
+        """Fill ``(any, num_flags or more)`` with ones, and with zeros for parameters without a gradient.
+
+        Does nothing if this message has no flags.
         """
         if flags.size(1):
             flags.fill_(1)
@@ -305,7 +309,7 @@ class GradientScatter:
                 flags[:, k].zero_()
 
     def encode_all_reduce(self, scatter: Scatter) -> EncodedAllReduce | None:
-        """The reduction over the replicate axis, where that is encoded."""
+        """Return the all-reduce over the replicate axis if that is encoded, else ``None``."""
         if self.plan.gradient_codecs.replicate is None:
             return None
         layout = self.plan.reduce
@@ -315,14 +319,14 @@ class GradientScatter:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes for each rank where gradients are exchanged; what hooks send is known once they were called."""
+        """The bytes sent to each rank of an encoded reduce-scatter. Those of hooks are known after the first call."""
         layout = self.plan.reduce
         if not self.plan.gradient_extended:
             return self.encoders["shard"].row_bytes + layout.num_flags
         return sum(self._extensions[i].row_bytes for i in layout.indices) + layout.num_flags
 
     def add_partial(self, scatter: Scatter) -> None:
-        """Adds what earlier reductions left unfinished to one that has come over the shard axis."""
+        """Add the result of earlier partial reductions to one that is reduced over the shard axis."""
         partial, self._partial = self._partial, None
         if partial is not None:
             scatter.output.add_(partial.output)
@@ -330,29 +334,29 @@ class GradientScatter:
             scatter.added = partial
 
     def keep_partial(self, scatter: Scatter) -> None:
-        """Keeps what came over the shard axis for a later reduction, as its sum so far."""
+        """Keep the sum over the shard axis for a later reduction."""
         self.add_partial(scatter)
         self._partial = Scatter([], scatter.output, scatter.present)
 
     def commit(self) -> None:
-        """The step has ended: what codecs remember of it is final."""
+        """Keep the residuals of the codecs: the step has succeeded."""
         for encoder in self.encoders.values():
             encoder.commit()
 
     def roll_back(self) -> None:
-        """The step has failed: codecs remember what they did before it."""
+        """Restore the residuals of the codecs from before the step: it has failed."""
         for encoder in self.encoders.values():
             encoder.roll_back()
 
     def drop_partial(self) -> None:
-        """Forgets what :meth:`keep_partial` kept."""
+        """Drop the sum of :meth:`keep_partial`."""
         self._partial = None
 
     def call_hook(self, scatter: Scatter, hook: Callable[[torch.Tensor], None]) -> None:
-        """Calls ``hook`` with this rank's shards of the reduced gradients, flat and without what lies between them.
+        """Call ``hook`` with this rank's shards of the reduced gradients, in one flat tensor without gaps.
 
-        Gradients that no rank here has are zeros. What the hook makes of them counts as a gradient unless it is zero:
-        the hook may add those of ranks outside of the mesh.
+        Gradients that no rank of the mesh has are zeros. If the hook makes them nonzero they count as gradients: it may
+        add those of ranks outside of the mesh.
         """
         pieces = [scatter.output[offset : offset + prod(shape)] for shape, _, offset in self._reduced_views]
         begin, end = self._gradient_span
@@ -367,21 +371,22 @@ class GradientScatter:
         scatter.present |= {k for k in absent if bool(pieces[k].any())}
 
     def finish(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
-        """Scales what arrived, casts it to the dtype of the gradients and brings it to where the shards rest."""
+        """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards."""
         present = self._present_anywhere(scatter)
         divide(scatter.output, reduction.post_divide)
         flat = scatter.output.to(self.plan.gradient_dtype)
         if flat.device != self._rest:
             host = torch.empty_like(flat, device=self._rest, pin_memory=self._pin_memory)
             flat = host.copy_(flat, non_blocking=True)
-        members, begin = self._members, flat.storage_offset()  # an allocator may give a part of a storage
+        members, begin = self._members, flat.storage_offset()  # nonzero if allocated from a larger storage
         views = [self._reduced_views[k] for k in present]
         shards = [flat.as_strided(shape, strides, begin + offset) for shape, strides, offset in views]
         return ReducedBucket([members[k] for k in present], shards)
 
     def _present_anywhere(self, scatter: Scatter) -> Sequence[int]:
-        """Parameters that get a gradient: those that have one on any rank, or all where ranks may skip modules. Reads
-        the flags, which the host must wait for, only if some have none here.
+        """Return the parameters that get a gradient: those with one on any rank, or all if ranks may skip modules.
+
+        Reads the flags, which blocks the host, only if some parameters have no gradient on this rank.
         """
         layout = self.plan.reduce
         if self.pgs.unequal_use or len(scatter.present) == len(self._everyone):
@@ -401,10 +406,10 @@ class GradientScatter:
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one ``torch._chunk_cat`` takes them all."""
+    """Return True if one ``torch._chunk_cat`` takes all ``tensors``."""
     return len(set(map(_dtype_of, tensors))) < 2 and all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _contiguous_view(shape: tuple[int, ...], offset: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Arguments of ``as_strided`` for a tensor of ``shape`` that begins ``offset`` elements into another one."""
+    """Return the ``as_strided`` arguments of a contiguous tensor of ``shape`` at ``offset`` elements."""
     return shape, contiguous_strides(shape), offset

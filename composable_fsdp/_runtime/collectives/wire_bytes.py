@@ -1,4 +1,4 @@
-"""How many bytes a group's collectives move, with codecs and hooks and as it would be without."""
+"""Bytes that a group's collectives move, with its codecs and hooks and without them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = [
 
 
 class WireBytes(NamedTuple):
-    """Bytes of the messages of one collective on one rank: what an all-gather puts out, what goes into a reduction.
+    """The bytes of one collective's messages on one rank: outputs of an all-gather, inputs of a reduction.
 
-    What a tensor takes that is reduced in place counts twice, since it travels twice: so of each of these a rank sends,
-    and receives, ``(size - 1) / size``. ``plain_bytes`` is the same without codecs and hooks.
+    An all-reduced tensor counts twice. A rank sends, and receives, ``(size - 1) / size`` of these bytes.
+    ``plain_bytes`` is the same without codecs and hooks.
     """
 
     bytes: int
@@ -32,7 +32,7 @@ class WireBytes(NamedTuple):
 
 
 def gather_traffic(buckets: Sequence[AnyBucket]) -> WireBytes:
-    """Of the all-gather over the whole shard axis."""
+    """Return the bytes of the all-gather over the full shard axis."""
     total = 0
     for pgs, members in by_process_groups(buckets):
         payloads = [nbytes for bucket in members for nbytes in bucket.payload_bytes]
@@ -42,7 +42,7 @@ def gather_traffic(buckets: Sequence[AnyBucket]) -> WireBytes:
 
 
 def smaller_gather_traffic(buckets: Sequence[AnyBucket], size: int) -> WireBytes:
-    """Of the all-gather over ``size`` neighbouring ranks, from slices in which nothing is encoded."""
+    """Return the bytes of the all-gather over ``size`` neighbouring ranks, where nothing is encoded."""
     total = plain = 0
     for pgs, members in by_process_groups(buckets):
         num_shards, direct_from = min(size, pgs.axes.shard.size), pgs.axes.shard.direct_bytes
@@ -57,12 +57,17 @@ def smaller_gather_traffic(buckets: Sequence[AnyBucket], size: int) -> WireBytes
 
 
 def _packed(payloads: Sequence[int]) -> int:
-    """Bytes of the message that holds them: a single one is sent from where it lies."""
+    """Return the bytes of the message of all ``payloads``. A single one is sent without alignment."""
     return sum(payloads) if len(payloads) == 1 else sum(map(aligned_bytes, payloads))
 
 
 def reduce_traffic(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -> WireBytes:
-    """Of the reduction over the shard axis; of gradients that ``were_summed`` before they travel, if so."""
+    """Return the bytes of the reduction over the shard axis.
+
+    Args:
+        buckets: the buckets to reduce.
+        were_summed: the gradients were accumulated before, in the dtype of the sum.
+    """
     total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
         plan = bucket.plan
@@ -76,7 +81,7 @@ def reduce_traffic(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -
 
 
 def all_reduce_traffic(buckets: Sequence[AnyBucket]) -> WireBytes:
-    """Of the reduction over the replicate axis."""
+    """Return the bytes of the reduction over the replicate axis."""
     total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
         num_replicas, numel = bucket.pgs.replicate.size, bucket.plan.reduce.output.numel
@@ -91,7 +96,7 @@ def all_reduce_traffic(buckets: Sequence[AnyBucket]) -> WireBytes:
 
 
 def by_process_groups(buckets: Iterable[AnyBucket]) -> list[tuple[ProcessGroups, list[AnyBucket]]]:
-    """The buckets over each channel."""
+    """Return the buckets of each set of process groups."""
     together: dict[ProcessGroups, list[AnyBucket]] = {}
     for bucket in buckets:
         together.setdefault(bucket.pgs, []).append(bucket)
