@@ -23,7 +23,7 @@ __all__ = [
     "aligned_bytes",
     "plan_gather",
     "plan_reduce",
-    "worth_whole",
+    "worth_all_reducing",
 ]
 
 NEVER_DIRECT = 1 << 62
@@ -57,14 +57,14 @@ class GatherLayout:
     shards: tuple[TensorShards, ...]
     store: FlatLayout
     places: FlatLayout
-    direct: tuple[int, ...]
+    zero_copy: tuple[int, ...]
     packed: tuple[int, ...]
     packed_widths: tuple[int, ...]
     """Elements of each packed parameter in each rank's row of the message, alignment included."""
     packed_numel: int
     in_chunks: bool
     """True if every packed parameter is the concatenation of its rows, and the message has no gaps."""
-    whole: tuple[int, ...] = ()
+    all_reduced: tuple[int, ...] = ()
     spans: tuple[range, ...] = ()
     """Ranges of the unsharded buffer with aligned bounds."""
 
@@ -75,11 +75,11 @@ class GatherLayout:
     @property
     def wire_numel(self) -> int:
         """The number of elements that one all-gather moves, over all ranks. All-reduced elements count twice."""
-        shares = self.packed_numel + sum(self.shards[i].padded_numel for i in self.direct)
-        return self.num_shards * shares + 2 * self.whole_numel
+        shares = self.packed_numel + sum(self.shards[i].padded_numel for i in self.zero_copy)
+        return self.num_shards * shares + 2 * self.all_reduced_numel
 
     @property
-    def whole_numel(self) -> int:
+    def all_reduced_numel(self) -> int:
         """The number of elements that are all-reduced."""
         return sum(map(len, self.spans))
 
@@ -99,7 +99,7 @@ class ReduceLayout:
     indices: tuple[int, ...]
     shards: tuple[TensorShards, ...]
     output: FlatLayout
-    direct: tuple[int, ...]
+    zero_copy: tuple[int, ...]
     packed: tuple[int, ...]
     packed_widths: tuple[int, ...]
     """Elements of each packed gradient, and last of the flags, in each rank's row of the message, alignment included.
@@ -114,7 +114,7 @@ class ReduceLayout:
     flags_offset: int
     flags_width: int
     """Elements of the flags in each rank's row of the packed message, alignment included."""
-    whole: tuple[int, ...] = ()
+    all_reduced: tuple[int, ...] = ()
     message: FlatLayout = FlatLayout((), 0)
     """Offsets of the all-reduced gradients in their message, and last of the flags."""
 
@@ -128,7 +128,7 @@ class ReduceLayout:
         """The number of elements that one reduction moves, over all ranks. All-reduced elements count twice."""
         if not self.shards:
             return 0
-        shares = self.packed_numel + sum(self.shards[k].padded_numel for k in self.direct)
+        shares = self.packed_numel + sum(self.shards[k].padded_numel for k in self.zero_copy)
         return self.shards[0].num_shards * shares + 2 * self.message.numel
 
 
@@ -137,7 +137,7 @@ def aligned_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def worth_whole(shards: Sequence[TensorShards], *, itemsize: int, whole_bytes: int) -> tuple[int, ...]:
+def worth_all_reducing(shards: Sequence[TensorShards], *, itemsize: int, whole_bytes: int) -> tuple[int, ...]:
     """Return the parameters that are cheaper to all-reduce than to all-gather or reduce-scatter.
 
     These are padded to at least twice their size, and together have enough padding to pay for a launch. An all-reduce
@@ -160,7 +160,7 @@ def plan_gather(
     itemsize: int,
     direct_bytes: int,
     places: FlatLayout | None = None,
-    whole: Sequence[int] = (),
+    all_reduced: Sequence[int] = (),
 ) -> GatherLayout:
     """Lay out the all-gather of one bucket.
 
@@ -169,22 +169,22 @@ def plan_gather(
         itemsize: bytes per element on the wire.
         direct_bytes: full size in bytes from which a parameter is zero-copy.
         places: the layout of an unsharded buffer that exists already, made for a multiple of this number of shards.
-        whole: indices of the all-reduced parameters.
+        all_reduced: indices of the all-reduced parameters.
     """
-    direct = tuple(
+    zero_copy = tuple(
         i
         for i, s in enumerate(shards)
-        if i not in whole and s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
+        if i not in all_reduced and s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
     )
-    store, packed, widths = _packed_first([s.padded_numel for s in shards], (*direct, *whole), itemsize)
+    store, packed, widths = _packed_first([s.padded_numel for s in shards], (*zero_copy, *all_reduced), itemsize)
     if places is None:  # all-reduced parameters next to each other, so that they are one message
         places, *_ = _packed_first(
-            [s.numel if i in whole else s.full_numel for i, s in enumerate(shards)], whole, itemsize
+            [s.numel if i in all_reduced else s.full_numel for i, s in enumerate(shards)], all_reduced, itemsize
         )
     in_chunks = all(shards[i].concatenates and shards[i].padded_numel == w for i, w in zip(packed, widths, strict=True))
-    spans = _spans([(places.offsets[i], shards[i].numel) for i in whole], itemsize)
+    spans = _spans([(places.offsets[i], shards[i].numel) for i in all_reduced], itemsize)
     return GatherLayout(
-        tuple(shards), store, places, direct, packed, widths, sum(widths), in_chunks, tuple(whole), spans
+        tuple(shards), store, places, zero_copy, packed, widths, sum(widths), in_chunks, tuple(all_reduced), spans
     )
 
 
@@ -202,22 +202,26 @@ def plan_reduce(
     A gradient has no padded tail, so only even shards can be zero-copy.
     """
     chosen = tuple(shards[i] for i in indices)
-    whole = worth_whole(chosen, itemsize=itemsize, whole_bytes=whole_bytes)
-    direct = tuple(
+    all_reduced = worth_all_reducing(chosen, itemsize=itemsize, whole_bytes=whole_bytes)
+    zero_copy = tuple(
         k
         for k, s in enumerate(chosen)
-        if k not in whole and s.concatenates and s.layout.is_even and s.numel > 0 and s.numel * itemsize >= direct_bytes
+        if k not in all_reduced
+        and s.concatenates
+        and s.layout.is_even
+        and s.numel > 0
+        and s.numel * itemsize >= direct_bytes
     )
     num_flags = len(chosen) if flags else 0
-    lengths, unpacked = [s.padded_numel for s in chosen], (*direct, *whole)
-    full_lengths = [chosen[k].numel for k in whole]
+    lengths, unpacked = [s.padded_numel for s in chosen], (*zero_copy, *all_reduced)
+    full_lengths = [chosen[k].numel for k in all_reduced]
     if num_flags:  # the flags are the last packed segment, or the last all-reduced one
         lengths.append(num_flags)
-        if whole:
+        if all_reduced:
             unpacked = (*unpacked, len(chosen))
             full_lengths.append(num_flags)
     output, packed, widths = _packed_first(lengths, unpacked, itemsize)
-    is_flagged = num_flags > 0 and not whole
+    is_flagged = num_flags > 0 and not all_reduced
     gradients = packed[:-1] if is_flagged else packed
     num_shards = chosen[0].num_shards if chosen else 1
     flags_width = widths[-1] if is_flagged else 0  # all of it is written, so it does not count as padding
@@ -230,7 +234,7 @@ def plan_reduce(
         tuple(indices),
         chosen,
         FlatLayout(offsets, output.numel),
-        direct,
+        zero_copy,
         gradients,
         widths,
         sum(widths),
@@ -240,7 +244,7 @@ def plan_reduce(
         num_flags,
         flags_offset,
         flags_width,
-        whole,
+        all_reduced,
         FlatLayout(*_aligned(full_lengths, itemsize)),
     )
 

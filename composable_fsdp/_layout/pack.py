@@ -44,11 +44,11 @@ def unpack_parameter(shards: TensorShards, rows: Tensor, place: Tensor) -> None:
         rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message.
         place: 1-d and contiguous, at least ``shards.full_numel`` elements; elements after those are not written.
     """
-    cut = _cut(shards)
-    if cut.concatenates:
-        place[: cut.full_numel].view(rows.shape).copy_(rows)
+    views = _views_of(shards)
+    if views.concatenates:
+        place[: views.full_numel].view(rows.shape).copy_(rows)
         return
-    full = place[: cut.full_numel].view(shards.shape)
+    full = place[: views.full_numel].view(shards.shape)
     for part, piece in _same_elements(shards, full, rows):
         part.copy_(piece)
 
@@ -83,18 +83,18 @@ def put_shard(shards: TensorShards, shard: Tensor, rank: int, full: Tensor) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _ShardViews:
     """The view shapes that match a full tensor's memory with the ranks' rows.
 
-    The first ``whole`` ranks own full shards. Their rows, viewed as ``block`` and permuted to ``order``, are the first
-    ``whole_length`` indices of the sharded dim, viewed as ``split``. The next rank owns ``short_shape``, which may be
+    The first ``num_full`` ranks own full shards. Their rows, viewed as ``block`` and permuted to ``order``, are the
+    first ``full_length`` indices of the sharded dim, viewed as ``split``. The next rank owns ``short_shape``, maybe
     empty.
     """
 
     concatenates: bool
     full_numel: int
-    whole: int
-    whole_length: int
+    num_full: int
+    full_length: int
     block: tuple[int, ...]
     order: tuple[int, ...]
     split: tuple[int, ...]
@@ -103,20 +103,20 @@ class _Cut:
 
 
 @lru_cache(maxsize=8192)
-def _cut(shards: TensorShards) -> _Cut:
+def _views_of(shards: TensorShards) -> _ShardViews:
     """Return the view shapes of ``shards``, cached: computing them costs as much as the copy of a small tensor."""
     dim, length, piece = shards.dim, shards.layout.length, shards.layout.padded_shard
-    whole = length // max(1, piece)
+    num_full = length // max(1, piece)
     before, after = shards.shape[:dim], shards.shape[dim + 1 :]
-    short_shape = (*before, length - whole * piece, *after)
-    return _Cut(
+    short_shape = (*before, length - num_full * piece, *after)
+    return _ShardViews(
         concatenates=shards.concatenates,
         full_numel=shards.full_numel,
-        whole=whole,
-        whole_length=whole * piece,
-        block=(whole, *shards.padded_shape),
+        num_full=num_full,
+        full_length=num_full * piece,
+        block=(num_full, *shards.padded_shape),
         order=(*range(1, dim + 1), 0, *range(dim + 1, len(shards.shape) + 1)),
-        split=(*before, whole, piece, *after),
+        split=(*before, num_full, piece, *after),
         short_shape=short_shape,
         short_numel=prod(short_shape),
     )
@@ -124,12 +124,12 @@ def _cut(shards: TensorShards) -> _Cut:
 
 def _same_elements(shards: TensorShards, full: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of views of ``full`` and ``rows`` with the same elements at equal indices. They cover ``full``."""
-    cut = _cut(shards)
-    if cut.whole == shards.num_shards:
-        yield full.view(cut.split), rows.view(cut.block).permute(cut.order)
+    views = _views_of(shards)
+    if views.num_full == shards.num_shards:
+        yield full.view(views.split), rows.view(views.block).permute(views.order)
         return
-    whole = full.narrow(shards.dim, 0, cut.whole_length)
-    yield whole.view(cut.split), rows[: cut.whole].view(cut.block).permute(cut.order)
-    if cut.short_numel:
-        short = full.narrow(shards.dim, cut.whole_length, cut.short_shape[shards.dim])
-        yield short, rows[cut.whole, : cut.short_numel].view(cut.short_shape)
+    block = full.narrow(shards.dim, 0, views.full_length)
+    yield block.view(views.split), rows[: views.num_full].view(views.block).permute(views.order)
+    if views.short_numel:
+        short = full.narrow(shards.dim, views.full_length, views.short_shape[shards.dim])
+        yield short, rows[views.num_full, : views.short_numel].view(views.short_shape)

@@ -19,7 +19,7 @@ from composable_fsdp._layout.bucket_layout import (
     ReduceLayout,
     plan_gather,
     plan_reduce,
-    worth_whole,
+    worth_all_reducing,
 )
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp.codecs.communication_policy import PLAIN, GradientCodecs
@@ -31,33 +31,33 @@ __all__ = [
     "GroupPlan",
     "ParameterSpec",
     "PlanOptions",
-    "Residence",
+    "UnshardedStorage",
     "plan_group",
-    "plan_smaller",
+    "plan_smaller_mesh",
 ]
 
 
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 """Pairs of the dtype of computed gradients and the dtype of their sum."""
 
-_MOST_BATCHES = 4
+_MAX_BATCHES = 4
 """Maximum number of batches of a group. More cost more time than the memory they save is worth."""
 
-_SMALL_PART = 64
+_SMALL_FRACTION = 64
 """The smallest parameters that together have less than this fraction (1/64) of a group's bytes delay no batch."""
 
 SMALL_BYTES = 1 << 19
 """Size of a group's full parameters up to which latency, not bandwidth, dominates its collectives."""
 
 
-class Residence(Enum):
+class UnshardedStorage(Enum):
     """The memory of a bucket's full parameters while modules compute with them."""
 
-    BUFFER = "buffer"
+    OWNED = "owned"
     """Memory of this rank alone, into which all shards are gathered."""
-    SHARDS = "shards"
+    ALIASED = "aliased"
     """The memory of the shards: one rank holds all, or the shards of all ranks are contiguous in shared memory."""
-    COMMON = "common"
+    SHARED = "shared"
     """Memory shared by ranks, into which each rank casts its own shards."""
 
 
@@ -148,7 +148,7 @@ class PlanOptions:
 class BucketPlan:
     """The layouts, dtypes and codecs of one bucket: the parameters ``indices`` of the group.
 
-    Invariant: ``residence`` is ``BUFFER`` unless the concatenation of all ranks' shards is the full parameter.
+    Invariant: ``unsharded_storage`` is ``OWNED`` unless the concatenation of all ranks' shards is the full parameter.
     """
 
     indices: tuple[int, ...]
@@ -166,19 +166,19 @@ class BucketPlan:
     reduce: ReduceLayout
     wire_dtype: torch.dtype
     """dtype of gradients on the wire, unless they are encoded or were accumulated in ``sum_dtype`` before."""
-    residence: Residence
+    unsharded_storage: UnshardedStorage
 
     @property
     def aliased(self) -> bool:
         """True if full parameters are views of the shards."""
-        return self.residence is Residence.SHARDS
+        return self.unsharded_storage is UnshardedStorage.ALIASED
 
     @property
-    def travels(self) -> bool:
+    def is_gathered(self) -> bool:
         """True if an all-gather moves data, and full parameters take memory while they are unsharded."""
-        return self.residence is Residence.BUFFER
+        return self.unsharded_storage is UnshardedStorage.OWNED
 
-    def own_places(self, rank: int) -> tuple[int, ...]:
+    def shard_offsets(self, rank: int) -> tuple[int, ...]:
         """Return the offsets, in elements, of the shards of ``rank`` among consecutive full parameters."""
         starts = zip(self.gather.places.offsets, self.gather.shards, strict=True)
         return tuple(offset + rank * shards.padded_numel for offset, shards in starts)
@@ -187,7 +187,7 @@ class BucketPlan:
         """Return the offsets of the shards of ``rank``: in a store of their own, or in the memory shared by ranks."""
         if not self.aliased:
             return self.gather.store
-        return FlatLayout(self.own_places(rank), self.gather.places.numel)
+        return FlatLayout(self.shard_offsets(rank), self.gather.places.numel)
 
     @property
     def full_bytes(self) -> int:
@@ -197,24 +197,24 @@ class BucketPlan:
     @property
     def unsharded_bytes(self) -> int:
         """The memory in bytes that the parameters take while unsharded, beside the shards."""
-        return self.full_bytes if self.travels else 0
+        return self.full_bytes if self.is_gathered else 0
 
     @property
     def wire_bytes(self) -> int:
         """The bytes of one all-gather over all ranks, without codecs and hooks."""
-        return self.gather.wire_numel * self.compute_dtype.itemsize if self.travels else 0
+        return self.gather.wire_numel * self.compute_dtype.itemsize if self.is_gathered else 0
 
     @property
-    def whole_bytes(self) -> int:
+    def all_reduced_bytes(self) -> int:
         """The bytes of all-reduced parameters."""
-        return self.gather.whole_numel * self.compute_dtype.itemsize
+        return self.gather.all_reduced_numel * self.compute_dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
         return self.gather.store.numel * self.dtype.itemsize
 
     @property
-    def exchanges(self) -> bool:
+    def encodes_reduce_scatter(self) -> bool:
         """True if gradients are sent over the shard axis in an all-to-all and summed by the receiver."""
         return self.gradient_codecs.shard is not None or self.gradient_extended
 
@@ -312,7 +312,7 @@ def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> 
     small_bytes = _small_bytes(sizes)
     is_small = [size <= small_bytes for size in sizes]
     batch, filled, left = 0, 0, sum(size for size in sizes if size > small_bytes)
-    share = max(least, left // _MOST_BATCHES)
+    share = max(least, left // _MAX_BATCHES)
     for index in reversed(range(len(specs))):
         if is_small[index]:
             continue
@@ -334,7 +334,7 @@ def _small_bytes(sizes: Sequence[int]) -> int:
     small = filled = 0
     for size, same in groupby(sorted(sizes)):
         filled += sum(same)
-        if filled * _SMALL_PART > sum(sizes):
+        if filled * _SMALL_FRACTION > sum(sizes):
             break
         small = size
     return small
@@ -365,7 +365,7 @@ def _plan_bucket(
         shards,
         itemsize=itemsize,
         direct_bytes=axes.direct_bytes if first.codec is None else NEVER_DIRECT,
-        whole=worth_whole(shards, itemsize=itemsize, whole_bytes=whole_bytes),
+        all_reduced=worth_all_reducing(shards, itemsize=itemsize, whole_bytes=whole_bytes),
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
@@ -396,36 +396,36 @@ def _plan_bucket(
         gather,
         reduce,
         wire_dtype,
-        _residence(first, axes, shards),
+        _unsharded_storage(first, axes, shards),
     )
 
 
-def _residence(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[TensorShards]) -> Residence:
+def _unsharded_storage(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[TensorShards]) -> UnshardedStorage:
     """Return the memory in which parameters like ``spec`` are unsharded.
 
     Parameters that a single rank casts are freed between uses, as gathered ones are.
     """
     if not axes.alias or spec.extended or spec.codec is not None:
-        return Residence.BUFFER
+        return UnshardedStorage.OWNED
     if axes.num_shards > 1 and not all(s.concatenates for s in shards):
-        return Residence.BUFFER
+        return UnshardedStorage.OWNED
     if spec.dtype == spec.compute_dtype:
-        return Residence.SHARDS
-    return Residence.COMMON if axes.num_shards > 1 else Residence.BUFFER
+        return UnshardedStorage.ALIASED
+    return UnshardedStorage.SHARED if axes.num_shards > 1 else UnshardedStorage.OWNED
 
 
-def plan_smaller(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:
+def plan_smaller_mesh(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:
     """Return the layout of an all-gather of the same bucket from a smaller mesh, into the existing unsharded buffer.
 
     A multiple of the larger number of shards is also a multiple of the smaller, so the padded places always fit. Places
     without padding fit if the smaller number divides the rows. Other all-reduced parameters stay all-reduced.
     """
     shards = [TensorShards(s.shape, s.dim, num_shards) for s in bucket.gather.shards]
-    whole = [i for i in bucket.gather.whole if shards[i].full_numel > shards[i].numel]
+    all_reduced = [i for i in bucket.gather.all_reduced if shards[i].full_numel > shards[i].numel]
     return plan_gather(
         shards,
         itemsize=bucket.compute_dtype.itemsize,
         direct_bytes=direct_bytes,
         places=bucket.gather.places,
-        whole=whole,
+        all_reduced=all_reduced,
     )

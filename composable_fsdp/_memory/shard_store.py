@@ -18,10 +18,10 @@ from composable_fsdp._layout.bucket_layout import FlatLayout
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.unsharded_buffer import contiguous_strides, view_at
 
-__all__ = ["ShardStore", "carry"]
+__all__ = ["ShardStore", "cast_and_move"]
 
 
-def carry(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def cast_and_move(shard: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return ``shard`` as ``dtype`` on ``device``, or ``shard`` itself if nothing changes. One kernel per bucket.
 
     A copy from page-locked host memory does not block the host.
@@ -39,23 +39,23 @@ class ShardStore:
         layout: offsets of the shards in ``flat``.
         rank: the rank that owns the shards.
         flat: 1-d memory, zeros. In shared memory, the rest of it belongs to other ranks.
-        in_common: True if ``flat`` is shared by ranks. Each shard then is a torch storage of its own: saving a tensor
+        is_shared: True if ``flat`` is shared by ranks. Each shard then is a torch storage of its own: saving a tensor
             saves its storage, and this rank must save its own shards only.
 
     Attributes:
         locals: each parameter's shard, contiguous, shaped, without padding.
-        counted: tensors whose version counters together count the in-place changes of all shards that torch sees.
+        versioned: tensors whose version counters together count the in-place changes of all shards that torch sees.
     """
 
     def __init__(
-        self, shards: Sequence[TensorShards], layout: FlatLayout, rank: int, flat: torch.Tensor, *, in_common: bool
+        self, shards: Sequence[TensorShards], layout: FlatLayout, rank: int, flat: torch.Tensor, *, is_shared: bool
     ) -> None:
         self.flat = flat
-        self.in_common = in_common
+        self.is_shared = is_shared
         shapes = [s.shard_shape(rank) for s in shards]
-        place = _part_of_storage if in_common else view_at
+        place = _part_of_storage if is_shared else view_at
         self.locals = [place(flat, offset, shape) for offset, shape in zip(layout.offsets, shapes, strict=True)]
-        self.counted = self.locals if in_common else [flat]
+        self.versioned = self.locals if is_shared else [flat]
 
 
 def _part_of_storage(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:

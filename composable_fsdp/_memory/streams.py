@@ -76,7 +76,7 @@ class InFlight(Generic[T]):
             self._event.synchronize()
         return result
 
-    def put_on(self, stream: Any, current_stream: Callable[[], Any]) -> None:
+    def enqueue(self, stream: Any, current_stream: Callable[[], Any]) -> None:
         """Enqueue all of the work on ``stream``, which is the current one, without blocking the host."""
         if self._after is not None:
             stream.wait_event(self._after._event)
@@ -130,7 +130,7 @@ class CommStream:
         if not self._is_null:
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
-                pending.put_on(self._stream, self._module.current_stream)
+                pending.enqueue(self._stream, self._module.current_stream)
         elif after is None:
             pending.start()
         return pending

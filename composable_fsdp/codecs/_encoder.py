@@ -78,7 +78,7 @@ class Encoder:
         ``values`` is overwritten; ``out`` may be strided along dim 0.
         """
         feedback = self._feedback
-        old, new = self._begin_round(values.device) if feedback is not None else (values, values)
+        old, new = self._begin_reduction(values.device) if feedback is not None else (values, values)
         for rows in row_runs(self.num_rows, self.numel):
             run = values[rows]
             if feedback is not None:
@@ -88,7 +88,7 @@ class Encoder:
             if feedback is not None:
                 lost = run.sub_(self._codec.decode(payload, self.numel)).nan_to_num_(0.0, 0.0, 0.0)
                 new[rows] = feedback.keep.encode(lost)
-        self._count_round()
+        self._count_reduction()
 
     def decode(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the ``(any, numel)`` fp32 values of encoded rows."""
@@ -140,7 +140,7 @@ class Encoder:
         if self._before_step is not None:
             self._residual, self._before_step = self._before_step, None
 
-    def _begin_round(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _begin_reduction(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows with the old residual and the rows for the new one.
 
         They are the same from the second reduction of a step on.
@@ -153,18 +153,18 @@ class Encoder:
     def _residual_on(self, device: torch.device) -> _Residual:
         assert self._feedback is not None, "asked only where the encoder remembers"
         if self._residual is None:
-            self._residual = _Residual(self._nothing(self._feedback, device).repeat(self.num_rows, 1))
+            self._residual = _Residual(self._zero_row(self._feedback, device).repeat(self.num_rows, 1))
         return self._residual
 
-    def _nothing(self, feedback: ErrorFeedback, device: torch.device) -> torch.Tensor:
+    def _zero_row(self, feedback: ErrorFeedback, device: torch.device) -> torch.Tensor:
         """Return an encoded row of zeros."""
         return feedback.keep.encode(torch.zeros(1, self.numel, dtype=torch.float32, device=device))
 
-    def _count_round(self) -> None:
+    def _count_reduction(self) -> None:
         if self._feedback is None or self._residual is None:
             return
         self._residual.rounds += 1
         if self._residual.rounds == self._feedback.reset_every:
             # In place: a restored residual was allocated on another stream, which could reuse it while this one reads.
-            self._residual.rows.copy_(self._nothing(self._feedback, self._residual.rows.device))
+            self._residual.rows.copy_(self._zero_row(self._feedback, self._residual.rows.device))
             self._residual.rounds = 0

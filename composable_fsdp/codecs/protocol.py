@@ -43,7 +43,7 @@ class Codec(Protocol):
 
 @runtime_checkable
 class CodecPerParameter(Protocol):
-    """A codec that depends on a parameter's shape, which one message with the shards of many does not show."""
+    """A codec that depends on a parameter's shape, which ``encode`` does not see in a message of many shards."""
 
     def for_parameter(self, shape: Sequence[int]) -> Codec:
         """Return the codec for a parameter of this shape."""

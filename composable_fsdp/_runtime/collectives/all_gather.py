@@ -11,15 +11,15 @@ from composable_fsdp._comm.c10d import Together
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
-from composable_fsdp._runtime.collectives.bucket import AnyBucket, Gather
-from composable_fsdp._runtime.collectives.cached_gather import RepeatedGather, Repetition, repeated_gather
+from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket
+from composable_fsdp._runtime.collectives.cached_gather import RepeatedGather, RepeatedLaunch, repeated_gather
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import pack_messages, together
+from composable_fsdp._runtime.collectives.packing import group_by_key, pack_messages
 
-__all__ = ["LastGather", "launch_gather"]
+__all__ = ["GatherCache", "launch_gather"]
 
 
-class LastGather:
+class GatherCache:
     """The most recent all-gather, launched again by the next step if that gathers the same buckets. Final.
 
     Keeps its buckets alive until then, even one that its group has replaced.
@@ -39,12 +39,12 @@ class LastGather:
         if buckets != self._buckets or communicators != self._communicators:
             self._gather = None
             self._buckets, self._communicators = buckets, communicators
-            self._gather = repeated_gather([bucket.as_it_lies for bucket in buckets], communicators)
+            self._gather = repeated_gather([bucket.cached_part for bucket in buckets], communicators)
         return self._gather
 
 
 def launch_gather(
-    streams: CommStreams, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: LastGather
+    streams: CommStreams, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: GatherCache
 ) -> InFlight[None]:
     """Launch the all-gather of ``buckets``, one collective per communicator.
 
@@ -58,7 +58,7 @@ def launch_gather(
         last: the cached all-gather of the same buckets, if any.
     """
     repeated = last.of(buckets)
-    gathering = _Gathering(buckets, device, label) if repeated is None else Repetition(repeated, label)
+    gathering = _AllGather(buckets, device, label) if repeated is None else RepeatedLaunch(repeated, label)
     try:
         return streams.gather.run(gathering.launch, gathering.finish)
     except BaseException:
@@ -68,14 +68,14 @@ def launch_gather(
         raise
 
 
-class _Gathering:
+class _AllGather:
     """One all-gather in flight. Owns the messages until they are no longer read."""
 
     def __init__(self, buckets: Sequence[AnyBucket], device: torch.device, label: str) -> None:
         self._buckets = buckets
         self._label = label
         self._device = device
-        self._gathers: list[Gather] = []
+        self._gathers: list[AllGatherBuffers] = []
         self.writes_to_places = False
         """True while collectives in flight write directly into the unsharded memory."""
 
@@ -84,17 +84,19 @@ class _Gathering:
         self._await_readers()
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
         works: list[Work] = []
-        for communicator, gathers in together([b.pgs.gathers_over for b in self._buckets], self._gathers):
-            transfers = [transfer for gather in gathers for transfer in gather.direct]
+        for communicator, gathers in group_by_key([b.pgs.gathers_over for b in self._buckets], self._gathers):
+            transfers = [transfer for gather in gathers for transfer in gather.zero_copy]
             transfers += pack_messages(gathers, communicator, self._device)
-            whole = [bits for gather in gathers for bits in gather.whole]
-            if whole:
-                works.append(communicator.all_reduce(whole, ReduceOp.SUM, self._label))
+            all_reduced = [bits for gather in gathers for bits in gather.all_reduced]
+            if all_reduced:
+                works.append(communicator.all_reduce(all_reduced, ReduceOp.SUM, self._label))
             if communicator.aliases and not transfers:  # all shards are in place once every rank reaches the barrier
                 works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
-            elif transfers or not whole:
+            elif transfers or not all_reduced:
                 works.append(communicator.all_gather(transfers, self._label))
-            self.writes_to_places = self.writes_to_places or any(gather.direct or gather.whole for gather in gathers)
+            self.writes_to_places = self.writes_to_places or any(
+                gather.zero_copy or gather.all_reduced for gather in gathers
+            )
         return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _await_readers(self) -> None:

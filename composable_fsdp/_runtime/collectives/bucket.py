@@ -1,7 +1,7 @@
 """The tensors of one bucket: sharded parameters, unsharded parameters, and the messages between them.
 
 A bucket is a :class:`Bucket`, with its shards in one flat store, or an ``ExtendedBucket``, whose tensors have
-all-gather hooks. Both own a :class:`~composable_fsdp._runtime.collectives.reduce_scatter.GradientScatter`.
+all-gather hooks. Both own a :class:`~composable_fsdp._runtime.collectives.reduce_scatter.BucketReduceScatter`.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import torch
 from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._layout.bucket_layout import GatherLayout
 from composable_fsdp._layout.pack import put_shard, take_shard, unpack_parameter
-from composable_fsdp._layout.plan import BucketPlan, plan_smaller
+from composable_fsdp._layout.plan import BucketPlan, plan_smaller_mesh
 from composable_fsdp._layout.strided_runs import PackedRun, find_runs
-from composable_fsdp._memory.shard_store import ShardStore, carry
+from composable_fsdp._memory.shard_store import ShardStore, cast_and_move
 from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._memory.unsharded_buffer import AliasedBuffer, OwnedBuffer, UnshardedBuffer, view_at
-from composable_fsdp._runtime.collectives.cached_gather import AsItLies
-from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
+from composable_fsdp._runtime.collectives.cached_gather import CachedPart
+from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.collectives.shared_unsharded import SharedUnshardedBuffer
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs._encoder import encode_rows, row_runs
 from composable_fsdp.errors import ParameterError
 
-__all__ = ["AnyBucket", "Bucket", "Gather"]
+__all__ = ["AllGatherBuffers", "AnyBucket", "Bucket"]
 
 
 @dataclass(slots=True)
-class Gather:
+class AllGatherBuffers:
     """The buffers of one bucket in an all-gather.
 
-    ``direct`` are zero-copy transfers. ``whole`` are all-reduced in place as integers: at most one rank has nonzero
-    bits for an element, so the sum is exact for any dtype. ``payloads``, 1-d and contiguous, of any dtypes, are packed
-    into one message of the group. Its received rows are in ``rows``: per payload ``(num_shards, numel)``, contiguous
-    along the last dim only. ``messages`` keeps the memory of these views alive.
+    ``zero_copy`` are transfers into the unsharded buffer. ``all_reduced`` are all-reduced in place as integers: at most
+    one rank has nonzero bits for an element, so the sum is exact for any dtype. ``payloads``, 1-d and contiguous, of
+    any dtypes, are packed into one message of the group. Its received rows are in ``rows``: per payload ``(num_shards,
+    numel)``, contiguous along the last dim only. ``messages`` keeps the memory of these views alive.
     """
 
-    direct: list[Transfer]
+    zero_copy: list[Transfer]
     payloads: list[torch.Tensor]
     rows: list[torch.Tensor] = field(default_factory=list)
     messages: list[torch.Tensor] = field(default_factory=list)
-    whole: list[torch.Tensor] = field(default_factory=list)
+    all_reduced: list[torch.Tensor] = field(default_factory=list)
 
 
 class AnyBucket(Protocol):
@@ -54,10 +54,10 @@ class AnyBucket(Protocol):
     plan: BucketPlan
     parameters: list[ShardedParameter]
     pgs: ProcessGroups
-    scatter: GradientScatter
+    scatter: BucketReduceScatter
 
     @property
-    def counted(self) -> Sequence[torch.Tensor]:
+    def versioned(self) -> Sequence[torch.Tensor]:
         """The tensors whose version counters together count the in-place changes of the shards that torch sees."""
         ...
 
@@ -74,11 +74,11 @@ class AnyBucket(Protocol):
         ...
 
     @property
-    def direct_bytes(self) -> int:
+    def zero_copy_bytes(self) -> int:
         """The zero-copy bytes that this rank sends besides."""
         ...
 
-    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
         """Return the payload and zero-copy bytes of an all-gather from a smaller mesh, where nothing is encoded."""
         ...
 
@@ -88,17 +88,17 @@ class AnyBucket(Protocol):
         ...
 
     @property
-    def as_it_lies(self) -> AsItLies | None:
+    def cached_part(self) -> CachedPart | None:
         """The inputs and outputs of an all-gather that never changes, or ``None`` if it takes other work."""
         ...
 
-    def follow(self, plan: BucketPlan) -> None: ...
+    def update_plan(self, plan: BucketPlan) -> None: ...
 
-    def prepare_gather(self) -> Gather:
+    def prepare_gather(self) -> AllGatherBuffers:
         """Return the inputs of the all-gather, and allocate the memory that it writes to directly."""
         ...
 
-    def finish_gather(self, gather: Gather) -> None:
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Allocate the rest of the unsharded memory and copy the received rows into it."""
         ...
 
@@ -106,7 +106,7 @@ class AnyBucket(Protocol):
         """Free the unsharded parameters. Does nothing if they are free."""
         ...
 
-    def copy_out_of_common(self) -> None:
+    def copy_out_shared(self) -> None:
         """Copy full parameters out of shared memory, into memory of this rank that lasts until they are freed."""
         ...
 
@@ -141,19 +141,19 @@ class Bucket:
         self.pgs = pgs
         self._shard = pgs.axes.shard
         self._device = device
-        self._common = (
+        self._shared_buffer = (
             None if common is None else SharedUnshardedBuffer(plan, self.parameters, store, self._shard.rank, common)
         )
-        """Set if the plan's residence is ``COMMON``."""
-        self._is_in_common = store.in_common or common is not None
+        """Set if ``plan.unsharded_storage`` is ``SHARED``."""
+        self._is_shared = store.is_shared or common is not None
         """True if ranks share the memory of the full parameters."""
         self.buffer: UnshardedBuffer = (
             OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
-            if plan.travels
+            if plan.is_gathered
             else AliasedBuffer(store.flat if common is None else common)
         )
-        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if plan.travels else []
-        self._runs = self._runs_worth_while(plan.gather) if plan.travels else ()
+        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if plan.is_gathered else []
+        self._runs = self._runs_worth_while(plan.gather) if plan.is_gathered else ()
         self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
         """Versions of full parameters in shared memory, recorded after the first all-gather."""
@@ -166,11 +166,11 @@ class Bucket:
         """True if the received rows must be decoded."""
         self.plan = plan
         rest, pinned = store.flat.device, store.flat.is_pinned()
-        self.scatter = GradientScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
+        self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
 
     @property
-    def counted(self) -> Sequence[torch.Tensor]:
-        return self.store.counted
+    def versioned(self) -> Sequence[torch.Tensor]:
+        return self.store.versioned
 
     @property
     def unsharded_bytes(self) -> int:
@@ -180,48 +180,52 @@ class Bucket:
     @property
     def payload_bytes(self) -> list[int]:
         layout, codec = self.plan.gather, self.plan.codec
-        if not self.plan.travels or not layout.packed_numel:
+        if not self.plan.is_gathered or not layout.packed_numel:
             return []
         return [layout.packed_numel * self._itemsize if codec is None else codec.payload_bytes(layout.packed_numel)]
 
     @property
-    def direct_bytes(self) -> int:
+    def zero_copy_bytes(self) -> int:
         layout = self.plan.gather
-        return sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize if self.plan.travels else 0
+        return (
+            sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize
+            if self.plan.is_gathered
+            else 0
+        )
 
     @property
     def awaits_readers(self) -> bool:
-        return self._common is not None and not self._common.is_kept and self.pgs.others_may_read
+        return self._shared_buffer is not None and not self._shared_buffer.is_kept and self.pgs.others_may_read
 
     @property
-    def as_it_lies(self) -> AsItLies | None:
+    def cached_part(self) -> CachedPart | None:
         plan, layout, flat = self.plan, self.plan.gather, self.store.flat
-        alone = layout.packed_numel and not layout.direct and not layout.whole
-        if not (plan.travels and alone and plan.codec is None and flat.device == self._device):
+        alone = layout.packed_numel and not layout.zero_copy and not layout.all_reduced
+        if not (plan.is_gathered and alone and plan.codec is None and flat.device == self._device):
             return None
         packed, dtype = flat[: layout.packed_numel], plan.compute_dtype
         if self._runs:
-            return AsItLies(packed, dtype, self.buffer, self._run_places, runs=self._runs)
+            return CachedPart(packed, dtype, self.buffer, self._run_places, runs=self._runs)
         if not layout.in_chunks:
             return None
-        return AsItLies(packed, dtype, self.buffer, self._row_places, layout.packed_widths)
+        return CachedPart(packed, dtype, self.buffer, self._row_places, layout.packed_widths)
 
-    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
         """Return the payload bytes and zero-copy bytes of an all-gather from a smaller mesh."""
-        if not self.plan.travels:
+        if not self.plan.is_gathered:
             return [], 0
-        layout = plan_smaller(self.plan, num_shards, direct_bytes)
-        direct = sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
-        return [layout.packed_numel * self._itemsize] if layout.packed_numel else [], direct
+        layout = plan_smaller_mesh(self.plan, num_shards, direct_bytes)
+        zero_copy = sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize
+        return [layout.packed_numel * self._itemsize] if layout.packed_numel else [], zero_copy
 
     @property
     def _itemsize(self) -> int:
         return self.plan.compute_dtype.itemsize
 
-    def follow(self, plan: BucketPlan) -> None:
+    def update_plan(self, plan: BucketPlan) -> None:
         """Adopt a plan that differs only in which parameters are trainable."""
         self.plan = plan
-        self.scatter.follow(plan)
+        self.scatter.update_plan(plan)
 
     def free(self) -> None:
         """Free the unsharded parameters. Does nothing if they are free.
@@ -235,10 +239,10 @@ class Bucket:
             for k, parameter in enumerate(self.parameters):
                 parameter.show(self.parameter_data(k))
             self._versions = [parameter.full._version for parameter in self.parameters]  # writes changed the copy only
-        elif self._is_in_common:
+        elif self._is_shared:
             self._check_unwritten()
 
-    def copy_out_of_common(self) -> None:
+    def copy_out_shared(self) -> None:
         """Copy full parameters out of shared memory, into memory of this rank that lasts until they are freed.
 
         Needed for parameters that stay unsharded when other ranks may already write to the shared memory.
@@ -246,7 +250,7 @@ class Bucket:
         Raises:
             ParameterError: full parameters in memory shared by ranks were changed.
         """
-        if not self._is_in_common or self._own_copy is not None:
+        if not self._is_shared or self._own_copy is not None:
             return
         self._check_unwritten()
         with torch.inference_mode(False), torch.no_grad():
@@ -275,27 +279,27 @@ class Bucket:
 
     # -- shards to full parameters
 
-    def prepare_gather(self) -> Gather:
+    def prepare_gather(self) -> AllGatherBuffers:
         """Return the inputs of the all-gather: the shards, encoded if there is a codec, or a smaller mesh's slice."""
-        if self._common is not None:
-            self._common.fill()
-        if not self.plan.travels:
-            return Gather([], [])
+        if self._shared_buffer is not None:
+            self._shared_buffer.fill()
+        if not self.plan.is_gathered:
+            return AllGatherBuffers([], [])
         self._decodes = self._slice is None and self.plan.codec is not None
         if self._slice is not None:
             wire, self._layout = self._slice
         else:
-            wire = carry(self.store.flat, self.plan.compute_dtype, self._device)
+            wire = cast_and_move(self.store.flat, self.plan.compute_dtype, self._device)
             self._layout = self.plan.gather
-        layout, gather = self._layout, Gather([], [])
-        if layout.direct or layout.whole:
+        layout, gather = self._layout, AllGatherBuffers([], [])
+        if layout.zero_copy or layout.all_reduced:
             self.buffer.allocate()
-        for i in layout.direct:
+        for i in layout.zero_copy:
             length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
             place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
-            gather.direct.append(Transfer(place, wire[offset : offset + length]))
-        if layout.whole:
-            gather.whole = self._fill_spans(layout, wire)
+            gather.zero_copy.append(Transfer(place, wire[offset : offset + length]))
+        if layout.all_reduced:
+            gather.all_reduced = self._fill_spans(layout, wire)
         if layout.packed_numel:
             packed = wire[: layout.packed_numel]
             codec = self.plan.codec if self._decodes else None
@@ -307,14 +311,14 @@ class Bucket:
         rank = self.pgs.gathers_over.rank
         spans = [self.buffer.region(span.start, len(span)) for span in layout.spans]
         torch._foreach_zero_(spans)
-        for i in layout.whole:
+        for i in layout.all_reduced:
             shards, start = layout.shards[i], layout.store.offsets[i]
             if shards.layout.owned_by(rank):
                 full = self.buffer.region(layout.places.offsets[i], shards.numel).view(shards.shape)
                 put_shard(shards, wire[start : start + shards.padded_numel], rank, full)
         return [span.view(torch.int32) for span in spans]
 
-    def finish_gather(self, gather: Gather) -> None:
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Decode the received rows and copy packed parameters to their places, whose memory is allocated only now."""
         if not gather.payloads:
             return
@@ -335,14 +339,14 @@ class Bucket:
     def _unpack(self, received: torch.Tensor, ranks: slice) -> None:
         """Copy the rows received from ``ranks`` to their places."""
         layout = self._layout
-        whole = layout.num_shards == self._shard.size
+        is_full_mesh = layout.num_shards == self._shard.size
         rows = received.split(layout.packed_widths, dim=1)
         places, sources = [], []
         for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
             shards = layout.shards[i]
             source = row if row.size(1) == shards.padded_numel else row[:, : shards.padded_numel]
             if shards.concatenates:
-                place = self._row_places[position] if whole else self._row_place(layout, i)
+                place = self._row_places[position] if is_full_mesh else self._row_place(layout, i)
                 places.append(place if source.size(0) == layout.num_shards else place[ranks])
                 sources.append(source)
             else:
@@ -380,11 +384,11 @@ class Bucket:
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
         """Keep the slice of ``rank`` on a smaller mesh of ``num_shards``, the input of the all-gather in backward."""
-        if self._common is not None:
-            self._common.is_kept = True
-        if not self.plan.travels:
+        if self._shared_buffer is not None:
+            self._shared_buffer.is_kept = True
+        if not self.plan.is_gathered:
             return
-        layout = plan_smaller(self.plan, num_shards, direct_bytes)
+        layout = plan_smaller_mesh(self.plan, num_shards, direct_bytes)
         kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
         for shards, start, parameter in zip(layout.shards, layout.store.offsets, self.parameters, strict=True):
             take_shard(shards, parameter.full, rank, kept[start : start + shards.padded_numel])
@@ -393,5 +397,5 @@ class Bucket:
     def drop_slice(self) -> None:
         """Release the slice of :meth:`keep_slice`."""
         self._slice = None
-        if self._common is not None:
-            self._common.is_kept = False
+        if self._shared_buffer is not None:
+            self._shared_buffer.is_kept = False

@@ -19,11 +19,11 @@ from composable_fsdp._memory.streams import Work
 from composable_fsdp._memory.unsharded_buffer import UnshardedBuffer
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
 
-__all__ = ["AsItLies", "RepeatedGather", "Repetition", "repeated_gather"]
+__all__ = ["CachedPart", "RepeatedGather", "RepeatedLaunch", "repeated_gather"]
 
 
 @dataclass(frozen=True, slots=True)
-class AsItLies:
+class CachedPart:
     """One bucket of a cached all-gather: ``packed``, 1-d, is cast to ``dtype`` and gathered, one row per rank.
 
     Rows are split into ``widths`` and copied to ``places``, each ``(num_shards, width)``; or they are copied by
@@ -38,7 +38,7 @@ class AsItLies:
     runs: Sequence[PackedRun] = ()
 
 
-def repeated_gather(parts: Sequence[AsItLies | None], communicators: Sequence[Communicator]) -> RepeatedGather | None:
+def repeated_gather(parts: Sequence[CachedPart | None], communicators: Sequence[Communicator]) -> RepeatedGather | None:
     """Return the all-gather of all ``parts`` in one message, or ``None`` if they cannot share one.
 
     Args:
@@ -59,7 +59,7 @@ def repeated_gather(parts: Sequence[AsItLies | None], communicators: Sequence[Co
 class RepeatedGather:
     """An all-gather of ``parts`` over ``communicator`` that can be launched any number of times. Final."""
 
-    def __init__(self, parts: Sequence[AsItLies], communicator: Communicator) -> None:
+    def __init__(self, parts: Sequence[CachedPart], communicator: Communicator) -> None:
         self._communicator = communicator
         self._packed = [part.packed for part in parts]
         self._numel = sum(packed.numel() for packed in self._packed)
@@ -103,7 +103,7 @@ class RepeatedGather:
             torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
 
 
-class Repetition:
+class RepeatedLaunch:
     """One launch of ``gather``. Owns the messages until they are no longer read."""
 
     writes_to_places = False

@@ -16,10 +16,10 @@ from composable_fsdp._comm.communicator import Communicator, Transfer, Work
 from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES, aligned_bytes
 from composable_fsdp.codecs._encoder import Encoder
 
-__all__ = ["EncodedAllReduce", "EncodedParcel", "Exchange", "Parcel", "aligned_piece"]
+__all__ = ["CodecMessage", "EncodedAllReduce", "EncodedMessage", "EncodedReduceScatter", "aligned_piece"]
 
 
-class Parcel(Protocol):
+class EncodedMessage(Protocol):
     """The encoded message of one bucket."""
 
     @property
@@ -36,25 +36,25 @@ class Parcel(Protocol):
         ...
 
 
-class Exchange:
+class EncodedReduceScatter:
     """A reduce-scatter of encoded messages, encoded on construction: call :meth:`launch`, wait, call :meth:`finish`.
 
     It keeps the sent message alive, whose memory may come from another stream.
     """
 
-    def __init__(self, parcels: Sequence[Parcel], communicator: Communicator, device: torch.device) -> None:
-        self._parcels = parcels
+    def __init__(self, messages: Sequence[EncodedMessage], communicator: Communicator, device: torch.device) -> None:
+        self._messages = messages
         self._communicator = communicator
         self._columns: list[slice] = []
         end = 0
-        for parcel in parcels:
-            self._columns.append(slice(end, end + parcel.row_bytes))
-            end += aligned_bytes(parcel.row_bytes)
+        for message in messages:
+            self._columns.append(slice(end, end + message.row_bytes))
+            end += aligned_bytes(message.row_bytes)
         self._shape = (communicator.size, end)
         self._sent = communicator.allocate(communicator.size * end, torch.uint8, device)
         self._received: torch.Tensor | None = None
-        for parcel, columns in zip(parcels, self._columns, strict=True):
-            parcel.write(self._sent.view(self._shape)[:, columns])
+        for message, columns in zip(messages, self._columns, strict=True):
+            message.write(self._sent.view(self._shape)[:, columns])
 
     def launch(self, label: str) -> Work:
         """Launch the all-to-all."""
@@ -65,12 +65,12 @@ class Exchange:
         """Decode and sum the received messages."""
         received, self._received = self._received, None
         assert received is not None
-        for parcel, columns in zip(self._parcels, self._columns, strict=True):
-            parcel.read(received.view(self._shape)[:, columns])
+        for message, columns in zip(self._messages, self._columns, strict=True):
+            message.read(received.view(self._shape)[:, columns])
 
 
 @dataclass
-class EncodedParcel:
+class CodecMessage:
     """A message of encoded values and plain flags.
 
     Args:
@@ -110,7 +110,7 @@ class EncodedAllReduce:
         pieces: encodes one chunk per rank.
         sums: encodes the sum of one chunk.
         values: ``(numel,)`` fp32; holds the result after :meth:`finish`.
-        flags: as for :class:`EncodedParcel`.
+        flags: as for :class:`CodecMessage`.
     """
 
     def __init__(self, pieces: Encoder, sums: Encoder, values: torch.Tensor, flags: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ class EncodedAllReduce:
         self._shape = (pieces.num_rows, pieces.numel)
         self._total = values.new_empty(pieces.numel)
         self._received: torch.Tensor | None = None
-        self.parcel = EncodedParcel(pieces, self._pieces, self._total, flags)
+        self.message = CodecMessage(pieces, self._pieces, self._total, flags)
 
     def _pieces(self) -> torch.Tensor:
         num_rows, numel = self._shape

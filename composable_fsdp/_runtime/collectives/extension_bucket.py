@@ -16,10 +16,10 @@ import torch
 from composable_fsdp._comm.c10d import gather_objects
 from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.unsharded_buffer import allocate_storage
-from composable_fsdp._runtime.collectives.bucket import Gather
+from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
 from composable_fsdp._runtime.collectives.extension import GatherExtension, Payload, refill_checked
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
-from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
+from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ParameterError
@@ -72,12 +72,12 @@ class ExtendedBucket:
         self._on_gradient = on_gradient
         self._gathered = [_Gathered(extension) for extension in extensions]
         rest = self.parameters[0].local.device
-        self.scatter = GradientScatter(
+        self.scatter = BucketReduceScatter(
             plan, self.parameters, pgs, device, rest, pin_memory=False, extensions=gradient_extensions
         )
 
     @property
-    def counted(self) -> list[torch.Tensor]:
+    def versioned(self) -> list[torch.Tensor]:
         return [parameter.local for parameter in self.parameters]
 
     @property
@@ -94,22 +94,22 @@ class ExtendedBucket:
         ]
 
     @property
-    def direct_bytes(self) -> int:
+    def zero_copy_bytes(self) -> int:
         return 0
 
     @property
-    def as_it_lies(self) -> None:
+    def cached_part(self) -> None:
         return None
 
-    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
         """Return the bytes of each input, known after the first all-gather, and no zero-copy bytes."""
         outputs = [output for gathered in self._gathered for output in gathered.outputs]
         return [-(-output.numel() // num_shards) * output.itemsize for output in outputs], 0
 
-    def follow(self, plan: BucketPlan) -> None:
+    def update_plan(self, plan: BucketPlan) -> None:
         """Adopt a plan that differs only in which parameters are trainable."""
         self.plan = plan
-        self.scatter.follow(plan)
+        self.scatter.update_plan(plan)
 
     def free(self) -> None:
         """Free the unsharded parameters. Does nothing if they are free."""
@@ -117,12 +117,12 @@ class ExtendedBucket:
             for tensor, _ in gathered.storages:
                 tensor.untyped_storage().resize_(0)
 
-    def copy_out_of_common(self) -> None:
+    def copy_out_shared(self) -> None:
         """Do nothing: the outputs of hooks are never in shared memory."""
 
     # -- shards to full parameters
 
-    def prepare_gather(self) -> Gather:
+    def prepare_gather(self) -> AllGatherBuffers:
         """Return the inputs of the all-gather: the results of the first hooks, or the slices of a smaller mesh."""
         payloads = [self._payload(gathered) for gathered in self._gathered]
         if any(not gathered.specs for gathered in self._gathered):
@@ -137,7 +137,7 @@ class ExtendedBucket:
                     max(prod(specs[j][0]) for specs in gathered.specs) if gathered.kept is None else tensor.numel()
                 )
                 sent.append(_padded(tensor.detach().view(-1).to(self._device), largest))
-        return Gather([], sent)
+        return AllGatherBuffers([], sent)
 
     def _payload(self, gathered: _Gathered) -> Payload:
         if gathered.kept is not None:
@@ -168,7 +168,7 @@ class ExtendedBucket:
                 "at its first gather: shapes and dtypes must not change."
             )
 
-    def finish_gather(self, gather: Gather) -> None:
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
         """Concatenate the ranks' inputs and call the second hooks."""
         rows = iter(gather.rows)
         with torch.inference_mode(False), torch.no_grad():
@@ -205,7 +205,7 @@ class ExtendedBucket:
 
     def _collect(self, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
         """Concatenate each input of all ranks on dim 0, without the padding that made them equally long."""
-        whole = gathered.kept is None
+        is_full_mesh = gathered.kept is None
         for j, row in enumerate(rows):
             shapes = [specs[j][0] for specs in gathered.specs]
             length = sum(shape[0] if shape else 1 for shape in shapes)
@@ -213,7 +213,7 @@ class ExtendedBucket:
                 gathered.outputs.append(torch.empty((length, *shapes[0][1:]), dtype=row.dtype, device=self._device))
             output = gathered.outputs[j].view(-1)
             numels = [prod(shape) for shape in shapes]
-            if not whole:
+            if not is_full_mesh:
                 output.copy_(row.reshape(-1)[: output.numel()])
             elif len(set(numels)) == 1:
                 output.view(row.shape).copy_(row)

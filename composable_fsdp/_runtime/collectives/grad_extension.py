@@ -24,7 +24,7 @@ from composable_fsdp._runtime.params.tensor_subclass import GRADIENT_HOOKS
 from composable_fsdp.errors import ExtensionError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy
 
-__all__ = ["GradientExtension", "HookedParcel", "check_hooks", "find_gradient_extension"]
+__all__ = ["ExtensionMessage", "GradientExtension", "check_hooks", "find_gradient_extension"]
 
 _FORMS = "fsdp_pre_reduce_scatter(self, mesh, pieces) or fsdp_pre_reduce_scatter(self, mesh, pieces, module, mp_policy)"
 
@@ -113,7 +113,7 @@ class Spec(NamedTuple):
     row_bytes: int
 
 
-class HookedParcel:
+class ExtensionMessage:
     """The message that the hooks of one bucket's parameters make.
 
     Args:

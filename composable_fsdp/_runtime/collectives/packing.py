@@ -9,15 +9,17 @@ import torch
 
 from composable_fsdp._comm.communicator import Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
-from composable_fsdp._runtime.collectives.bucket import Gather
+from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
 
-__all__ = ["all_of", "pack_messages", "together"]
+__all__ = ["describe_groups", "group_by_key", "pack_messages"]
 
 Key = TypeVar("Key")
 Member = TypeVar("Member")
 
 
-def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device: torch.device) -> list[Transfer]:
+def pack_messages(
+    gathers: Sequence[AllGatherBuffers], communicator: Communicator, device: torch.device
+) -> list[Transfer]:
     """Pack all payloads into one message and return its transfer. Sets the ``rows`` of each gather.
 
     A single payload is sent without a copy. Several are copied into one message, each aligned: a copy of packed
@@ -72,12 +74,12 @@ def _as_bytes(
     return sent, rows, places
 
 
-def all_of(names: Sequence[str]) -> str:
+def describe_groups(names: Sequence[str]) -> str:
     """Return the name in errors of several groups that share a collective."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} groups)"
 
 
-def together(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
+def group_by_key(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
     """Group members with equal keys, in the order of the first of each: the same on every rank."""
     keys, members = list(keys), list(members)
     if keys and keys.count(keys[0]) == len(keys) == len(members):  # usually one communicator: skip hashing it

@@ -17,33 +17,38 @@ from composable_fsdp._layout.pack import pack_gradient, take_shard
 from composable_fsdp._layout.plan import SMALL_BYTES, BucketPlan
 from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._memory.unsharded_buffer import contiguous_strides
-from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, EncodedParcel, Parcel, aligned_piece
-from composable_fsdp._runtime.collectives.grad_extension import GradientExtension, HookedParcel
+from composable_fsdp._runtime.collectives.encoded_reduce import (
+    CodecMessage,
+    EncodedAllReduce,
+    EncodedMessage,
+    aligned_piece,
+)
+from composable_fsdp._runtime.collectives.grad_extension import ExtensionMessage, GradientExtension
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs._encoder import Encoder, GradientCodec
 
-__all__ = ["GradientScatter", "ReducedBucket", "Scatter"]
+__all__ = ["BucketReduceScatter", "ReduceScatterBuffers", "ReducedBucket"]
 
 _dtype_of = attrgetter("dtype")
 
 
 @dataclass(slots=True)
-class Scatter:
+class ReduceScatterBuffers:
     """The buffers of one bucket in a gradient reduction.
 
-    ``transfers`` are reduce-scattered. ``whole`` are messages that are all-reduced in place;
-    :meth:`GradientScatter.take_own` copies this rank's shards out of them. ``parcel`` is the encoded message, summed
-    after it is received. The sum over the shard axis ends in ``output``. ``present`` are the parameters with a gradient
-    on this rank.
+    ``transfers`` are reduce-scattered. ``all_reduced`` are messages that are all-reduced in place; this rank's shards
+    are then copied out by :meth:`BucketReduceScatter.copy_own_shards`. ``encoded`` is decoded and summed by the
+    receiver. The sum over the shard axis ends in ``output``. ``present`` are the parameters with a gradient on this
+    rank.
     """
 
     transfers: list[Transfer]
     output: torch.Tensor
     present: frozenset[int]
-    whole: list[torch.Tensor] = field(default_factory=list)
-    parcel: Parcel | None = None
-    added: Scatter | None = None
+    all_reduced: list[torch.Tensor] = field(default_factory=list)
+    encoded: EncodedMessage | None = None
+    added: ReduceScatterBuffers | None = None
     """An earlier reduction that is added to this one; kept alive as long as this is in flight."""
 
 
@@ -55,7 +60,7 @@ class ReducedBucket:
     gradients: list[torch.Tensor]
 
 
-class GradientScatter:
+class BucketReduceScatter:
     """Reduces the gradients of one bucket.
 
     Args:
@@ -87,7 +92,7 @@ class GradientScatter:
         self._rest = rest
         self._pin_memory = pin_memory
         self._extensions = extensions
-        self._partial: Scatter | None = None
+        self._partial: ReduceScatterBuffers | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
         self.encoders: dict[str, Encoder] = {}
         """Encoders by their collective: ``"shard"``, and ``"pieces"`` and ``"sums"`` of the replicate axis."""
@@ -95,7 +100,7 @@ class GradientScatter:
         self._make_encoders()
         self._make_views()
 
-    def follow(self, plan: BucketPlan) -> None:
+    def update_plan(self, plan: BucketPlan) -> None:
         """Adopt a plan that differs only in which parameters are trainable."""
         moved = plan.reduce != self.plan.reduce
         self.plan = plan
@@ -120,7 +125,7 @@ class GradientScatter:
 
     def _make_views(self) -> None:
         layout, rank = self.plan.reduce, self._shard.rank
-        self._everyone = frozenset(range(len(layout.indices)))
+        self._all_indices = frozenset(range(len(layout.indices)))
         self._members = [self.parameters[i] for i in layout.indices]
         self._has_empty = any(shards.numel == 0 for shards in layout.shards)
         self._reduced_views = [
@@ -131,7 +136,7 @@ class GradientScatter:
         self._gradient_span = (min(layout.output.offsets, default=0), max(ends, default=0))
         """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
 
-    def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> Scatter | None:
+    def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> ReduceScatterBuffers | None:
         """Take the gradients that autograd accumulated and build the messages; ``None`` if nothing is trainable.
 
         The message always holds every trainable parameter, zeros for those without a gradient, so its size is the same
@@ -147,24 +152,26 @@ class GradientScatter:
             return None
         sum_dtype = plan.sum_dtype
         gradients = [member.take_gradient(sum_dtype) for member in self._members]
-        present = self._everyone
+        present = self._all_indices
         if any(map(is_, gradients, repeat(None))):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         wire_dtype = sum_dtype if were_summed else plan.wire_dtype
-        message = None if plan.exchanges else self._packed_message(gradients, present, reduction, wire_dtype)
-        if plan.exchanges:
+        message = (
+            None if plan.encodes_reduce_scatter else self._packed_message(gradients, present, reduction, wire_dtype)
+        )
+        if plan.encodes_reduce_scatter:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
-            return Scatter([], output, present, parcel=self._parcel(gradients, output, present))
+            return ReduceScatterBuffers([], output, present, encoded=self._encoded_message(gradients, output, present))
         output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
-        scatter = Scatter([], output, present)
-        for k in layout.direct:
+        scatter = ReduceScatterBuffers([], output, present)
+        for k in layout.zero_copy:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
             full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
             scatter.transfers.append(Transfer(output[start : start + length], full))
         if message is not None:
             scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
-        if layout.whole:
-            scatter.whole.append(self._whole_message(gradients, present, reduction))
+        if layout.all_reduced:
+            scatter.all_reduced.append(self._all_reduced_message(gradients, present, reduction))
         return scatter
 
     def _packed_message(
@@ -187,14 +194,14 @@ class GradientScatter:
             gradients[k] = None
         return divide(message, reduction.pre_divide)
 
-    def _whole_message(
+    def _all_reduced_message(
         self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], reduction: Reduction
     ) -> torch.Tensor:
         """Return the message of all-reduced gradients, zeros for missing ones, and the flags."""
         layout = self.plan.reduce
         message = self.pgs.scatter.allocate(layout.message.numel, self.plan.sum_dtype, self.device).zero_()
         places, sources = [], []
-        for k, offset in zip(layout.whole, layout.message.offsets, strict=False):
+        for k, offset in zip(layout.all_reduced, layout.message.offsets, strict=False):
             gradient = gradients[k]
             if gradient is not None:
                 places.append(message[offset : offset + gradient.numel()].view(gradient.shape))
@@ -210,14 +217,14 @@ class GradientScatter:
         start = self.plan.reduce.message.offsets[-1] if num_flags else 0
         return message[start : start + num_flags]
 
-    def take_own(self, scatter: Scatter) -> None:
+    def copy_own_shards(self, scatter: ReduceScatterBuffers) -> None:
         """Copy this rank's shards of all-reduced gradients, and the flags, into the output.
 
         The message stays alive: on a stream, the copies may still run when this returns.
         """
         layout, output = self.plan.reduce, scatter.output
-        for message in scatter.whole:
-            for k, begin in zip(layout.whole, layout.message.offsets, strict=False):
+        for message in scatter.all_reduced:
+            for k, begin in zip(layout.all_reduced, layout.message.offsets, strict=False):
                 shards, start = layout.shards[k], layout.output.offsets[k]
                 full = message[begin : begin + shards.numel].view(shards.shape)
                 take_shard(shards, full, self._shard.rank, output[start : start + shards.padded_numel])
@@ -230,7 +237,7 @@ class GradientScatter:
         dtype = packed[0].dtype if packed else rows.dtype
         # The fused operation casts while it copies on accelerators; on CPU the cast needs a temporary.
         casts_well = dtype == rows.dtype or not self._on_host or rows.nbytes <= SMALL_BYTES
-        if layout.in_chunks and present is self._everyone and casts_well and _are_alike(packed):
+        if layout.in_chunks and present is self._all_indices and casts_well and _are_alike(packed):
             pieces = self._with_gaps(packed, len(rows))
             if layout.flags_width:
                 pieces.append(torch.ones(len(rows) * layout.flags_width, dtype=dtype, device=self.device))
@@ -256,7 +263,9 @@ class GradientScatter:
             pieces += [zeros[gap]] if gap else []
         return pieces
 
-    def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]) -> Parcel:
+    def _encoded_message(
+        self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]
+    ) -> EncodedMessage:
         """Return the message that is summed after it is received."""
         layout = self.plan.reduce
         flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
@@ -264,10 +273,10 @@ class GradientScatter:
         self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
         if not self.plan.gradient_extended:
             take = partial(self._message, gradients)
-            return EncodedParcel(self.encoders["shard"], take, output[: layout.gradient_numel], flags)
+            return CodecMessage(self.encoders["shard"], take, output[: layout.gradient_numel], flags)
         rows = self._message(gradients).split(layout.packed_widths[: len(layout.packed)], dim=1)
         places = output[: layout.gradient_numel].split(layout.packed_widths[: len(layout.packed)])
-        return HookedParcel([self._extensions[i] for i in layout.indices], rows, places, flags)
+        return ExtensionMessage([self._extensions[i] for i in layout.indices], rows, places, flags)
 
     def _message(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
         """Return ``(num_shards, gradient_numel)``, each rank's shards of ``gradients``, and release these.
@@ -305,10 +314,10 @@ class GradientScatter:
         """
         if flags.size(1):
             flags.fill_(1)
-            for k in self._everyone - present:
+            for k in self._all_indices - present:
                 flags[:, k].zero_()
 
-    def encode_all_reduce(self, scatter: Scatter) -> EncodedAllReduce | None:
+    def encode_all_reduce(self, scatter: ReduceScatterBuffers) -> EncodedAllReduce | None:
         """Return the all-reduce over the replicate axis if that is encoded, else ``None``."""
         if self.plan.gradient_codecs.replicate is None:
             return None
@@ -325,7 +334,7 @@ class GradientScatter:
             return self.encoders["shard"].row_bytes + layout.num_flags
         return sum(self._extensions[i].row_bytes for i in layout.indices) + layout.num_flags
 
-    def add_partial(self, scatter: Scatter) -> None:
+    def add_partial(self, scatter: ReduceScatterBuffers) -> None:
         """Add the result of earlier partial reductions to one that is reduced over the shard axis."""
         partial, self._partial = self._partial, None
         if partial is not None:
@@ -333,10 +342,10 @@ class GradientScatter:
             scatter.present |= partial.present
             scatter.added = partial
 
-    def keep_partial(self, scatter: Scatter) -> None:
+    def keep_partial(self, scatter: ReduceScatterBuffers) -> None:
         """Keep the sum over the shard axis for a later reduction."""
         self.add_partial(scatter)
-        self._partial = Scatter([], scatter.output, scatter.present)
+        self._partial = ReduceScatterBuffers([], scatter.output, scatter.present)
 
     def commit(self) -> None:
         """Keep the residuals of the codecs: the step has succeeded."""
@@ -352,7 +361,7 @@ class GradientScatter:
         """Drop the sum of :meth:`keep_partial`."""
         self._partial = None
 
-    def call_hook(self, scatter: Scatter, hook: Callable[[torch.Tensor], None]) -> None:
+    def call_hook(self, scatter: ReduceScatterBuffers, hook: Callable[[torch.Tensor], None]) -> None:
         """Call ``hook`` with this rank's shards of the reduced gradients, in one flat tensor without gaps.
 
         Gradients that no rank of the mesh has are zeros. If the hook makes them nonzero they count as gradients: it may
@@ -367,10 +376,10 @@ class GradientScatter:
             hook(flat)
             for piece, result in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
-        absent = self._everyone - scatter.present
+        absent = self._all_indices - scatter.present
         scatter.present |= {k for k in absent if bool(pieces[k].any())}
 
-    def finish(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
+    def finish(self, scatter: ReduceScatterBuffers, reduction: Reduction) -> ReducedBucket:
         """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards."""
         present = self._present_anywhere(scatter)
         divide(scatter.output, reduction.post_divide)
@@ -383,14 +392,14 @@ class GradientScatter:
         shards = [flat.as_strided(shape, strides, begin + offset) for shape, strides, offset in views]
         return ReducedBucket([members[k] for k in present], shards)
 
-    def _present_anywhere(self, scatter: Scatter) -> Sequence[int]:
+    def _present_anywhere(self, scatter: ReduceScatterBuffers) -> Sequence[int]:
         """Return the parameters that get a gradient: those with one on any rank, or all if ranks may skip modules.
 
         Reads the flags, which blocks the host, only if some parameters have no gradient on this rank.
         """
         layout = self.plan.reduce
-        if self.pgs.unequal_use or len(scatter.present) == len(self._everyone):
-            return range(len(self._everyone))
+        if self.pgs.unequal_use or len(scatter.present) == len(self._all_indices):
+            return range(len(self._all_indices))
         if not layout.num_flags:
             return sorted(scatter.present)
         flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]

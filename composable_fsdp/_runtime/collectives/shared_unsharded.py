@@ -31,7 +31,7 @@ class SharedUnshardedBuffer:
     """This rank's part of one bucket's full parameters in shared memory. Final.
 
     Args:
-        plan: a plan with ``residence`` ``COMMON``.
+        plan: a plan with ``unsharded_storage`` ``SHARED``.
         parameters: the bucket's parameters.
         store: their shards.
         rank: this rank on the shard axis.
@@ -50,7 +50,7 @@ class SharedUnshardedBuffer:
         self._parameters = parameters
         self._store = store
         self._shards = _pieces(store.flat, plan.gather.store.offsets, lengths)
-        self._places = _pieces(full.data, plan.own_places(rank), lengths)
+        self._places = _pieces(full.data, plan.shard_offsets(rank), lengths)
         self._cast_from: tuple[int, int] | None = None
         """Version counters and optimizer steps at the last cast of the shards."""
         self.is_kept = False
@@ -64,8 +64,8 @@ class SharedUnshardedBuffer:
         """
         if self.is_kept:
             return
-        counted = [*(p.sharded for p in self._parameters), *self._store.counted]
-        changes = sum(tensor._version for tensor in counted), optimizer_steps()
+        tensors = [*(p.sharded for p in self._parameters), *self._store.versioned]
+        changes = sum(tensor._version for tensor in tensors), optimizer_steps()
         if changes == self._cast_from and torch._C._current_graph_task_id() != -1:
             return
         torch._foreach_copy_(self._places, self._shards)

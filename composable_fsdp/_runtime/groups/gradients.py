@@ -16,10 +16,10 @@ from composable_fsdp import trace
 from composable_fsdp._layout.grad_scaling import Reduction, plan_reduction
 from composable_fsdp._memory.streams import CommStreams, InFlight
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import all_of
-from composable_fsdp._runtime.collectives.reduce import Job, Reducible, launch_reduction
+from composable_fsdp._runtime.collectives.packing import describe_groups
+from composable_fsdp._runtime.collectives.reduce import BucketReduction, ReducibleBucket, launch_reduction
 from composable_fsdp._runtime.collectives.reduce_scatter import ReducedBucket
-from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_traffic
+from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_scatter_wire_bytes
 from composable_fsdp._runtime.groups.fused_reduce import Joiner
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors
 from composable_fsdp._runtime.groups.profiling import labelled
@@ -218,11 +218,11 @@ class GroupGradients:
         if pending is not None:
             pending.wait()
 
-    def jobs_of(self, batches: Sequence[int]) -> list[Job]:
+    def jobs_of(self, batches: Sequence[int]) -> list[BucketReduction]:
         """What is to be reduced of ``batches``. Takes the gradients."""
         return self._jobs([bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches])
 
-    def jobs_with(self, others: Sequence[GroupGradients], joiner: Joiner) -> list[Job]:
+    def jobs_with(self, others: Sequence[GroupGradients], joiner: Joiner) -> list[BucketReduction]:
         """The same of all of this group and of ``others`` in one message; none where they cannot share one."""
         choices = self._choices
         if self._keeps_partial or self.all_reduce_hook is not None or any(o._choices != choices for o in others):
@@ -233,7 +233,7 @@ class GroupGradients:
     def _choices(self) -> tuple[object, ...]:
         return self.divide_factor, self.sum_only, self.were_summed, self._keeps_partial, self.all_reduce_hook
 
-    def _jobs(self, buckets: Sequence[Reducible]) -> list[Job]:
+    def _jobs(self, buckets: Sequence[ReducibleBucket]) -> list[BucketReduction]:
         jobs = []
         for bucket in buckets:
             reduction = self._reduction(bucket)
@@ -242,10 +242,10 @@ class GroupGradients:
             scatter = bucket.scatter.prepare(reduction, were_summed=self.were_summed)
             if scatter is not None:
                 divides_first = not self.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
-                jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook, divides_first))
+                jobs.append(BucketReduction(bucket, reduction, scatter, self.all_reduce_hook, divides_first))
         return jobs
 
-    def _reduction(self, bucket: Reducible) -> Reduction:
+    def _reduction(self, bucket: ReducibleBucket) -> Reduction:
         return plan_reduction(
             bucket.plan.sum_dtype,
             bucket.pgs.axes.num_ranks,
@@ -284,7 +284,7 @@ class GroupGradients:
     def traffic_of(self, batches: Sequence[int]) -> WireBytes:
         """What the reduction of ``batches`` moves."""
         own = [bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches]
-        return reduce_traffic(own, were_summed=self.were_summed)
+        return reduce_scatter_wire_bytes(own, were_summed=self.were_summed)
 
     @property
     def is_offloaded(self) -> bool:
@@ -349,12 +349,12 @@ class Launch:
         self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
         """The same of all batches of its groups together."""
 
-    @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self.members]))
+    @labelled("post_backward_reduce", lambda self: describe_groups([member.name for member in self.members]))
     @without_grad
     def run(self) -> PendingReduction:
         """Takes the gradients and launches. Once."""
         begin = trace.now() if trace.listeners else None
-        first, name = self.members[0], all_of([member.name for member in self.members])
+        first, name = self.members[0], describe_groups([member.name for member in self.members])
         pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
         for member, batches in self.portion:
             if trace.listeners:
@@ -364,7 +364,7 @@ class Launch:
             member.begin_reduction(pending, partial=self.partial, ends_round=self.ends_round)
         return PendingReduction(self, pending)
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self) -> list[BucketReduction]:
         first, *others = self.members
         if others and self._joiner is not None and not self.partial:
             joined = first.jobs_with(others, self._joiner)
@@ -388,7 +388,7 @@ class PendingReduction:
         """Launches a second stage that had to wait for the first."""
         self._pending.start()
 
-    @labelled("post_backward_rs_wait", lambda self: all_of([member.name for member in self.launch.members]))
+    @labelled("post_backward_rs_wait", lambda self: describe_groups([member.name for member in self.launch.members]))
     @without_grad
     def complete(self) -> None:
         """Waits, and sets the reduced gradients on the sharded parameters, or keeps them where they are partial."""

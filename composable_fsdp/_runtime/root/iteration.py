@@ -349,7 +349,7 @@ class Iteration:
                 state.group.reshard()
             else:
                 state.note_kept(self._unsharding.seen_steps)
-                state.group.copy_out_of_common()  # other ranks may step their shards while forwards here still use it
+                state.group.copy_out_shared()  # other ranks may step their shards while forwards here still use it
         # Before waiting for gradients, so as to wait only once.
         leaving = self._leave_shards("end of backward", self._sharing)
         if self.is_last_backward:
@@ -379,7 +379,7 @@ class Iteration:
         awaited = {pgs.axes.shard for pgs in process_groups if pgs.awaits_parting}
         if not self._leads_to_backward:  # what stays may be used in forwards that other ranks do not run
             for state in self.states.values():
-                state.group.copy_out_of_common()
+                state.group.copy_out_shared()
             if not self._unsharding.is_common:  # neither may they run this one
                 return
         _wait_for(self._leave_shards("end of forward", awaited))
@@ -393,7 +393,7 @@ class Iteration:
         """``state`` was gathered by hand, and stays for forwards of which other ranks may run fewer."""
         awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_parting)
         if state.group.parameter_state is ParameterState.UNSHARDED and awaited:
-            state.group.copy_out_of_common()
+            state.group.copy_out_shared()
             _wait_for([cast(AliasingCommunicator, c).barrier(f"unshard() of {state.name}") for c in awaited])
             state.group.has_parted()
 
