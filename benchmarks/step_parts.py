@@ -27,8 +27,8 @@ from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Job
 from composable_fsdp._comm.gloo.gloo_communicator import Arrival, GlooCommunicator
 from composable_fsdp._comm.shm.engine import Launched
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-from composable_fsdp._runtime.collectives.all_gather import _Gathering
-from composable_fsdp._runtime.collectives.cached_gather import Repetition
+from composable_fsdp._runtime.collectives.all_gather import _AllGather
+from composable_fsdp._runtime.collectives.cached_gather import RepeatedLaunch
 from composable_fsdp._runtime.groups.gradients import GroupGradients, Launch, PendingReduction
 from composable_fsdp._runtime.hooks import _ModuleHooks
 from composable_fsdp._runtime.root.iteration import Iteration
@@ -41,7 +41,7 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
         (Iteration, ("pre_backward", "post_backward", "end_backward")),
         (GroupGradients, ("arrive",)),
     ],
-    "gathers": [(_Gathering, ("launch", "finish")), (Repetition, ("launch", "finish"))],
+    "gathers": [(_AllGather, ("launch", "finish")), (RepeatedLaunch, ("launch", "finish"))],
     "reductions": [(Launch, ("run",)), (PendingReduction, ("complete",))],
     "communicator": [
         (SharedMemoryCommunicator, COLLECTIVES),

@@ -44,26 +44,33 @@ if TYPE_CHECKING:
         ReduceLayout,
         plan_gather,
         plan_reduce,
-        worth_whole,
+        worth_all_reducing,
     )
     from composable_fsdp._layout.grad_scaling import ReduceOp, Reduction, divide, plan_reduction
     from composable_fsdp._layout.pack import pack_gradient, put_shard, take_shard, unpack_parameter
     from composable_fsdp._layout.placement import cuts, data_parallel_placements, shard_within
-    from composable_fsdp._layout.plan import GroupPlan, ParameterSpec, PlanOptions, Residence, plan_group, plan_smaller
+    from composable_fsdp._layout.plan import (
+        GroupPlan,
+        ParameterSpec,
+        PlanOptions,
+        UnshardedStorage,
+        plan_group,
+        plan_smaller_mesh,
+    )
     from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
     from composable_fsdp._layout.strided_runs import find_runs
     from composable_fsdp._memory import unsharded_buffer
-    from composable_fsdp._memory.shard_store import carry
+    from composable_fsdp._memory.shard_store import cast_and_move
     from composable_fsdp._memory.streams import CommStream, CommStreams
     from composable_fsdp._memory.unsharded_buffer import OwnedBuffer
     from composable_fsdp._runtime import lazy_init
-    from composable_fsdp._runtime.collectives.all_gather import LastGather, launch_gather
-    from composable_fsdp._runtime.collectives.bucket import Bucket, Gather
-    from composable_fsdp._runtime.collectives.cached_gather import AsItLies, repeated_gather
+    from composable_fsdp._runtime.collectives.all_gather import GatherCache, launch_gather
+    from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket
+    from composable_fsdp._runtime.collectives.cached_gather import CachedPart, repeated_gather
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
     from composable_fsdp._runtime.collectives.grad_mode import without_grad
-    from composable_fsdp._runtime.collectives.packing import pack_messages, together
-    from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
+    from composable_fsdp._runtime.collectives.packing import group_by_key, pack_messages
+    from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
     from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
     from composable_fsdp._runtime.groups.param_group import ParameterGroup
     from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of

@@ -1,1 +1,1 @@
-"""Offsets and sizes of shards and buckets, as numbers, and the copies that follow them. Pure: no process groups."""
+"""Offsets and sizes of shards and buckets, and the copies between them. Pure: no process groups."""

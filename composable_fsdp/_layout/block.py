@@ -1,4 +1,4 @@
-"""Which elements of a whole tensor one rank holds, whatever cut it: the geometry of checkpoints."""
+"""Blocks of a full tensor that one rank holds, however it was sharded: the geometry of checkpoints."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Ranges = tuple[range, ...]
 
 
 class Cut(NamedTuple):
-    """What one mesh axis does to one dim, by the rule of ``torch.chunk``: piece ``rank`` of ``ranks`` remains.
+    """One mesh axis that shards one tensor dim by the rule of ``torch.chunk``: chunk ``rank`` of ``ranks`` remains.
 
-    With ``blocks`` above one, what is there falls into so many first, and of each of them a piece remains: DTensor's
-    strided shards.
+    With ``blocks`` above one the dim is first split into that many blocks, and each block is chunked. That is DTensor's
+    strided sharding.
     """
 
     dim: int
@@ -31,21 +31,26 @@ class Cut(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A contiguous block: ``sizes`` elements per dim, at ``offsets`` of the whole and ``local_offsets`` of the part."""
+    """A contiguous block of ``sizes`` elements per dim.
+
+    It starts at ``offsets`` in the full tensor and at ``local_offsets`` in the local shard.
+    """
 
     offsets: tuple[int, ...]
     local_offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def of_part(self, part: torch.Tensor) -> torch.Tensor:
-        """The view of this block in ``part``, what a rank holds."""
+        """Return the view of this block in ``part``, the local shard of a rank."""
         for dim, (offset, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
             part = part.narrow(dim, offset, size)
         return part
 
     def pieces(self, shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-        """The box cut into boxes of which each spans at most ``limit`` elements of the whole of ``shape``, from its
-        first to its last in memory, or is one element. In the order of memory. One box stays if it has no elements.
+        """Yield smaller boxes that tile this one, in memory order.
+
+        Each spans at most ``limit`` elements of the full tensor of ``shape``, from its first element to its last in
+        memory, or is a single element. A box without elements yields itself.
         """
         dim = next((d for d, size in enumerate(self.sizes) if size > 1), None)
         if dim is None or 0 in self.sizes:
@@ -61,8 +66,11 @@ class Box(NamedTuple):
                 yield piece
 
     def runs(self, shape: tuple[int, ...]) -> tuple[int, Iterator[int]]:
-        """How the box lies in the memory of the whole of ``shape``: runs of one length, in elements, and where each of
-        them begins, in the order of the box's own elements.
+        """Return the length of the contiguous runs of this box in a full tensor of ``shape``, and where each run
+        begins.
+
+        All runs have the same length. Lengths and offsets are in elements; the offsets are in the order of the box's
+        elements.
         """
         dim = len(shape)
         while dim > 0 and self.sizes[dim - 1] == shape[dim - 1]:
@@ -88,8 +96,8 @@ class Box(NamedTuple):
 class Extent:
     """The part of a tensor of ``shape`` that one rank holds.
 
-    Invariant: per dim, ``ranges`` are disjoint, ascending, not empty and do not touch; the part is their product, in
-    that order.
+    Invariant: in each dim the ``ranges`` are disjoint, ascending, not empty and not adjacent. The part is the product
+    of the dims' ranges, in that order.
     """
 
     shape: tuple[int, ...]
@@ -97,7 +105,7 @@ class Extent:
 
     @staticmethod
     def after(shape: tuple[int, ...], cuts: Iterable[Cut] = ()) -> Extent:
-        """What ``cuts``, in their order, leave of a tensor of ``shape``."""
+        """Return what remains of a tensor of ``shape`` after ``cuts``, applied in order."""
         ranges: list[Ranges] = [(range(length),) if length else () for length in shape]
         for cut in cuts:
             ranges[cut.dim] = _cut(ranges[cut.dim], cut)
@@ -105,22 +113,22 @@ class Extent:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
+        """The shape of the local shard."""
         return tuple(sum(map(len, ranges)) for ranges in self.ranges)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank has no element."""
+        """True if the rank holds no element."""
         return 0 in self.local_shape
 
     def boxes(self) -> Iterator[Box]:
-        """The blocks of the part. They tile it; a scalar is one block of no dims."""
+        """Yield the blocks that tile the local shard. A scalar is one block without dims."""
         for blocks in product(*map(_with_local_offsets, self.ranges)):
             offsets, local_offsets, sizes = zip(*blocks, strict=True) if blocks else ((), (), ())
             yield Box(offsets, local_offsets, sizes)
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of ``whole``, which has the whole shape. A view where the part is one block."""
+        """Return this rank's part of the full tensor ``whole``: a view if the part is one block, else a copy."""
         for dim, ranges in enumerate(self.ranges):
             pieces = [whole.narrow(dim, r.start, len(r)) for r in ranges]
             match pieces:
@@ -144,7 +152,7 @@ def _cut(ranges: Ranges, cut: Cut) -> Ranges:
 
 
 def _slice(ranges: Ranges, start: int, length: int) -> Iterator[range]:
-    """``length`` elements from the ``start``-th on, counted along ``ranges``."""
+    """Yield the ranges of ``length`` elements, counted along ``ranges`` from the ``start``-th element."""
     for each in ranges:
         inside = each[start : start + length]
         if inside:
@@ -154,7 +162,7 @@ def _slice(ranges: Ranges, start: int, length: int) -> Iterator[range]:
 
 
 def _joined(ranges: Iterable[range]) -> Iterator[range]:
-    """The same elements, where one range begins at the end of the one before as one range."""
+    """Yield ``ranges`` with adjacent ones merged."""
     last: range | None = None
     for each in ranges:
         if last is not None and last.stop == each.start:

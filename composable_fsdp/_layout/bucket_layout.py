@@ -1,10 +1,10 @@
-"""Where each tensor of a bucket lies: in the flat shard store, on the wire, in the flat unsharded buffer.
+"""Offsets of every tensor of a bucket in the flat shard store, in the messages and in the flat unsharded buffer.
 
-A bucket holds the parameters of one group that share their dtypes. Large ones travel *direct*: the all-gather of one
-lands in its place in the unsharded buffer, padded tail included. Small ones are *packed* into one transfer, since a
-launch costs more than a copy there. Those of which many ranks hold no row travel *whole*: what each rank has of them,
-zeros elsewhere, is summed up in place, so that no padding travels or takes memory. All offsets and lengths are in
-elements.
+A bucket holds parameters of one group with the same dtypes. Each parameter is communicated in one of three ways.
+*Zero-copy*, for large ones: the all-gather writes directly into the unsharded buffer, padded tail included. *Packed*,
+for small ones: they are copied into one message, which is cheaper than one more launch. *All-reduced*, for those of
+which many ranks hold no row: each rank contributes its rows and zeros elsewhere, and the sum is computed in place, so
+padding costs neither bytes on the wire nor memory. All offsets and lengths are in elements.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ __all__ = [
     "aligned_bytes",
     "plan_gather",
     "plan_reduce",
-    "worth_whole",
+    "worth_all_reducing",
 ]
 
 NEVER_DIRECT = 1 << 62
-"""More bytes than any parameter has: for what must be cast or encoded, and so cannot travel from where it lies."""
+"""A threshold in bytes that no parameter reaches: turns zero-copy off for values that must be cast or encoded first."""
 
 ALIGNMENT_BYTES = 16
-"""Every tensor starts on this boundary: vectorised and fused kernels, and NCCL, fall back to slow paths otherwise."""
+"""Alignment of every tensor. Vectorised and fused kernels, and NCCL, are slow on unaligned tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Segments of one flat buffer. Invariant: segments are disjoint, in ``offsets``' order only where said so."""
+    """Disjoint segments of one flat buffer.
+
+    Invariant: segments do not overlap. They need not be in the order of ``offsets``.
+    """
 
     offsets: tuple[int, ...]
     numel: int
@@ -43,26 +46,27 @@ class FlatLayout:
 
 @dataclass(frozen=True, slots=True)
 class GatherLayout:
-    """From shards to full parameters.
+    """Offsets for the all-gather of one bucket.
 
-    Invariants: every parameter is direct, packed or whole. The packed ones' shards are the first ``packed_numel``
-    elements of the store, so that they are one message without a copy; ``places`` fits the padded gather of every
-    parameter that is not whole. ``spans`` hold the places of the whole ones, and nothing else but gaps for alignment.
+    Invariants: every parameter is zero-copy, packed or all-reduced. The shards of packed parameters are the first
+    ``packed_numel`` elements of the store, so they form a message without a copy. ``places`` has room for the padded
+    all-gather of every parameter that is not all-reduced. ``spans`` cover the all-reduced parameters and nothing else
+    but alignment gaps.
     """
 
     shards: tuple[TensorShards, ...]
     store: FlatLayout
     places: FlatLayout
-    direct: tuple[int, ...]
+    zero_copy: tuple[int, ...]
     packed: tuple[int, ...]
     packed_widths: tuple[int, ...]
-    """Elements per packed parameter in each rank's row of the message, alignment included."""
+    """Elements of each packed parameter in each rank's row of the message, alignment included."""
     packed_numel: int
     in_chunks: bool
-    """Whether every packed parameter's rows are its memory in order, one parameter after the other without gaps."""
-    whole: tuple[int, ...] = ()
+    """True if every packed parameter is the concatenation of its rows, and the message has no gaps."""
+    all_reduced: tuple[int, ...] = ()
     spans: tuple[range, ...] = ()
-    """Of the unsharded buffer, each bounded by aligned offsets."""
+    """Ranges of the unsharded buffer with aligned bounds."""
 
     @property
     def num_shards(self) -> int:
@@ -70,77 +74,79 @@ class GatherLayout:
 
     @property
     def wire_numel(self) -> int:
-        """Elements that one gather moves in total, over all ranks' shares; twice what is summed up, which goes forth
-        and back."""
-        shares = self.packed_numel + sum(self.shards[i].padded_numel for i in self.direct)
-        return self.num_shards * shares + 2 * self.whole_numel
+        """The number of elements that one all-gather moves, over all ranks. All-reduced elements count twice."""
+        shares = self.packed_numel + sum(self.shards[i].padded_numel for i in self.zero_copy)
+        return self.num_shards * shares + 2 * self.all_reduced_numel
 
     @property
-    def whole_numel(self) -> int:
-        """Elements that are summed up."""
+    def all_reduced_numel(self) -> int:
+        """The number of elements that are all-reduced."""
         return sum(map(len, self.spans))
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceLayout:
-    """From full gradients to this rank's reduced shards.
+    """Offsets for the reduce-scatter of one bucket: from full gradients to this rank's shards.
 
-    ``output.offsets[k]`` belongs to parameter ``indices[k]``. From ``flags_offset`` of the output on lie ``num_flags``
-    elements, one for each of ``indices``, or none: not zero where a rank had a gradient for it. They travel behind the
-    whole gradients where there are any, else behind the packed ones.
-    Invariants: every gradient is direct, packed or whole. The packed gradients' shards, and the flags that travel with
-    them, are the first ``packed_numel`` elements of the output, and of each rank's row of the packed message.
+    ``output.offsets[k]`` is the offset of the gradient of parameter ``indices[k]``. At ``flags_offset`` of the output
+    are ``num_flags`` flags: one per parameter, or none at all. A flag is nonzero if any rank had a gradient for that
+    parameter. Flags are sent after the all-reduced gradients if there are any, else after the packed ones.
+
+    Invariants: every gradient is zero-copy, packed or all-reduced. The shards of packed gradients, and the flags sent
+    with them, are the first ``packed_numel`` elements of the output and of each rank's row of the packed message.
     """
 
     indices: tuple[int, ...]
     shards: tuple[TensorShards, ...]
     output: FlatLayout
-    direct: tuple[int, ...]
+    zero_copy: tuple[int, ...]
     packed: tuple[int, ...]
     packed_widths: tuple[int, ...]
-    """Elements per packed gradient in each rank's row of the message, and of the flags, alignment included."""
+    """Elements of each packed gradient, and last of the flags, in each rank's row of the message, alignment included.
+    """
     packed_numel: int
     has_padding: bool
     in_chunks: bool
-    """Whether each rank's row is what ``torch.chunk`` gives of every packed gradient on dim 0, gaps left aside."""
+    """True if each rank's row is the ``torch.chunk`` of every packed gradient on dim 0, apart from alignment gaps."""
     gaps: tuple[int, ...]
-    """Elements between each packed gradient and the next in a row, for alignment."""
+    """Alignment elements after each packed gradient in a row."""
     num_flags: int
     flags_offset: int
     flags_width: int
     """Elements of the flags in each rank's row of the packed message, alignment included."""
-    whole: tuple[int, ...] = ()
+    all_reduced: tuple[int, ...] = ()
     message: FlatLayout = FlatLayout((), 0)
-    """Where full gradients that travel whole lie in their message, and behind them the flags."""
+    """Offsets of the all-reduced gradients in their message, and last of the flags."""
 
     @property
     def gradient_numel(self) -> int:
-        """Elements of packed gradients in each rank's row, flags left out."""
+        """The number of elements of packed gradients in each rank's row, without flags."""
         return self.packed_numel - self.flags_width
 
     @property
     def wire_numel(self) -> int:
-        """As that of a gather."""
+        """The number of elements that one reduction moves, over all ranks. All-reduced elements count twice."""
         if not self.shards:
             return 0
-        shares = self.packed_numel + sum(self.shards[k].padded_numel for k in self.direct)
+        shares = self.packed_numel + sum(self.shards[k].padded_numel for k in self.zero_copy)
         return self.shards[0].num_shards * shares + 2 * self.message.numel
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """The next boundary."""
+    """Return ``nbytes`` rounded up to the next alignment boundary."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def worth_whole(shards: Sequence[TensorShards], *, itemsize: int, whole_bytes: int) -> tuple[int, ...]:
-    """Those that had better travel whole: what is padded to twice its size or more, if that is worth a launch.
+def worth_all_reducing(shards: Sequence[TensorShards], *, itemsize: int, whole_bytes: int) -> tuple[int, ...]:
+    """Return the parameters that are cheaper to all-reduce than to all-gather or reduce-scatter.
 
-    Summing up moves a tensor twice, so from there on it moves no more bytes, and takes half the memory or less.
+    These are padded to at least twice their size, and together have enough padding to pay for a launch. An all-reduce
+    moves a tensor twice, so from there on it moves no more bytes, and it takes at most half the memory.
 
     Args:
-        shards: of one bucket.
+        shards: the parameters of one bucket.
         itemsize: bytes per element on the wire.
-        whole_bytes: padding of all of them together from which one more launch is worth it.
+        whole_bytes: padding in bytes, of all of these together, from which one more launch pays off.
     """
     padded = [s.num_shards * s.padded_numel for s in shards]
     wide = tuple(i for i, s in enumerate(shards) if 0 < 2 * s.numel <= padded[i])
@@ -154,31 +160,31 @@ def plan_gather(
     itemsize: int,
     direct_bytes: int,
     places: FlatLayout | None = None,
-    whole: Sequence[int] = (),
+    all_reduced: Sequence[int] = (),
 ) -> GatherLayout:
-    """Lays out one bucket.
+    """Lay out the all-gather of one bucket.
 
     Args:
         shards: the bucket's parameters, at least one.
         itemsize: bytes per element on the wire.
-        direct_bytes: parameters whose full size reaches this travel direct.
-        places: an unsharded buffer that is there already, laid out for a multiple of this number of shards.
-        whole: which travel whole.
+        direct_bytes: full size in bytes from which a parameter is zero-copy.
+        places: the layout of an unsharded buffer that exists already, made for a multiple of this number of shards.
+        all_reduced: indices of the all-reduced parameters.
     """
-    direct = tuple(
+    zero_copy = tuple(
         i
         for i, s in enumerate(shards)
-        if i not in whole and s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
+        if i not in all_reduced and s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
     )
-    store, packed, widths = _packed_first([s.padded_numel for s in shards], (*direct, *whole), itemsize)
-    if places is None:  # those that travel whole next to each other, so that they are one message
+    store, packed, widths = _packed_first([s.padded_numel for s in shards], (*zero_copy, *all_reduced), itemsize)
+    if places is None:  # all-reduced parameters next to each other, so that they are one message
         places, *_ = _packed_first(
-            [s.numel if i in whole else s.full_numel for i, s in enumerate(shards)], whole, itemsize
+            [s.numel if i in all_reduced else s.full_numel for i, s in enumerate(shards)], all_reduced, itemsize
         )
     in_chunks = all(shards[i].concatenates and shards[i].padded_numel == w for i, w in zip(packed, widths, strict=True))
-    spans = _spans([(places.offsets[i], shards[i].numel) for i in whole], itemsize)
+    spans = _spans([(places.offsets[i], shards[i].numel) for i in all_reduced], itemsize)
     return GatherLayout(
-        tuple(shards), store, places, direct, packed, widths, sum(widths), in_chunks, tuple(whole), spans
+        tuple(shards), store, places, zero_copy, packed, widths, sum(widths), in_chunks, tuple(all_reduced), spans
     )
 
 
@@ -191,30 +197,34 @@ def plan_reduce(
     flags: bool = False,
     whole_bytes: int = NEVER_DIRECT,
 ) -> ReduceLayout:
-    """Lays out the reduction of the gradients of the parameters ``indices`` among ``shards``.
+    """Lay out the reduction of the gradients of the parameters ``indices`` among ``shards``.
 
-    A gradient has no padded tail, so only even shards can be reduced straight out of it.
+    A gradient has no padded tail, so only even shards can be zero-copy.
     """
     chosen = tuple(shards[i] for i in indices)
-    whole = worth_whole(chosen, itemsize=itemsize, whole_bytes=whole_bytes)
-    direct = tuple(
+    all_reduced = worth_all_reducing(chosen, itemsize=itemsize, whole_bytes=whole_bytes)
+    zero_copy = tuple(
         k
         for k, s in enumerate(chosen)
-        if k not in whole and s.concatenates and s.layout.is_even and s.numel > 0 and s.numel * itemsize >= direct_bytes
+        if k not in all_reduced
+        and s.concatenates
+        and s.layout.is_even
+        and s.numel > 0
+        and s.numel * itemsize >= direct_bytes
     )
     num_flags = len(chosen) if flags else 0
-    lengths, unpacked = [s.padded_numel for s in chosen], (*direct, *whole)
-    full_lengths = [chosen[k].numel for k in whole]
-    if num_flags:  # a last segment: of what is packed, and so before the direct ones, or of what is whole
+    lengths, unpacked = [s.padded_numel for s in chosen], (*zero_copy, *all_reduced)
+    full_lengths = [chosen[k].numel for k in all_reduced]
+    if num_flags:  # the flags are the last packed segment, or the last all-reduced one
         lengths.append(num_flags)
-        if whole:
+        if all_reduced:
             unpacked = (*unpacked, len(chosen))
             full_lengths.append(num_flags)
     output, packed, widths = _packed_first(lengths, unpacked, itemsize)
-    is_flagged = num_flags > 0 and not whole
+    is_flagged = num_flags > 0 and not all_reduced
     gradients = packed[:-1] if is_flagged else packed
     num_shards = chosen[0].num_shards if chosen else 1
-    flags_width = widths[-1] if is_flagged else 0  # all of it is written, so none of it counts as padding
+    flags_width = widths[-1] if is_flagged else 0  # all of it is written, so it does not count as padding
     payload = sum(chosen[k].numel for k in gradients) + num_shards * flags_width
     padded = sum(widths) * num_shards != payload
     gaps = tuple(w - chosen[k].padded_numel for k, w in zip(gradients, widths, strict=False))
@@ -224,7 +234,7 @@ def plan_reduce(
         tuple(indices),
         chosen,
         FlatLayout(offsets, output.numel),
-        direct,
+        zero_copy,
         gradients,
         widths,
         sum(widths),
@@ -234,7 +244,7 @@ def plan_reduce(
         num_flags,
         flags_offset,
         flags_width,
-        whole,
+        all_reduced,
         FlatLayout(*_aligned(full_lengths, itemsize)),
     )
 
@@ -242,7 +252,7 @@ def plan_reduce(
 def _packed_first(
     lengths: Sequence[int], others: Sequence[int], itemsize: int
 ) -> tuple[FlatLayout, tuple[int, ...], tuple[int, ...]]:
-    """Segments with the packed ones in front of ``others``; also which are packed, and their aligned lengths."""
+    """Return segments with the packed ones in front of ``others``, which are packed, and their aligned lengths."""
     packed = tuple(i for i in range(len(lengths)) if i not in others)
     order = (*packed, *others)
     starts, end = _aligned([lengths[i] for i in order], itemsize)
@@ -253,7 +263,7 @@ def _packed_first(
 
 
 def _spans(segments: Iterable[tuple[int, int]], itemsize: int) -> tuple[range, ...]:
-    """The aligned ranges that ``segments``, each an offset and a length, cover: few, where they lie side by side."""
+    """Return the aligned ranges that cover ``segments``, pairs of offset and length. Adjacent ranges are merged."""
     spans: list[range] = []
     for offset, length in sorted(segments):
         _, end = _aligned([length], itemsize)
@@ -263,7 +273,7 @@ def _spans(segments: Iterable[tuple[int, int]], itemsize: int) -> tuple[range, .
 
 
 def _aligned(lengths: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], int]:
-    """Start of each of consecutive segments, each start and the end on an aligned boundary."""
+    """Return the start of each of consecutive segments, and the end of the last, all aligned."""
     step = max(1, ALIGNMENT_BYTES // itemsize)
     starts, end = [], 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""How gradients are averaged: which operation on the wire, and what is divided before and after it."""
+"""Gradient averaging: the reduce operation, and the divisions before and after it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 __all__ = ["ReduceOp", "Reduction", "divide", "plan_reduction"]
 
 _LARGEST_EXPONENT = 100
-"""Of powers of two whose reciprocals are normal numbers in fp32, in which products of narrower floats are made too."""
+"""Largest exponent of a power of two whose reciprocal is a normal fp32 number. Narrower floats multiply in fp32 too."""
 
 
 class ReduceOp(Enum):
-    """The operation that a communicator applies while it reduces."""
+    """The operation that a communicator reduces with."""
 
     SUM = "sum"
     AVERAGE = "average"
@@ -25,7 +25,7 @@ class ReduceOp(Enum):
 class Reduction:
     """Divide by ``pre_divide``, reduce with ``op`` over every axis, divide by ``post_divide``.
 
-    Invariant: for ``ReduceOp.SUM`` the two divisors multiply to the divide factor.
+    Invariant: for ``ReduceOp.SUM`` the product of the two divisors is the divide factor.
     """
 
     op: ReduceOp
@@ -36,15 +36,15 @@ class Reduction:
 def plan_reduction(
     dtype: torch.dtype, num_ranks: int, *, averages: bool, divide_factor: float | None = None, sum_only: bool = False
 ) -> Reduction:
-    """The reduction of gradients of ``dtype`` over ``num_ranks`` data-parallel ranks.
+    """Return how to reduce gradients of ``dtype`` over ``num_ranks`` data-parallel ranks.
 
     Args:
-        dtype: dtype on the wire. A 16-bit float with few exponent bits (fp16) is divided in two halves, so that neither
-            the sum overflows nor the summands underflow.
+        dtype: dtype on the wire. For a 16-bit float with few exponent bits (fp16) the division is split in two, before
+            and after the sum, so that neither the sum overflows nor the summands underflow.
         num_ranks: shard ranks times replicate ranks.
-        averages: whether the communicators can average by themselves.
-        divide_factor: what the sum is divided by; ``None`` is ``num_ranks``, the mean.
-        sum_only: never ask the communicator to average.
+        averages: True if the communicators support ``ReduceOp.AVERAGE``.
+        divide_factor: the divisor of the sum; ``None`` is ``num_ranks``, the mean.
+        sum_only: never use ``ReduceOp.AVERAGE``.
     """
     factor = float(num_ranks if divide_factor is None else divide_factor)
     if dtype not in (torch.float32, torch.float64, torch.bfloat16) and dtype.is_floating_point:
@@ -56,8 +56,9 @@ def plan_reduction(
 
 
 def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
-    """``tensor``, divided in place. Where the reciprocal is a power of two, it is a product with that: the bits are
-    the same, and processors divide more slowly.
+    """Divide ``tensor`` in place and return it.
+
+    If the reciprocal is a power of two this multiplies instead: the result is bitwise the same, and faster.
     """
     if divisor == 1.0:
         return tensor
@@ -67,7 +68,7 @@ def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
 
 
 def _half_way_divisor(factor: float) -> float:
-    """The smallest power of two that reaches the square root of ``factor``, so that dividing by it is exact."""
+    """Return the smallest power of two not below the square root of ``factor``. Dividing by it is exact."""
     divisor = 1.0
     while factor / divisor > divisor:
         divisor *= 2

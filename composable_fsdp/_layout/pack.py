@@ -1,9 +1,9 @@
-"""The copies that a layout asks for: full tensors to ranks' pieces and back.
+"""Copies between full tensors and the shards of all ranks, as a layout says.
 
-At most one rank holds a piece that is neither full nor empty, so every tensor is a block of full pieces and perhaps one
-short piece: two strided copies however many ranks there are, one where the cut is even.
+At most one rank holds a shard that is neither full nor empty. So a tensor is a block of full shards and at most one
+short shard: two strided copies however many ranks there are, one if the tensor is sharded evenly.
 
-Nothing here allocates or waits. Call it without autograd recording (``torch.no_grad``).
+Nothing here allocates or waits. Call it under ``torch.no_grad``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["pack_gradient", "put_shard", "take_shard", "unpack_parameter"]
 
 
 def pack_gradient(shards: TensorShards, gradient: Tensor | None, rows: Tensor) -> None:
-    """Writes each rank's piece of ``gradient`` into that rank's row of a message, cast to the message's dtype.
+    """Copy each rank's shard of ``gradient`` into that rank's row of a message, and cast it to the message's dtype.
 
     Args:
-        shards: how the gradient's parameter is cut.
+        shards: how the gradient's parameter is sharded.
         gradient: of shape ``shards.shape``, any strides, any dtype; ``None`` counts as zeros.
-        rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message.
-            Padding is left as it is.
+        rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message. Padding
+            is not written.
     """
     if gradient is None:
         rows.zero_()
@@ -37,29 +37,29 @@ def pack_gradient(shards: TensorShards, gradient: Tensor | None, rows: Tensor) -
 
 
 def unpack_parameter(shards: TensorShards, rows: Tensor, place: Tensor) -> None:
-    """Puts a full tensor together from all ranks' pieces: ``place[: numel].view(shape)`` holds it afterwards.
+    """Copy the shards of all ranks into one full tensor, ``place[: numel].view(shape)``.
 
     Args:
-        shards: how the parameter is cut.
+        shards: how the parameter is sharded.
         rows: ``(num_shards, padded_numel)``, contiguous along the last dim only: a column block of the message.
-        place: 1-d and contiguous, at least ``shards.full_numel`` elements; what lies beyond those is not touched.
+        place: 1-d and contiguous, at least ``shards.full_numel`` elements; elements after those are not written.
     """
-    cut = _cut(shards)
-    if cut.concatenates:
-        place[: cut.full_numel].view(rows.shape).copy_(rows)
+    views = _views_of(shards)
+    if views.concatenates:
+        place[: views.full_numel].view(rows.shape).copy_(rows)
         return
-    full = place[: cut.full_numel].view(shards.shape)
+    full = place[: views.full_numel].view(shards.shape)
     for part, piece in _same_elements(shards, full, rows):
         part.copy_(piece)
 
 
 def take_shard(shards: TensorShards, full: Tensor, rank: int, out: Tensor) -> None:
-    """Writes the piece of ``rank`` into ``out``, cast to its dtype, zeros in the padding.
+    """Copy the shard of ``rank`` from ``full`` into ``out``, cast to its dtype, and zero the padding.
 
     Args:
-        shards: how the tensor is cut.
+        shards: how the tensor is sharded.
         full: of shape ``shards.shape``, any strides, any dtype.
-        rank: whose piece, in ``range(num_shards)``.
+        rank: the owner of the shard, in ``range(num_shards)``.
         out: 1-d and contiguous, ``padded_numel`` elements.
     """
     owned, shape = shards.layout.owned_by(rank), shards.shard_shape(rank)
@@ -70,12 +70,12 @@ def take_shard(shards: TensorShards, full: Tensor, rank: int, out: Tensor) -> No
 
 
 def put_shard(shards: TensorShards, shard: Tensor, rank: int, full: Tensor) -> None:
-    """Writes the piece of ``rank`` to its place in ``full``, and nothing else: what :func:`take_shard` takes, back.
+    """Copy the shard of ``rank`` to its place in ``full``, and write nothing else: the inverse of :func:`take_shard`.
 
     Args:
-        shards: how the tensor is cut.
+        shards: how the tensor is sharded.
         shard: 1-d and contiguous, ``padded_numel`` elements.
-        rank: whose piece, in ``range(num_shards)``.
+        rank: the owner of the shard, in ``range(num_shards)``.
         full: of shape ``shards.shape``.
     """
     owned, shape = shards.layout.owned_by(rank), shards.shard_shape(rank)
@@ -83,17 +83,18 @@ def put_shard(shards: TensorShards, shard: Tensor, rank: int, full: Tensor) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """The shapes that pair a full tensor's memory with the ranks' rows.
+class _ShardViews:
+    """The view shapes that match a full tensor's memory with the ranks' rows.
 
-    The first ``whole`` ranks own full pieces. Their rows, viewed as ``block`` and permuted to ``order``, are the first
-    ``whole_length`` indices of the cut dim, viewed as ``split``. The next rank owns ``short_shape``, maybe empty.
+    The first ``num_full`` ranks own full shards. Their rows, viewed as ``block`` and permuted to ``order``, are the
+    first ``full_length`` indices of the sharded dim, viewed as ``split``. The next rank owns ``short_shape``, maybe
+    empty.
     """
 
     concatenates: bool
     full_numel: int
-    whole: int
-    whole_length: int
+    num_full: int
+    full_length: int
     block: tuple[int, ...]
     order: tuple[int, ...]
     split: tuple[int, ...]
@@ -102,33 +103,33 @@ class _Cut:
 
 
 @lru_cache(maxsize=8192)
-def _cut(shards: TensorShards) -> _Cut:
-    """Looked up for every tensor of every step: working it out costs as much as the copy of a small one."""
+def _views_of(shards: TensorShards) -> _ShardViews:
+    """Return the view shapes of ``shards``, cached: computing them costs as much as the copy of a small tensor."""
     dim, length, piece = shards.dim, shards.layout.length, shards.layout.padded_shard
-    whole = length // max(1, piece)
+    num_full = length // max(1, piece)
     before, after = shards.shape[:dim], shards.shape[dim + 1 :]
-    short_shape = (*before, length - whole * piece, *after)
-    return _Cut(
+    short_shape = (*before, length - num_full * piece, *after)
+    return _ShardViews(
         concatenates=shards.concatenates,
         full_numel=shards.full_numel,
-        whole=whole,
-        whole_length=whole * piece,
-        block=(whole, *shards.padded_shape),
+        num_full=num_full,
+        full_length=num_full * piece,
+        block=(num_full, *shards.padded_shape),
         order=(*range(1, dim + 1), 0, *range(dim + 1, len(shards.shape) + 1)),
-        split=(*before, whole, piece, *after),
+        split=(*before, num_full, piece, *after),
         short_shape=short_shape,
         short_numel=prod(short_shape),
     )
 
 
 def _same_elements(shards: TensorShards, full: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of views, of ``full`` and of ``rows``, in which equal indices are the same element; they cover ``full``."""
-    cut = _cut(shards)
-    if cut.whole == shards.num_shards:
-        yield full.view(cut.split), rows.view(cut.block).permute(cut.order)
+    """Yield pairs of views of ``full`` and ``rows`` with the same elements at equal indices. They cover ``full``."""
+    views = _views_of(shards)
+    if views.num_full == shards.num_shards:
+        yield full.view(views.split), rows.view(views.block).permute(views.order)
         return
-    whole = full.narrow(shards.dim, 0, cut.whole_length)
-    yield whole.view(cut.split), rows[: cut.whole].view(cut.block).permute(cut.order)
-    if cut.short_numel:
-        short = full.narrow(shards.dim, cut.whole_length, cut.short_shape[shards.dim])
-        yield short, rows[cut.whole, : cut.short_numel].view(cut.short_shape)
+    block = full.narrow(shards.dim, 0, views.full_length)
+    yield block.view(views.split), rows[: views.num_full].view(views.block).permute(views.order)
+    if views.short_numel:
+        short = full.narrow(shards.dim, views.full_length, views.short_shape[shards.dim])
+        yield short, rows[views.num_full, : views.short_numel].view(views.short_shape)

@@ -1,4 +1,4 @@
-"""Everything about a group that is constant between steps, made by pure functions from shapes, dtypes and choices."""
+"""The constants of a parameter group between steps, computed by pure functions from shapes, dtypes and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from composable_fsdp._layout.bucket_layout import (
     ReduceLayout,
     plan_gather,
     plan_reduce,
-    worth_whole,
+    worth_all_reducing,
 )
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp.codecs.communication_policy import PLAIN, GradientCodecs
@@ -31,51 +31,51 @@ __all__ = [
     "GroupPlan",
     "ParameterSpec",
     "PlanOptions",
-    "Residence",
+    "UnshardedStorage",
     "plan_group",
-    "plan_smaller",
+    "plan_smaller_mesh",
 ]
 
 
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
-"""Pairs of dtypes in which gradients come, and are added up."""
+"""Pairs of the dtype of computed gradients and the dtype of their sum."""
 
-_MOST_BATCHES = 4
-"""Of a group: more would cost more than the memory is worth."""
+_MAX_BATCHES = 4
+"""Maximum number of batches of a group. More cost more time than the memory they save is worth."""
 
-_SMALL_PART = 64
-"""Of a group's bytes: the smallest parameters that have less together are not waited for."""
+_SMALL_FRACTION = 64
+"""The smallest parameters that together have less than this fraction (1/64) of a group's bytes delay no batch."""
 
 SMALL_BYTES = 1 << 19
-"""Of a group's full parameters, up to which its collectives cost more by their number than by their bytes."""
+"""Size of a group's full parameters up to which latency, not bandwidth, dominates its collectives."""
 
 
-class Residence(Enum):
-    """Where the full parameters of a bucket are while modules compute with them."""
+class UnshardedStorage(Enum):
+    """The memory of a bucket's full parameters while modules compute with them."""
 
-    BUFFER = "buffer"
-    """In memory of this rank's own, into which all shards travel."""
-    SHARDS = "shards"
-    """Where the shards rest: one rank has all, or ranks have that memory in common and their shards lie end to end."""
-    COMMON = "common"
-    """In memory that ranks have in common, where each casts its own shards to their places."""
+    OWNED = "owned"
+    """Memory of this rank alone, into which all shards are gathered."""
+    ALIASED = "aliased"
+    """The memory of the shards: one rank holds all, or the shards of all ranks are contiguous in shared memory."""
+    SHARED = "shared"
+    """Memory shared by ranks, into which each rank casts its own shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the plan needs to know of one parameter.
+    """The properties of one parameter that a plan depends on.
 
     Args:
-        shape: of what the data-parallel axes cut, on ``dim``, counted from the front.
-        dtype: in which the shard rests.
-        gradient_dtype: of the reduced gradient that users see.
-        axes: index of the data-parallel axes that cut it, among those of the group.
-        extended: its local tensor decides by itself how it travels.
-        codec: how its shards travel, if not in ``compute_dtype``.
-        gradient_codecs: how its gradient travels, if not in ``reduce_dtype``.
-        gradient_extended: its local tensor decides by itself how its gradient travels.
+        shape: the shape that the data-parallel axes shard on ``dim``, which counts from the front.
+        dtype: dtype of the shard at rest.
+        gradient_dtype: dtype of the reduced gradient that users see.
+        axes: index of the data-parallel axes that shard it, among those of the group.
+        extended: True if its local tensor has all-gather hooks.
+        codec: codec of its shards on the wire, or ``None`` for ``compute_dtype``.
+        gradient_codecs: codecs of its gradient on the wire, if not ``reduce_dtype``.
+        gradient_extended: True if its local tensor has reduce-scatter hooks.
         alone: nothing else may be encoded together with it.
-        summed_before: its gradient may be a sum over model-parallel ranks already, made in ``reduce_dtype``, which a
+        summed_before: its gradient may already be a sum over model-parallel ranks, made in ``reduce_dtype``, which a
             narrower dtype on the wire would round.
     """
 
@@ -118,18 +118,18 @@ BucketKey: TypeAlias = tuple[
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the plan needs to know of one pair of data-parallel axes.
+    """The properties of one pair of data-parallel axes that a plan depends on.
 
     Args:
         num_shards: ranks of the shard axis.
-        direct_bytes: full size from which an all-gather of its own beats a copy into a packed one.
+        direct_bytes: full size in bytes from which a zero-copy all-gather beats a copy into the packed message.
         reduce_direct_bytes: the same for a reduce-scatter.
-        alias: memory is common to all ranks of the axis, so that a gather need not move anything.
-        flags: messages say which parameters had a gradient on any rank. Not those of a large parameter that is its
-            group's only trainable one, which is reduced where its gradient is, or not at all.
-        widens: 16-bit gradients may be added up in fp32 without being cast before they travel.
-        batch_bytes: of some parameters' gradients, from which on they are worth a reduction of their own.
-        whole_bytes: padding from which it is worth a launch that what causes it travels whole in an all-gather.
+        alias: all ranks of the axis share memory, so an all-gather need not move data.
+        flags: messages carry a flag per parameter that says if any rank had a gradient. There are none for a large
+            parameter that is its group's only trainable one: it is reduced on every rank or on none.
+        widens: 16-bit gradients may be summed in fp32 without a cast before the collective.
+        batch_bytes: bytes of gradients from which a batch is worth a reduction of its own.
+        whole_bytes: padding in bytes from which all-reducing the padded parameters of an all-gather is worth a launch.
         reduce_whole_bytes: the same for a reduce-scatter.
     """
 
@@ -146,9 +146,9 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The parameters ``indices`` of the group, which share their axes and dtypes, and where their bytes lie.
+    """The layouts, dtypes and codecs of one bucket: the parameters ``indices`` of the group.
 
-    Invariant: ``residence`` is ``BUFFER`` unless all ranks' shards, one after the other, are the full parameter.
+    Invariant: ``unsharded_storage`` is ``OWNED`` unless the concatenation of all ranks' shards is the full parameter.
     """
 
     indices: tuple[int, ...]
@@ -165,93 +165,95 @@ class BucketPlan:
     gather: GatherLayout
     reduce: ReduceLayout
     wire_dtype: torch.dtype
-    """In which gradients travel that are not encoded, unless they were summed in ``sum_dtype`` before."""
-    residence: Residence
+    """dtype of gradients on the wire, unless they are encoded or were accumulated in ``sum_dtype`` before."""
+    unsharded_storage: UnshardedStorage
 
     @property
     def aliased(self) -> bool:
-        """Whether full parameters are views of the shards."""
-        return self.residence is Residence.SHARDS
+        """True if full parameters are views of the shards."""
+        return self.unsharded_storage is UnshardedStorage.ALIASED
 
     @property
-    def travels(self) -> bool:
-        """Whether a gather moves anything, and full parameters take memory for as long as they are needed."""
-        return self.residence is Residence.BUFFER
+    def is_gathered(self) -> bool:
+        """True if an all-gather moves data, and full parameters take memory while they are unsharded."""
+        return self.unsharded_storage is UnshardedStorage.OWNED
 
-    def own_places(self, rank: int) -> tuple[int, ...]:
-        """Where the shards of ``rank`` begin, in elements, among full parameters that lie one after the other."""
+    def shard_offsets(self, rank: int) -> tuple[int, ...]:
+        """Return the offsets, in elements, of the shards of ``rank`` among consecutive full parameters."""
         starts = zip(self.gather.places.offsets, self.gather.shards, strict=True)
         return tuple(offset + rank * shards.padded_numel for offset, shards in starts)
 
     def store_layout(self, rank: int) -> FlatLayout:
-        """Where the shards of ``rank`` lie: by themselves, or where full parameters lie that ranks have in common."""
+        """Return the offsets of the shards of ``rank``: in a store of their own, or in the memory shared by ranks."""
         if not self.aliased:
             return self.gather.store
-        return FlatLayout(self.own_places(rank), self.gather.places.numel)
+        return FlatLayout(self.shard_offsets(rank), self.gather.places.numel)
 
     @property
     def full_bytes(self) -> int:
-        """Of the full parameters, wherever they lie."""
+        """The size of the full parameters in bytes, in whatever memory."""
         return self.gather.places.numel * self.compute_dtype.itemsize
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory that the unsharded parameters take while they are there."""
-        return self.full_bytes if self.travels else 0
+        """The memory in bytes that the parameters take while unsharded, beside the shards."""
+        return self.full_bytes if self.is_gathered else 0
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of one all-gather without codecs and hooks, all ranks' shares together."""
-        return self.gather.wire_numel * self.compute_dtype.itemsize if self.travels else 0
+        """The bytes of one all-gather over all ranks, without codecs and hooks."""
+        return self.gather.wire_numel * self.compute_dtype.itemsize if self.is_gathered else 0
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes of parameters that travel whole."""
-        return self.gather.whole_numel * self.compute_dtype.itemsize
+    def all_reduced_bytes(self) -> int:
+        """The bytes of all-reduced parameters."""
+        return self.gather.all_reduced_numel * self.compute_dtype.itemsize
 
     @property
     def shard_bytes(self) -> int:
         return self.gather.store.numel * self.dtype.itemsize
 
     @property
-    def exchanges(self) -> bool:
-        """Whether gradients travel over the shard axis in an all-to-all, to be added up where they arrive."""
+    def encodes_reduce_scatter(self) -> bool:
+        """True if gradients are sent over the shard axis in an all-to-all and summed by the receiver."""
         return self.gradient_codecs.shard is not None or self.gradient_extended
 
     @property
     def gradient_is_encoded(self) -> bool:
-        """Whether gradients travel encoded over any axis, and so are added up in fp32."""
+        """True if gradients are encoded over any axis, and so are summed in fp32."""
         return self.gradient_codecs != PLAIN or self.gradient_extended
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """dtype in which gradients are added up."""
+        """The dtype in which gradients are summed."""
         return torch.float32 if self.gradient_is_encoded else self.reduce_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group's buckets, and how many trainable parameters each batch of them has, in the order in which batches are
-    reduced. Invariant: every parameter of the group is in exactly one bucket.
+    """The buckets of one parameter group.
+
+    ``batches`` has the number of trainable parameters of each batch, in the order in which batches are reduced.
+    Invariant: every parameter of the group is in exactly one bucket.
     """
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketPlan, ...]
     batches: tuple[int, ...]
     batch_bytes: tuple[int, ...]
-    """Of each batch's gradients in the dtype in which they are added up, all ranks' parts together."""
+    """Bytes of each batch's gradients over all ranks, in the dtype in which they are summed."""
     in_batches: bool
-    """Whether batches are worth reductions of their own: not where most of their parameters are frozen."""
+    """True if batches are worth reductions of their own. False if most of their parameters are frozen."""
     num_trainable: int
 
     @property
     def full_bytes(self) -> int:
-        """Of the full parameters, wherever they lie."""
+        """The size of the full parameters in bytes, in whatever memory."""
         return sum(bucket.full_bytes for bucket in self.buckets)
 
     @property
     def is_small(self) -> bool:
-        """Whether it is worth while to send it together with others: if it is sent at all."""
+        """True if the group is sent at all and is small enough to share collectives with other groups."""
         return self.full_bytes <= SMALL_BYTES and any(bucket.gather.num_shards > 1 for bucket in self.buckets)
 
     @property
@@ -269,11 +271,11 @@ class GroupPlan:
 
 @lru_cache(maxsize=1024)
 def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...]) -> GroupPlan:
-    """The plan for one group; cheap to ask for again when ``requires_grad`` flips back and forth.
+    """Return the plan of one group. Cached, as ``requires_grad`` may flip back and forth.
 
     Args:
         specs: the parameters.
-        options: of each of the group's pairs of axes.
+        options: the options of each of the group's pairs of axes.
     """
     batch_of = _batches(specs, options)
     members: dict[tuple[int, BucketKey], list[int]] = {}
@@ -294,13 +296,13 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
 
 
 def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:
-    """The batch of each parameter: runs of as many bytes as are worth it, the last parameters in the first batch.
+    """Return the batch of each parameter; the last parameters are in the first batch.
 
     A batch has at least a quarter of the large parameters' bytes; the last may have half of that.
 
-    Backward comes to parameters in about that order. Not to norms and biases, which modules often register after what
-    comes later in forward: such small ones go with the last batch, so that no other has to wait for them. What is
-    encoded stays together, as codecs work on whole messages.
+    Backward reaches parameters roughly in that order. Norms and biases are an exception: modules often register them
+    after parameters that forward uses later. Such small ones are in the last batch, so that no other batch waits for
+    them. Encoded parameters are not split, because codecs encode whole messages.
     """
     batch_of = [0] * len(specs)
     if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
@@ -310,7 +312,7 @@ def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> 
     small_bytes = _small_bytes(sizes)
     is_small = [size <= small_bytes for size in sizes]
     batch, filled, left = 0, 0, sum(size for size in sizes if size > small_bytes)
-    share = max(least, left // _MOST_BATCHES)
+    share = max(least, left // _MAX_BATCHES)
     for index in reversed(range(len(specs))):
         if is_small[index]:
             continue
@@ -322,17 +324,17 @@ def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> 
 
 
 def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:
-    """In which the gradient of ``spec`` travels unless it is encoded."""
+    """Return the dtype of the gradient of ``spec`` on the wire unless it is encoded."""
     pair = (spec.compute_dtype, spec.reduce_dtype)
     return spec.compute_dtype if axes.widens and pair in _WIDENED and not spec.summed_before else spec.reduce_dtype
 
 
 def _small_bytes(sizes: Sequence[int]) -> int:
-    """The most that the smallest parameters have, all of which together are a small part of ``sizes``."""
+    """Return the largest size such that all parameters up to it are together a small part of ``sizes``."""
     small = filled = 0
     for size, same in groupby(sorted(sizes)):
         filled += sum(same)
-        if filled * _SMALL_PART > sum(sizes):
+        if filled * _SMALL_FRACTION > sum(sizes):
             break
         small = size
     return small
@@ -363,11 +365,11 @@ def _plan_bucket(
         shards,
         itemsize=itemsize,
         direct_bytes=axes.direct_bytes if first.codec is None else NEVER_DIRECT,
-        whole=worth_whole(shards, itemsize=itemsize, whole_bytes=whole_bytes),
+        all_reduced=worth_all_reducing(shards, itemsize=itemsize, whole_bytes=whole_bytes),
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
-    widest = next((specs[i] for i in indices if specs[i].summed_before), first)  # all of a bucket travel in one dtype
+    widest = next((specs[i] for i in indices if specs[i].summed_before), first)  # a bucket has one wire dtype
     wire_dtype = sum_dtype if encoded else _wire_dtype(widest, axes)
     as_it_is = wire_dtype == first.compute_dtype and not encoded
     reduce = plan_reduce(
@@ -394,33 +396,36 @@ def _plan_bucket(
         gather,
         reduce,
         wire_dtype,
-        _residence(first, axes, shards),
+        _unsharded_storage(first, axes, shards),
     )
 
 
-def _residence(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[TensorShards]) -> Residence:
-    """Of parameters like ``spec``. What one rank alone casts is freed between uses, like what travels."""
+def _unsharded_storage(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[TensorShards]) -> UnshardedStorage:
+    """Return the memory in which parameters like ``spec`` are unsharded.
+
+    Parameters that a single rank casts are freed between uses, as gathered ones are.
+    """
     if not axes.alias or spec.extended or spec.codec is not None:
-        return Residence.BUFFER
+        return UnshardedStorage.OWNED
     if axes.num_shards > 1 and not all(s.concatenates for s in shards):
-        return Residence.BUFFER
+        return UnshardedStorage.OWNED
     if spec.dtype == spec.compute_dtype:
-        return Residence.SHARDS
-    return Residence.COMMON if axes.num_shards > 1 else Residence.BUFFER
+        return UnshardedStorage.ALIASED
+    return UnshardedStorage.SHARED if axes.num_shards > 1 else UnshardedStorage.OWNED
 
 
-def plan_smaller(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:
-    """The gather of the same bucket from a smaller mesh, into the unsharded buffer that is there.
+def plan_smaller_mesh(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:
+    """Return the layout of an all-gather of the same bucket from a smaller mesh, into the existing unsharded buffer.
 
-    A multiple of the larger number of shards is also one of the smaller, so the padded places always fit. Places
-    without padding fit where the smaller number divides the rows; elsewhere what travels whole does so here too.
+    A multiple of the larger number of shards is also a multiple of the smaller, so the padded places always fit. Places
+    without padding fit if the smaller number divides the rows. Other all-reduced parameters stay all-reduced.
     """
     shards = [TensorShards(s.shape, s.dim, num_shards) for s in bucket.gather.shards]
-    whole = [i for i in bucket.gather.whole if shards[i].full_numel > shards[i].numel]
+    all_reduced = [i for i in bucket.gather.all_reduced if shards[i].full_numel > shards[i].numel]
     return plan_gather(
         shards,
         itemsize=bucket.compute_dtype.itemsize,
         direct_bytes=direct_bytes,
         places=bucket.gather.places,
-        whole=whole,
+        all_reduced=all_reduced,
     )

@@ -1,4 +1,4 @@
-"""How one tensor dim is cut over the ranks of one mesh axis."""
+"""Sharding of one tensor dim over the ranks of one mesh axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ShardLayout", "TensorShards", "resolve_dim"]
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One tensor dim cut into ``num_shards`` equal pieces, the tail zero-padded (the rule of ``torch.chunk``).
+    """One tensor dim split into ``num_shards`` equal shards, the tail zero-padded (the rule of ``torch.chunk``).
 
     Invariant: the ranges of ranks 0..n-1, in order, tile ``range(length)`` exactly.
     """
@@ -23,7 +23,7 @@ class ShardLayout:
 
     @property
     def padded_shard(self) -> int:
-        """Rows in every rank's piece, padding included."""
+        """The number of rows in every rank's shard, padding included."""
         return -(-self.length // self.num_shards)
 
     @property
@@ -35,20 +35,20 @@ class ShardLayout:
         return self.padded_length == self.length
 
     def owned_by(self, rank: int) -> range:
-        """Indices of the dim that ``rank`` holds; empty for the last ranks of a short dim."""
+        """Return the indices of the dim that ``rank`` holds; empty for the last ranks of a short dim."""
         start = min(rank * self.padded_shard, self.length)
         return range(start, min(start + self.padded_shard, self.length))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShards:
-    """A tensor of ``shape`` cut on ``dim`` into ``num_shards`` pieces.
+    """A tensor of ``shape`` sharded on ``dim`` into ``num_shards`` shards.
 
-    Invariant: every rank's piece has ``padded_numel`` elements: first the ones it owns, contiguous in the order of a
-    tensor of ``shard_shape(rank)``, then padding. (On a dim other than the first this is *not* a narrowed view of a
-    tensor of ``padded_shape``: local shards stay contiguous however uneven the cut is.)
+    Invariant: every rank's shard has ``padded_numel`` elements: first the ones that it owns, contiguous in the order of
+    a tensor of ``shard_shape(rank)``, then padding. On a dim other than the first this is *not* a narrowed view of a
+    tensor of ``padded_shape``: local shards stay contiguous however uneven the sharding is.
 
-    The derived numbers are worked out once: steps look them up for every parameter.
+    The derived numbers are computed once, because every step looks them up for every parameter.
     """
 
     shape: tuple[int, ...]
@@ -57,10 +57,10 @@ class TensorShards:
     layout: ShardLayout = field(init=False, compare=False, repr=False)
     numel: int = field(init=False, compare=False, repr=False)
     padded_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """Shape of one rank's piece with its padding."""
+    """Shape of one rank's shard with its padding."""
     padded_numel: int = field(init=False, compare=False, repr=False)
     concatenates: bool = field(init=False, compare=False, repr=False)
-    """Whether the padded pieces, one after the other, are the tensor's own memory followed by padding."""
+    """True if the concatenation of the padded shards is the tensor's own memory followed by padding."""
 
     def __post_init__(self) -> None:
         layout = ShardLayout(self.shape[self.dim], self.num_shards)
@@ -72,17 +72,17 @@ class TensorShards:
         object.__setattr__(self, "concatenates", prod(self.shape[: self.dim]) == 1)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what ``rank`` owns, without padding."""
+        """Return the shape of the shard that ``rank`` owns, without padding."""
         return (*self.shape[: self.dim], len(self.layout.owned_by(rank)), *self.shape[self.dim + 1 :])
 
     @property
     def full_numel(self) -> int:
-        """Elements of the region in which the full tensor can be gathered, with the tail where the padding lands."""
+        """The number of elements that the gathered full tensor needs, with the tail that receives the padding."""
         return self.padded_numel * self.num_shards if self.concatenates else self.numel
 
 
 def resolve_dim(dim: int, shape: Sequence[int], name: str) -> int:
-    """``dim`` counted from the front, or a ``ParameterError`` that names the parameter."""
+    """Return ``dim`` counted from the front, or raise a ``ParameterError`` that names the parameter."""
     if not shape:
         raise ParameterError(
             f"parameter {name!r} is a scalar (0-d) and has no dim to shard. Make it 1-d with one element "

@@ -1,7 +1,7 @@
-"""Packed parameters that come to their places with one copy.
+"""Runs of packed parameters that one strided copy moves to the unsharded buffer.
 
-A layer often has several parameters of one shape in a row: scales and shifts, biases, adapters, experts. Where they are
-equally far apart both in a rank's row of the message and in the unsharded buffer, one strided copy moves all of them.
+A layer often has several parameters of one shape in a row: scales and shifts, biases, adapters, experts. If they are
+equally spaced both in a rank's row of the message and in the unsharded buffer, one strided copy moves all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["PackedRun", "find_runs"]
 
 @dataclass(frozen=True, slots=True)
 class PackedRun:
-    """``count`` parameters with ``padded_numel`` elements on each rank. Lengths and offsets are in elements.
+    """A run of ``count`` parameters with ``padded_numel`` elements on each rank. Lengths and offsets are in elements.
 
     The k-th begins at ``start + k * width`` in each rank's row, and at ``place + k * step`` in the unsharded buffer.
     """
@@ -29,7 +29,10 @@ class PackedRun:
 
 
 def find_runs(layout: GatherLayout) -> tuple[PackedRun, ...]:
-    """The packed parameters of ``layout``, whose rows must be their memory in order, as few runs in their order."""
+    """Group the packed parameters of ``layout`` into as few runs as possible, in order.
+
+    The rows of each packed parameter must be its memory in order.
+    """
     runs: list[PackedRun] = []
     start = 0
     for i, width in zip(layout.packed, layout.packed_widths, strict=True):

@@ -1,1 +1,1 @@
-"""Streams, the store of sharded parameters, and the buffers of unsharded parameters."""
+"""Communication streams, the store of sharded parameters, and the buffers of unsharded parameters."""

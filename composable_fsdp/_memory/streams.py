@@ -1,12 +1,12 @@
-"""Streams by what they are for, and work in flight on them.
+"""Communication streams of a device, and collectives in flight on them.
 
-Every stream is taken from the device's own module at run time, also on CPU, so that a simulated device sees the true
-schedule. A device whose streams are *null* (the real CPU) orders work by the host instead: there, waiting blocks, and
-what follows a collective runs when somebody waits for it.
+Streams come from the device's own module at run time, also on CPU, so that a simulated device sees the true schedule.
+On a device whose streams are *null* (the real CPU) the host orders the work: a wait blocks the host, and the work after
+a collective runs at the wait.
 
-Memory safety needs no ``record_stream``: every run on a lane begins by waiting for all that the current stream has been
-given so far, and the current stream waits for a run before the run's buffers are dropped. So whatever the host has
-released by the time a lane allocates again is no longer in use.
+Memory safety needs no ``record_stream``. Every run on a stream first waits for all work that the current stream has so
+far, and the current stream waits for a run before the run's buffers are dropped. So memory that the host has released
+is no longer in use when a communication stream allocates it again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Work(Protocol):
     """A launched collective."""
 
     def wait(self) -> object:
-        """Returns when the outputs may be read: by the host where collectives run there, else by the current stream."""
+        """Return when the outputs may be read: by the host if collectives run there, else by the current stream."""
         ...
 
 
 class InFlight(Generic[T]):
-    """Work in flight. Owns the buffers that it uses until :meth:`wait` returns.
+    """Launched work that owns its buffers until :meth:`wait` returns.
 
-    Invariant: ``launch`` runs exactly once and ``finish`` exactly once, after it, however often the methods are called.
+    Invariant: ``launch`` runs exactly once, and ``finish`` exactly once after it, however often the methods are called.
     """
 
     __slots__ = ("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work", "has_arrived")
@@ -47,12 +47,12 @@ class InFlight(Generic[T]):
         self._result: Any = None
         self._done = False
         self.has_arrived = False
-        """Whether the collective is over, so that it writes to no memory any more."""
+        """True if the collective is done and writes to no memory any more."""
         self._event: Any = None
         self._current_stream: Callable[[], Any] | None = None
 
     def start(self) -> None:
-        """Launches work that had to wait for other work. Blocks on null streams while that is still in flight."""
+        """Launch work that had to wait for other work. On null streams this blocks while that is still in flight."""
         if self._owned is None or self._work is not None:
             return
         if self._after is not None:
@@ -61,7 +61,7 @@ class InFlight(Generic[T]):
         self._work = self._owned[0]()
 
     def wait(self) -> T:
-        """The result. The current stream (on null streams: the host) continues only once the work is done."""
+        """Return the result. The current stream (on null streams: the host) continues only once the work is done."""
         self._complete()
         if self._event is not None and self._current_stream is not None:
             self._current_stream().wait_event(self._event)
@@ -70,14 +70,14 @@ class InFlight(Generic[T]):
         return result
 
     def synchronize(self) -> T:
-        """As :meth:`wait`, and the host waits too: for results that it will read."""
+        """Like :meth:`wait`, but block the host too, for results that it will read."""
         result = self.wait()
         if self._event is not None:
             self._event.synchronize()
         return result
 
-    def put_on(self, stream: Any, current_stream: Callable[[], Any]) -> None:
-        """All of the work on ``stream``, which is the current one, now and without blocking the host."""
+    def enqueue(self, stream: Any, current_stream: Callable[[], Any]) -> None:
+        """Enqueue all of the work on ``stream``, which is the current one, without blocking the host."""
         if self._after is not None:
             stream.wait_event(self._after._event)
         self._held, self._after = self._after, None
@@ -97,12 +97,12 @@ class InFlight(Generic[T]):
 
 
 def blocks_the_host(device: torch.device) -> bool:
-    """Whether waiting for work on ``device`` stops the host, as it has no streams that could wait in its place."""
+    """Return True if waiting for work on ``device`` blocks the host, because the device has no streams."""
     return torch.get_device_module(device).Stream().record_event() is None
 
 
 class CommStream:
-    """One stream and what it is called."""
+    """A named stream that collectives are launched on."""
 
     def __init__(self, name: str, module: ModuleType, priority: int) -> None:
         self.name = name
@@ -111,32 +111,33 @@ class CommStream:
         self._is_null = self._stream.record_event() is None
 
     def wait_event(self, event: Any) -> None:
-        """What the lane runs from now on comes after ``event``."""
+        """Order everything that runs on this stream from now on after ``event``."""
         if not self._is_null:
             self._stream.wait_event(event)
 
     def run(
         self, launch: Callable[[], Work], finish: Callable[[], T], *, after: InFlight[Any] | None = None
     ) -> InFlight[T]:
-        """Launches a collective and, when it is done, ``finish`` in the same lane.
+        """Launch a collective and, when it is done, run ``finish`` on the same stream.
 
         Args:
-            launch: prepares buffers and launches; what it closes over stays alive until the work has been waited for.
-            finish: makes the result out of what arrived.
-            after: work on another lane that must be done first.
+            launch: prepares buffers and launches. Everything in its closure stays alive until the work has been waited
+                for.
+            finish: makes the result from the outputs of the collective.
+            after: work on another stream that must be done first.
         """
         pending = InFlight(launch, finish, after)
         if not self._is_null:
             self._stream.wait_stream(self._module.current_stream())
             with self._module.stream(self._stream):
-                pending.put_on(self._stream, self._module.current_stream)
+                pending.enqueue(self._stream, self._module.current_stream)
         elif after is None:
             pending.start()
         return pending
 
 
 class CommStreams:
-    """The lanes of one device: all-gathers, reduce-scatters, and the all-reduces of replicated shards."""
+    """The communication streams of one device: all-gather, reduce-scatter, and all-reduce over the replicate axis."""
 
     def __init__(self, device: torch.device) -> None:
         module = torch.get_device_module(device)

@@ -1,7 +1,7 @@
-"""The flat buffer in which a bucket's parameters are gathered, taken and given back without losing its views.
+"""The flat buffer of a bucket's unsharded parameters, freed and allocated again without invalidating its views.
 
-Autograd saves the unsharded tensors and views of them. They stay valid only while their *storage object* lives, so
-giving memory back is ``resize_(0)`` on that storage, and gathering again fills the same storage.
+Autograd saves the unsharded tensors and views of them, which stay valid only while their *storage object* lives. So
+freeing is ``resize_(0)`` on that storage, and the next all-gather fills the same storage.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ __all__ = [
 
 
 def allocate_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Gives ``storage`` ``nbytes`` bytes, contents undefined unless it has them. The only place that does."""
-    if storage.nbytes() != nbytes:  # torch would take other memory and copy all of it
+    """Resize ``storage`` to ``nbytes`` bytes, contents undefined if it grows. No other code allocates storages."""
+    if storage.nbytes() != nbytes:  # resize_ would reallocate and copy even to the same size
         storage.resize_(nbytes)
 
 
 class UnshardedBuffer(Protocol):
-    """Where the full parameters of one bucket are while they are needed."""
+    """The memory of one bucket's full parameters while they are unsharded."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes now, beside the shards."""
+        """The memory in bytes that the buffer takes now, beside the shards."""
         ...
 
     def allocate(self) -> None:
-        """Makes the memory usable; contents undefined. Legal when it already is."""
+        """Allocate the memory, contents undefined. Does nothing if it is allocated."""
         ...
 
     def free(self) -> None:
-        """Gives the memory back. Legal when it already is."""
+        """Free the memory. Does nothing if it is free."""
         ...
 
     def region(self, offset: int, length: int) -> torch.Tensor:
-        """1-d view for writing. Does not touch the version counters of the parameters that lie there."""
+        """Return a 1-d view for writing that does not change the version counters of the parameters in it."""
         ...
 
     def parameter_data(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """View for one parameter, with a version counter of its own."""
+        """Return the view of one parameter, with a version counter of its own."""
         ...
 
 
 class OwnedBuffer:
-    """Memory beside the shards, freed to zero bytes between uses. Allocated when made, so that views can be taken."""
+    """Memory of its own, freed to zero bytes between uses. Allocated at construction, so that views can be taken."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(numel, dtype=dtype, device=device)
@@ -78,7 +78,7 @@ class OwnedBuffer:
 
 
 class AliasedBuffer:
-    """The shards themselves, where one rank holds all or ranks have them in common: nothing is gathered, or freed."""
+    """The memory of the shards, if one rank holds all or ranks share it: nothing is gathered or freed."""
 
     def __init__(self, store: torch.Tensor) -> None:
         self._flat = store
@@ -101,7 +101,7 @@ class AliasedBuffer:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor of ``shape``."""
+    """Return the strides, in elements, of a contiguous tensor of ``shape``."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -110,5 +110,5 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def view_at(flat: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The contiguous view of ``shape`` that begins ``offset`` elements after the beginning of ``flat``."""
+    """Return the contiguous view of ``shape`` at ``offset`` elements from the start of ``flat``."""
     return flat.as_strided(shape, contiguous_strides(shape), flat.storage_offset() + offset)

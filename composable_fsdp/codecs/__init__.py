@@ -1,4 +1,4 @@
-"""Codecs: how the values of a bucket look on the wire."""
+"""Codecs: how the values of a bucket are encoded on the wire."""
 
 from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.codecs.cast import Cast

@@ -1,4 +1,4 @@
-"""Codecs on accelerators: one or two kernels where eager mode takes a dozen."""
+"""Compilation of codecs on accelerators: one or two kernels instead of a dozen."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 
 
 def fused(method: Method) -> Method:
-    """A codec's ``encode`` or ``decode``: as written on CPU, through ``torch.compile`` where Triton is at hand.
+    """Compile a codec's ``encode`` or ``decode`` on accelerators with Triton; run it eagerly elsewhere.
 
-    The first message of a codec on an accelerator waits for the compiler. What is compiled may differ from eager mode
-    in the last bit of a division, alike on all ranks. ``TORCHDYNAMO_DISABLE=1`` turns it off, as all of compilation.
-    A codec that has an attribute ``compiles`` which is false runs as written.
+    The first message of a codec on an accelerator waits for the compiler. Compiled code may differ from eager mode in
+    the last bit of a division, equally on all ranks. ``TORCHDYNAMO_DISABLE=1`` turns it off, like all of compilation. A
+    codec whose attribute ``compiles`` is false always runs eagerly.
     """
 
     @wraps(method)

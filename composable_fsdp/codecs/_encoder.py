@@ -1,4 +1,4 @@
-"""Rows of values into bytes and back to their sum, with the residual of error feedback where that is asked for."""
+"""Encoding of rows of values into bytes and decoding of their sum, with optional error feedback."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["Encoder", "GradientCodec", "encode_rows", "row_runs"]
 GradientCodec = Codec | ErrorFeedback
 
 _ELEMENTS_AT_ONCE = 1 << 20
-"""Rows are encoded in runs of about so many elements: temporaries stay small, and few calls are made for short rows."""
+"""Rows are encoded in chunks of about this many elements: small temporaries, and few calls for short rows."""
 
 
 def row_runs(num_rows: int, numel: int) -> Iterator[slice]:
-    """All rows of ``numel`` elements, some at a time."""
+    """Split ``num_rows`` rows of ``numel`` elements into slices of limited size."""
     step = max(1, _ELEMENTS_AT_ONCE // max(1, numel))
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
 
 
 def encode_rows(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
-    """``rows`` as ``codec`` encodes them.
+    """Encode ``rows`` with ``codec``.
 
     Raises:
-        ConfigurationError: what the codec made is not what it said that it would be.
+        ConfigurationError: the payload does not have the dtype or the size that the codec declares.
     """
     payload, expected = codec.encode(rows), (rows.size(0), codec.payload_bytes(rows.size(1)))
     if payload.dtype != torch.uint8 or tuple(payload.shape) != expected:
@@ -42,21 +42,21 @@ def encode_rows(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Residual:
-    """What was lost so far, encoded by ``ErrorFeedback.keep``, and in how many rounds."""
+    """The error so far, encoded by ``ErrorFeedback.keep``, and the number of reductions that it comes from."""
 
     rows: torch.Tensor
     rounds: int = 0
 
 
 class Encoder:
-    """Encodes ``num_rows`` rows of ``numel`` values each time, and adds up rows that others encoded alike.
+    """Encodes ``num_rows`` rows of ``numel`` values, and sums rows that other ranks encoded in the same way.
 
-    Invariant: with error feedback, what was decoded so far on the other side and the residual make up what was to be
-    encoded so far, but for ``decay`` and for what ``keep`` rounds.
+    Invariant: with error feedback, everything decoded so far on the receiving side plus the residual is everything
+    encoded so far, apart from ``decay`` and from what ``keep`` rounds.
 
-    The residual from before a training step is kept beside the new one until :meth:`commit`, so that a step that fails
-    can be undone by :meth:`roll_back`. It takes as much memory as the residual, from the first :meth:`encode` of the
-    step until then.
+    The residual from before a training step is kept beside the new one until :meth:`commit`, so that :meth:`roll_back`
+    can undo a failed step. It takes as much memory as the residual, from the first :meth:`encode` of the step until
+    then.
     """
 
     def __init__(self, codec: GradientCodec, num_rows: int, numel: int) -> None:
@@ -65,20 +65,20 @@ class Encoder:
         self._codec = codec.codec if isinstance(codec, ErrorFeedback) else codec
         self._residual: _Residual | None = None
         self._before_step: _Residual | None = None
-        """Set from the first encoding of a step until that is committed or rolled back."""
+        """Set from the first encoding of a step until the step is committed or rolled back."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of an encoded row."""
+        """The number of bytes of an encoded row."""
         return self._codec.payload_bytes(self.numel)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes ``values``, ``(num_rows, numel)`` fp32, encoded into ``out``, ``(num_rows, row_bytes)`` of uint8.
+        """Encode ``values``, ``(num_rows, numel)`` fp32, into ``out``, ``(num_rows, row_bytes)`` uint8.
 
-        ``values`` is changed; ``out`` may be strided along dim 0.
+        ``values`` is overwritten; ``out`` may be strided along dim 0.
         """
         feedback = self._feedback
-        old, new = self._begin_round(values.device) if feedback is not None else (values, values)
+        old, new = self._begin_reduction(values.device) if feedback is not None else (values, values)
         for rows in row_runs(self.num_rows, self.numel):
             run = values[rows]
             if feedback is not None:
@@ -88,16 +88,16 @@ class Encoder:
             if feedback is not None:
                 lost = run.sub_(self._codec.decode(payload, self.numel)).nan_to_num_(0.0, 0.0, 0.0)
                 new[rows] = feedback.keep.encode(lost)
-        self._count_round()
+        self._count_reduction()
 
     def decode(self, payload: torch.Tensor) -> torch.Tensor:
-        """``(any, numel)`` fp32 of encoded rows."""
-        if not self.numel:  # rows without bytes begin on no boundary
+        """Return the ``(any, numel)`` fp32 values of encoded rows."""
+        if not self.numel:  # rows without bytes are not aligned
             return payload.new_empty(payload.size(0), 0, dtype=torch.float32)
         return self._codec.decode(payload, self.numel)
 
     def decode_sum(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the sum of encoded rows into ``out``, ``(numel,)`` fp32: added up in the order of rows, in fp32."""
+        """Write the sum of encoded rows into ``out``, ``(numel,)`` fp32, summed in fp32 in the order of rows."""
         first = True
         for rows in row_runs(payload.size(0), self.numel):
             for values in self.decode(payload[rows]):
@@ -111,37 +111,39 @@ class Encoder:
 
     @property
     def remembers(self) -> bool:
-        """Whether there is a residual from step to step."""
+        """True if a residual is kept from step to step."""
         return self._feedback is not None
 
     @property
     def rounds(self) -> int:
-        """How many rounds the residual is made of, without those of a step that is not committed."""
+        """The number of reductions that the residual comes from, without those of an uncommitted step."""
         residual = self._before_step or self._residual
         return 0 if residual is None else residual.rounds
 
     def residual(self, device: torch.device) -> torch.Tensor:
-        """The residual as it rests, without a step that is not committed: ``(num_rows, bytes)`` uint8, zeros where
-        nothing was encoded so far.
+        """Return the residual in its encoded form, without an uncommitted step: ``(num_rows, bytes)`` uint8.
+
+        It decodes to zeros if nothing was encoded so far.
         """
         return (self._before_step or self._residual_on(device)).rows
 
     def restore(self, residual: torch.Tensor, rounds: int) -> None:
-        """Goes on from a residual that :meth:`residual` gave, and its ``rounds``."""
+        """Continue from the ``residual`` of :meth:`residual` and the number of its ``rounds``."""
         self._residual, self._before_step = _Residual(residual.clone(), rounds), None
 
     def commit(self) -> None:
-        """Ends a step: its residual is final, and the memory of the one before is released."""
+        """End a step: keep its residual and release the one from before it."""
         self._before_step = None
 
     def roll_back(self) -> None:
-        """Restores the residual from before the step, if anything was encoded in it."""
+        """Restore the residual from before the step, if anything was encoded in it."""
         if self._before_step is not None:
             self._residual, self._before_step = self._before_step, None
 
-    def _begin_round(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows to read the residual from and those to write the next one to. They are the same from the second
-        round of a step on.
+    def _begin_reduction(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows with the old residual and the rows for the new one.
+
+        They are the same from the second reduction of a step on.
         """
         old = self._residual_on(device)
         if self._before_step is None:
@@ -151,18 +153,18 @@ class Encoder:
     def _residual_on(self, device: torch.device) -> _Residual:
         assert self._feedback is not None, "asked only where the encoder remembers"
         if self._residual is None:
-            self._residual = _Residual(self._nothing(self._feedback, device).repeat(self.num_rows, 1))
+            self._residual = _Residual(self._zero_row(self._feedback, device).repeat(self.num_rows, 1))
         return self._residual
 
-    def _nothing(self, feedback: ErrorFeedback, device: torch.device) -> torch.Tensor:
-        """A row of zeros as it rests."""
+    def _zero_row(self, feedback: ErrorFeedback, device: torch.device) -> torch.Tensor:
+        """Return an encoded row of zeros."""
         return feedback.keep.encode(torch.zeros(1, self.numel, dtype=torch.float32, device=device))
 
-    def _count_round(self) -> None:
+    def _count_reduction(self) -> None:
         if self._feedback is None or self._residual is None:
             return
         self._residual.rounds += 1
         if self._residual.rounds == self._feedback.reset_every:
-            # In place: one that was restored is memory of another stream, which might take it while this one reads.
-            self._residual.rows.copy_(self._nothing(self._feedback, self._residual.rows.device))
+            # In place: a restored residual was allocated on another stream, which could reuse it while this one reads.
+            self._residual.rows.copy_(self._zero_row(self._feedback, self._residual.rows.device))
             self._residual.rounds = 0

@@ -1,8 +1,8 @@
-"""Integers of few bits with one scale per block: 8-bit and 4-bit.
+"""8-bit and 4-bit integers with one scale per block.
 
-A message is encoded row by row, each row what one rank sends or gets, so that no block straddles ranks and a scale
-needs no collective. Blocks of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.1), symmetric; their rotation as in
-SDP4Bit (Jia et al. 2024, arXiv:2410.15526), which rotates gradients.
+A message is encoded row by row, and a row is what one rank sends to or gets from another. So no block spans ranks, and
+scales need no collective. Blocks as in ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.1), symmetric; their
+rotation as in SDP4Bit (Jia et al. 2024, arXiv:2410.15526), which rotates gradients.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["Int4", "Int8"]
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """Values as signed 8-bit integers with one fp32 scale per ``block`` of them.
+    """Signed 8-bit integers with one fp32 scale per ``block`` values.
 
-    The error of a value is at most half of the largest magnitude in its block divided by 127. A block that has a nan or
-    an infinity comes out as nan, all of it, so that who looks for such values finds them.
+    The error of a value is at most half of the largest magnitude in its block divided by 127. A block with a nan or an
+    infinity decodes to all nan, so that checks for such values find them.
 
     Args:
         block: elements per scale.
-        rotate: multiply each block by the normalised Walsh-Hadamard matrix first, and again once it has arrived: what
-            is large is spread over the whole block. The root of the mean squared error of a block, rather than the
-            error of each value, is then at most half of the largest magnitude in the *rotated* block divided by 127;
-            what this error would make too large for fp32 comes out as its largest. ``block`` must be a power of two;
-            whole blocks travel, the last one padded with zeros.
+        rotate: multiply each block by the normalised Walsh-Hadamard matrix before encoding and after decoding, which
+            spreads large values over the block. The bound above, for the largest magnitude of the *rotated* block, then
+            holds for the root mean squared error of a block rather than for each value. Decoded values that would
+            exceed fp32 are clamped to its largest. ``block`` must be a power of two, and the last block is sent padded
+            with zeros.
     """
 
     block: int = 256
@@ -51,16 +51,16 @@ class Int8:
 
     @property
     def compiles(self) -> bool:
-        """The stages of a rotation, unrolled, keep the compiler busy for minutes."""
+        """False with ``rotate``: the unrolled stages of the transform take the compiler minutes."""
         return not self.rotate
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of a row of ``numel`` elements."""
+        """Return the bytes of an encoded row of ``numel`` elements."""
         return payload_size(_sent(numel, self), num_blocks(numel, self.block))
 
     @fused
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8."""
+        """Encode ``(num_rows, numel)`` of any float dtype into ``(num_rows, payload_bytes(numel))`` uint8."""
         integers, scales = _quantize(rows, self, 127)
         sent = integers.size(1)
         payload = empty_payload(sent, scales)
@@ -69,7 +69,7 @@ class Int8:
 
     @fused
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """``(num_rows, numel)`` fp32 of what :meth:`encode` made, which may be strided along dim 0."""
+        """Decode a payload of :meth:`encode`, which may be strided along dim 0, into ``(num_rows, numel)`` fp32."""
         sent = _sent(numel, self)
         integers = payload[:, :sent].view(torch.int8).float()
         return _dequantize(integers, scales_in(payload, sent, num_blocks(numel, self.block)), self, numel)
@@ -77,7 +77,7 @@ class Int8:
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """Values as signed 4-bit integers, two in a byte, with one fp32 scale per ``block`` of them.
+    """Signed 4-bit integers, two per byte, with one fp32 scale per ``block`` values.
 
     The error of a value is at most half of the largest magnitude in its block divided by 7. Nan, infinity and
     ``rotate`` as in :class:`Int8`, with 7 for 127.
@@ -91,19 +91,19 @@ class Int4:
 
     @property
     def compiles(self) -> bool:
-        """The stages of a rotation, unrolled, keep the compiler busy for minutes."""
+        """False with ``rotate``: the unrolled stages of the transform take the compiler minutes."""
         return not self.rotate
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of a row of ``numel`` elements."""
+        """Return the bytes of an encoded row of ``numel`` elements."""
         return payload_size(_half(_sent(numel, self)), num_blocks(numel, self.block))
 
     @fused
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8."""
+        """Encode ``(num_rows, numel)`` of any float dtype into ``(num_rows, payload_bytes(numel))`` uint8."""
         integers, scales = _quantize(rows, self, 7)
-        # The first half of a row in the low four bits, the second in the high ones: whole runs of elements, where
-        # neighbours in a byte would be every other one.
+        # The first half of a row is in the low four bits, the second half in the high ones. So both are contiguous
+        # runs; neighbours in one byte would need strided access.
         half = _half(integers.size(1))
         low, high = integers[:, :half].to(torch.int8), integers[:, half:].to(torch.int8)
         payload = empty_payload(half, scales)
@@ -114,7 +114,7 @@ class Int4:
 
     @fused
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """``(num_rows, numel)`` fp32 of what :meth:`encode` made, which may be strided along dim 0."""
+        """Decode a payload of :meth:`encode`, which may be strided along dim 0, into ``(num_rows, numel)`` fp32."""
         sent = _sent(numel, self)
         half = _half(sent)
         packed = payload[:, :half]
@@ -130,7 +130,7 @@ def _check(block: int, rotate: bool) -> None:
 
 
 def _sent(numel: int, codec: Int8 | Int4) -> int:
-    """Integers that travel for a row of ``numel`` elements."""
+    """Return how many integers are sent for a row of ``numel`` elements."""
     return num_blocks(numel, codec.block) * codec.block if codec.rotate else numel
 
 
@@ -139,16 +139,16 @@ def _half(numel: int) -> int:
 
 
 def _quantize(rows: torch.Tensor, codec: Int8 | Int4, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers in [-limit, limit], ``(num_rows, sent)`` of fp32, and scales ``(num_rows, num_blocks)``."""
+    """Return integers in [-limit, limit], ``(num_rows, sent)`` fp32, and scales, ``(num_rows, num_blocks)``."""
     block = codec.block
     if not codec.rotate:
         return _rounded(rows, block, limit)
     missing = _sent(rows.size(1), codec) - rows.size(1)
     padded = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
-    # Divided by the largest of its block before any are added, so that no sum of huge values overflows.
+    # Divide by the largest of each block before the transform, so that sums of huge values do not overflow.
     largest = scales_of(padded, block, 1)
     integers, steps = _rounded(hadamard_(scaled_down(padded, largest, block), block), block, limit)
-    # Two transforms by ones and minus ones, without the roots that would normalise them.
+    # The division by ``block`` normalises both transforms.
     return integers, largest * (steps / block)
 
 
@@ -158,7 +158,7 @@ def _rounded(rows: torch.Tensor, block: int, limit: int) -> tuple[torch.Tensor, 
 
 
 def _dequantize(integers: torch.Tensor, scales: torch.Tensor, codec: Int8 | Int4, numel: int) -> torch.Tensor:
-    """The ``(num_rows, numel)`` that ``integers``, ``(num_rows, sent)`` of fp32, stand for; takes their memory."""
+    """Return the ``(num_rows, numel)`` values of ``integers``, ``(num_rows, sent)`` fp32, in the same memory."""
     if not codec.rotate:
         return scale_up_(integers, scales, codec.block)
     largest = torch.finfo(torch.float32).max

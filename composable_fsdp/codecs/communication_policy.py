@@ -1,4 +1,4 @@
-"""Which codecs a group uses."""
+"""The codecs of a parameter group."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ __all__ = ["EXACT", "PLAIN", "CommunicationPolicy", "GradientCodecs"]
 
 @dataclass(frozen=True)
 class CommunicationPolicy:
-    """How the floating-point parameters of a group, and their gradients, travel between ranks.
+    """Codecs for the floating-point parameters of a group, and for their gradients.
 
-    Where an axis has one rank, nothing travels over it and nothing is encoded.
+    Nothing is sent over an axis of one rank, and so nothing is encoded.
 
     Args:
         all_gather: the codec of parameters, such as ``Int8()``; ``None`` sends them in the dtype of computation. Every
-            rank computes with what came out of the codec, its own shard included. On the way back from a smaller mesh
-            (``reshard_after_forward=n``) nothing is encoded again.
-        reduce_scatter: the codec of gradients over the shard axis, or ``ErrorFeedback`` of one. Each rank encodes what
-            it has for each other one, and adds up what it gets in fp32, in the order of ranks; the policy's
-            ``reduce_dtype`` does not matter then. ``None`` sends them in the reduce dtype.
-        all_reduce: the same over the replicate axis of a hybrid mesh, where the sums of the shard axis travel twice:
-            once to be added up, once as the total. Between hosts, and so often the coarser of both.
-        min_numel: parameters with fewer elements, such as norms and biases, travel as they are.
+            rank computes with the decoded values, also of its own shard. The all-gather in backward from a smaller mesh
+            (``reshard_after_forward=n``) is not encoded again.
+        reduce_scatter: the codec of gradients over the shard axis, or ``ErrorFeedback`` of one. Each rank encodes a
+            message for each other rank, and sums the messages that it receives in fp32, in the order of ranks; the
+            policy's ``reduce_dtype`` has no effect then. ``None`` sends gradients in the reduce dtype.
+        all_reduce: the same over the replicate axis of a hybrid mesh. The sums of the shard axis are encoded twice: for
+            the reduction and for the all-gather of its result. This axis is between hosts, so its codec is often the
+            coarser.
+        min_numel: parameters with fewer elements, such as norms and biases, are not encoded.
 
-    Codecs give fp32: float64 parameters keep no more than that on the way, and their gradients are added up in it.
+    Codecs decode to fp32: float64 parameters are rounded to that on the wire, and their gradients are summed in it.
     """
 
     all_gather: Codec | None = None
@@ -59,17 +60,17 @@ class CommunicationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GradientCodecs:
-    """How gradients travel over the shard axis and over the replicate axis; ``None`` is a plain reduction."""
+    """The codecs of gradients over the shard axis and over the replicate axis; ``None`` is a plain reduction."""
 
     shard: GradientCodec | None = None
     replicate: GradientCodec | None = None
 
     def for_parameter(self, shape: Sequence[int]) -> GradientCodecs:
-        """The same for a parameter whose piece on a rank has this shape."""
+        """Return the codecs for a parameter whose shard has this shape."""
         return GradientCodecs(_resolved(self.shard, shape), _resolved(self.replicate, shape))
 
     def alongside(self, other: GradientCodecs) -> GradientCodecs:
-        """The same, but exact values where ``other`` is encoded, so that both travel in one message."""
+        """Return the codecs for sending in one message with ``other``: exact where only ``other`` is encoded."""
         return GradientCodecs(
             self.shard or (EXACT if other.shard is not None else None),
             self.replicate or (EXACT if other.replicate is not None else None),
@@ -83,7 +84,7 @@ def _resolved(codec: GradientCodec | None, shape: Sequence[int]) -> GradientCode
 
 
 PLAIN = GradientCodecs()
-"""Gradients that are reduced without codecs."""
+"""No codecs: gradients are reduced by the communicator."""
 
 EXACT = Cast(torch.float32)
-"""What travels along with encoded gradients, and is added up like them, without being changed."""
+"""The codec of gradients that are sent and summed together with encoded ones, unchanged."""

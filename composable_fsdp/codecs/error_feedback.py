@@ -1,4 +1,4 @@
-"""What a codec lost in one step is sent with the next."""
+"""Error feedback: the error of a codec in one step is added to the next step's gradients."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ __all__ = ["ErrorFeedback", "without_feedback"]
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback:
-    """Adds to each gradient what ``codec`` lost of the earlier ones, so that errors cancel instead of piling up.
+    """Adds the error of ``codec`` so far to each gradient, so that errors cancel instead of adding up.
 
-    Each rank encodes ``gradient + decay * residual`` and keeps what that lost as the new residual (Seide et al. 2014;
-    Karimireddy et al. 2019, arXiv:1901.09847). A residual that is not finite, after an overflow, is dropped.
+    Each rank encodes ``gradient + decay * residual`` and keeps the error of that as the new residual (Seide et al.
+    2014; Karimireddy et al. 2019, arXiv:1901.09847). A residual that is not finite, after an overflow, is dropped.
 
-    The residual of a reduce-scatter is as large as the group's full gradients, on each rank, times what ``keep`` makes
-    of a value: with the default a byte and 4 per block of 256. From the reduction in backward until the forward of the
-    next step the residual takes that twice, so that a step that fails can be undone (``reset_iter_state``). It begins
-    anew where ``requires_grad`` changes, where local tensors are replaced (``to``, ``to_empty``, loading with
-    ``assign``) and in copies of the module. To save it with a checkpoint see
-    :class:`composable_fsdp.CommunicationState`.
+    On each rank, the residual of a reduce-scatter has as many values as the group's full gradients, encoded by
+    ``keep``: by default a byte each and 4 bytes per block of 256. From the reduction in backward until the forward of
+    the next step it takes that twice, so that a failed step can be undone (``reset_iter_state``). It starts from zero
+    when ``requires_grad`` changes, when local tensors are replaced (``to``, ``to_empty``, loading with ``assign``) and
+    in copies of the module. To save it with a checkpoint see :class:`composable_fsdp.CommunicationState`.
 
     Args:
-        codec: how the sum of both travels.
-        decay: what is kept of a residual from one step to the next, in (0, 1].
-        reset_every: after so many reductions the residual is dropped; ``None``: never. Optimizers that meet very
-            different gradients late in training profit (LoCo, Xie et al. 2024, arXiv:2407.04480).
-        keep: how the residual rests between steps; ``Cast(torch.float32)`` is exact.
+        codec: the codec of the sum of gradient and residual.
+        decay: factor of the residual from one step to the next, in (0, 1].
+        reset_every: number of reductions after which the residual is dropped; ``None``: never. Useful if gradients late
+            in training are very different from earlier ones (LoCo, Xie et al. 2024, arXiv:2407.04480).
+        keep: the codec of the residual between steps; ``Cast(torch.float32)`` is exact.
     """
 
     codec: Codec
@@ -52,10 +51,10 @@ class ErrorFeedback:
             )
 
     def for_parameter(self, shape: Sequence[int]) -> ErrorFeedback:
-        """The same for a parameter whose piece on a rank has this shape."""
+        """Return the error feedback for a parameter whose shard has this shape."""
         return replace(self, codec=resolve_codec(self.codec, shape), keep=resolve_codec(self.keep, shape))
 
 
 def without_feedback(codec: Codec | ErrorFeedback | None) -> Codec | None:
-    """What travels."""
+    """Return the codec without its error feedback."""
     return codec.codec if isinstance(codec, ErrorFeedback) else codec

@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""The protocol of codecs."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ _METHODS = ("payload_bytes", "encode", "decode")
 
 
 class Codec(Protocol):
-    """How values travel. A codec is a value: frozen, hashable, without state, the same on every rank.
+    """How values are encoded on the wire. A codec is a value: frozen, hashable, stateless, the same on every rank.
 
-    Invariants: rows are encoded by themselves, each what one rank sends or gets; the size of a payload follows from the
-    number of elements alone; decoding gives the same values on every rank. Nan and infinity do not get lost: what is
-    decoded has a nan or an infinity where a row had one, perhaps also near it.
+    Invariants: rows are encoded independently, each being what one rank sends or gets; the size of a payload depends on
+    the number of elements alone; decoding gives the same values on every rank. Nan and infinity are not lost: a decoded
+    row has a nan or an infinity where the original had one, perhaps also near it.
     """
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of a row of ``numel`` elements."""
+        """Return the bytes of an encoded row of ``numel`` elements."""
         ...
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """``(num_rows, numel)`` of any float dtype as ``(num_rows, payload_bytes(numel))`` of uint8, contiguous.
+        """Encode ``(num_rows, numel)`` of any float dtype into ``(num_rows, payload_bytes(numel))`` uint8, contiguous.
 
-        ``rows`` may be the parameters themselves: they must not be changed.
+        ``rows`` may be the parameters themselves and must not be changed.
         """
         ...
 
     def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """``(num_rows, numel)`` of what :meth:`encode` made, in fp32.
+        """Decode a payload of :meth:`encode` into ``(num_rows, numel)`` fp32.
 
-        ``payload`` may be strided along dim 0; each of its rows begins on a boundary of 4 bytes.
+        ``payload`` may be strided along dim 0; each of its rows is aligned to 4 bytes.
         """
         ...
 
 
 @runtime_checkable
 class CodecPerParameter(Protocol):
-    """A codec that depends on the parameter: a rank encodes the shards of many as one message and sees no shapes."""
+    """A codec that depends on a parameter's shape, which ``encode`` does not see in a message of many shards."""
 
     def for_parameter(self, shape: Sequence[int]) -> Codec:
-        """The codec of a parameter of this shape."""
+        """Return the codec for a parameter of this shape."""
         ...
 
 
 def resolve_codec(codec: Codec, shape: Sequence[int]) -> Codec:
-    """The codec with which a parameter travels whose piece on a rank has this shape."""
+    """Return the codec for a parameter whose shard has this shape."""
     return codec.for_parameter(shape) if isinstance(codec, CodecPerParameter) else codec
 
 
 def check_codec(what: str, codec: object) -> None:
-    """Raises ``ConfigurationError`` unless ``codec``, given as ``what``, has what a codec needs."""
+    """Raise ``ConfigurationError`` unless ``codec``, given as ``what``, has the methods of a codec and is hashable."""
     if isinstance(codec, type) or not all(callable(getattr(codec, method, None)) for method in _METHODS):
         raise ConfigurationError(f"{what} takes a codec, with methods {', '.join(_METHODS)}, not {codec!r}.")
     try:
         hash(codec)
     except TypeError:
         raise ConfigurationError(
-            f"{what} takes a codec that can be hashed, as parameters with equal codecs travel together, which "
-            f"{type(codec).__name__} cannot: make it a frozen dataclass."
+            f"{what} takes a hashable codec, because parameters with equal codecs share a bucket. "
+            f"{type(codec).__name__} is not hashable: make it a frozen dataclass."
         ) from None

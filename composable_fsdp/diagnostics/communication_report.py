@@ -11,11 +11,11 @@ from torch import nn
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.wire_bytes import (
     WireBytes,
-    all_reduce_traffic,
+    all_gather_wire_bytes,
+    all_reduce_wire_bytes,
     by_process_groups,
-    gather_traffic,
-    reduce_traffic,
-    smaller_gather_traffic,
+    reduce_scatter_wire_bytes,
+    smaller_mesh_wire_bytes,
 )
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.lazy_init import iteration_of, name_states
@@ -123,13 +123,13 @@ def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
         return pgs.axes.shard.size
 
     times = 2 if kind is ReshardKind.ALWAYS and state.unshard_in_backward else 1
-    yield _row(name, state, "all-gather", times, gather_traffic, shard)
+    yield _row(name, state, "all-gather", times, all_gather_wire_bytes, shard)
     if kind is ReshardKind.SMALLER and state.unshard_in_backward:
-        in_part = partial(smaller_gather_traffic, size=smaller)
+        in_part = partial(smaller_mesh_wire_bytes, size=smaller)
         yield _row(name, state, "all-gather (smaller mesh)", 1, in_part, lambda pgs: min(smaller, shard(pgs)))
     if state.group.plan.num_trainable:
-        yield _row(name, state, "reduce-scatter", 1, reduce_traffic, shard)
-        yield _row(name, state, "all-reduce", 1, all_reduce_traffic, lambda pgs: pgs.replicate.size)
+        yield _row(name, state, "reduce-scatter", 1, reduce_scatter_wire_bytes, shard)
+        yield _row(name, state, "all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size)
 
 
 def _row(

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp.testing import RanksError, run_ranks
 from tests._internals import (
     Bucket,
-    GradientScatter,
+    BucketReduceScatter,
     GroupGradients,
     Iteration,
     ModelParallel,
@@ -256,7 +256,7 @@ def test_programs_that_failed_once_pass(name: str) -> None:
 # -- a library that is broken on purpose
 
 
-def forget_to_divide(self: GradientScatter, *args: object) -> object:
+def forget_to_divide(self: BucketReduceScatter, *args: object) -> object:
     scatter, reduction = args
     assert isinstance(reduction, Reduction)
     return WHOLE["finish"](self, scatter, Reduction(reduction.op, reduction.pre_divide, 1.0))
@@ -299,7 +299,7 @@ def count_steps_of_all_threads(self: OptimizerSteps) -> None:
 STEPS = SimpleNamespace()
 
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
-    "finish": (GradientScatter, forget_to_divide, "backward all", SOCKETS),
+    "finish": (BucketReduceScatter, forget_to_divide, "backward all", SOCKETS),
     "end_backward": (Iteration, forget_what_is_kept, "keep always", SOCKETS),
     "hold": (GroupGradients, forget_what_was_held, "hold all", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all", SOCKETS),

@@ -48,8 +48,8 @@ def check_how_parameters_travel() -> None:
     model = shard_layers(TASKS["wide"].build(), composable_fsdp.fully_shard)
     even, uneven = (state_of(model.get_submodule(f"layers.{i}")).group.plan.buckets[0] for i in (0, 1))
     for bucket in (even, uneven):
-        assert (bucket.gather.direct, bucket.gather.packed) == ((0,), (1,))
-    assert (even.reduce.direct, uneven.reduce.direct) == ((0,), ())
+        assert (bucket.gather.zero_copy, bucket.gather.packed) == ((0,), (1,))
+    assert (even.reduce.zero_copy, uneven.reduce.zero_copy) == ((0,), ())
 
 
 def compare_with_reference_and_peer(reshard_after_forward: bool | int | None) -> None:

@@ -17,7 +17,7 @@ from composable_fsdp import CommunicationPolicy, FSDPModule, MixedPrecisionPolic
 from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.testing import run_ranks
-from tests._internals import Residence, state_of
+from tests._internals import UnshardedStorage, state_of
 from tests.ranks._models import TASKS, Routed, Task, shard_layers
 from tests.ranks._sharding import sharded
 from tests.ranks._spy import counted_collectives
@@ -25,13 +25,13 @@ from tests.ranks.test_common_memory import buckets_of, local
 from tests.transports import COPIES, SOCKETS, Environment
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-COMMON, BUFFER, SHARDS = {Residence.COMMON}, {Residence.BUFFER}, {Residence.SHARDS}
+SHARED, OWNED, ALIASED = {UnshardedStorage.SHARED}, {UnshardedStorage.OWNED}, {UnshardedStorage.ALIASED}
 
 Play = Callable[[nn.Module, Task, int], list[torch.Tensor]]
 
 
-def residences(model: nn.Module) -> set[Residence]:
-    return {bucket.plan.residence for bucket in buckets_of(model)}
+def storages(model: nn.Module) -> set[UnshardedStorage]:
+    return {bucket.plan.unsharded_storage for bucket in buckets_of(model)}
 
 
 def own_loss(model: nn.Module, task: Task, step: int) -> torch.Tensor:
@@ -41,8 +41,8 @@ def own_loss(model: nn.Module, task: Task, step: int) -> torch.Tensor:
 def gather_nothing() -> None:
     task = TASKS["wide"]
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
-    assert residences(model) == COMMON
-    assert not any(bucket.store.in_common for bucket in buckets_of(model)), "shards rest where only their rank writes"
+    assert storages(model) == SHARED
+    assert not any(bucket.store.is_shared for bucket in buckets_of(model)), "shards rest where only their rank writes"
     with counted_collectives() as counts:
         for step in range(2):
             own_loss(model, task, step).backward()
@@ -272,13 +272,13 @@ def convert() -> None:
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
-    assert residences(model) == COMMON
+    assert storages(model) == SHARED
     twin = copy.deepcopy(model)
-    assert residences(twin) == BUFFER, "a copy may be made by some ranks only"
+    assert storages(twin) == OWNED, "a copy may be made by some ranks only"
     torch.testing.assert_close(loss_of(twin), expected, rtol=0, atol=0)
     model.bfloat16()
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
-    assert residences(model) == BUFFER, "shards of another dtype are not put where ranks may still read"
+    assert storages(model) == OWNED, "shards of another dtype are not put where ranks may still read"
 
 
 @pytest.mark.behaviour("A-12")
@@ -290,17 +290,17 @@ def leave_out() -> None:
     task = TASKS["mlp"]
     columns, coded, plain = task.build(), task.build(), task.build()
     fully_shard(columns, shard_placement_fn=lambda p: Shard(p.ndim - 1), mp_policy=BF16)
-    assert residences(columns) == BUFFER, "columns of ranks do not lie one after the other"
+    assert storages(columns) == OWNED, "columns of ranks do not lie one after the other"
     fully_shard(coded, mp_policy=BF16, comm_policy=CommunicationPolicy(all_gather=Int8(), min_numel=0))
-    assert residences(coded) == BUFFER
+    assert storages(coded) == OWNED
     fully_shard(plain, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    assert residences(plain) == SHARDS, "what is not cast needs no copy"
+    assert storages(plain) == ALIASED, "what is not cast needs no copy"
     hybrid = task.build()
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2)), mp_policy=BF16)
-    assert residences(hybrid) == COMMON
+    assert storages(hybrid) == SHARED
     alone = task.build()
     fully_shard(alone, mesh=init_device_mesh("cpu", (4, 1)), mp_policy=BF16)
-    assert residences(alone) == BUFFER, "what one rank alone casts is freed between uses"
+    assert storages(alone) == OWNED, "what one rank alone casts is freed between uses"
     for model in (columns, coded, plain, hybrid, alone):
         own_loss(model, task, 0).backward()
 
@@ -310,7 +310,7 @@ def test_only_what_gains_by_it_has_a_common_copy() -> None:
 
 
 def keep_apart() -> None:
-    assert residences(shard_layers(TASKS["mlp"].build(), fully_shard, mp_policy=BF16)) == BUFFER
+    assert storages(shard_layers(TASKS["mlp"].build(), fully_shard, mp_policy=BF16)) == OWNED
 
 
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])

@@ -31,7 +31,7 @@ def buckets_of(model: nn.Module) -> list[Bucket]:
 
 
 def in_common(model: nn.Module) -> set[bool]:
-    return {bucket.store.in_common for bucket in buckets_of(model)}
+    return {bucket.store.is_shared for bucket in buckets_of(model)}
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -66,10 +66,10 @@ def own_their_storage() -> None:
         file.seek(0)
         torch.testing.assert_close(torch.load(file), shard)
     (bucket,) = buckets_of(model.get_submodule("layers.0"))
-    versions = [tensor._version for tensor in bucket.counted]
+    versions = [tensor._version for tensor in bucket.versioned]
     with torch.no_grad():
         local(bucket.parameters[0].sharded).add_(1)
-    assert [tensor._version for tensor in bucket.counted] > versions
+    assert [tensor._version for tensor in bucket.versioned] > versions
 
 
 def test_each_shard_is_a_storage_of_its_own() -> None:
@@ -129,7 +129,7 @@ def write_while_whole() -> None:
 
     hook = layer.register_forward_pre_hook(clamp)
     message = (
-        r"parameters \['.*weight'\] were changed in place while they were unsharded.*as often as they made it.*"
+        r"parameters \['.*weight'\] were changed in place while they were unsharded.*once for each rank that made it.*"
         r"unsharded_params\(writeback=True\).*COMPOSABLE_FSDP_SHARED_MEMORY=copy"
     )
     with pytest.raises(ParameterError, match=message):
@@ -253,7 +253,7 @@ def leave_out() -> None:
     assert in_common(cast) == {False}, "what is cast is not the shards"
     columns = task.build()
     fully_shard(columns, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
-    assert {b.store.in_common for b in buckets_of(columns)} == {False}, (
+    assert {b.store.is_shared for b in buckets_of(columns)} == {False}, (
         "columns of ranks do not lie one after the other"
     )
     hybrid = task.build()

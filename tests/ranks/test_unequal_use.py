@@ -136,7 +136,7 @@ def train_unequally_with_direct_messages() -> None:
                 patch.setattr(communicator, "direct_bytes", Always(direct_bytes), raising=False)
             model = shard(Model(), (2,), True)
             (bucket,) = state_of(model.layers[0]).group.plan.buckets
-            assert len(bucket.reduce.direct) == (10 if direct_bytes == 1 else 5)
+            assert len(bucket.reduce.zero_copy) == (10 if direct_bytes == 1 else 5)
             train_unequally((2,), 8, 4)
 
 

@@ -161,8 +161,8 @@ def check_whole(model: Any, expected: set[str]) -> None:
     """That these travel whole both ways, or nothing does, and never what all ranks have rows of."""
     for layer in model.layers:
         plan = state_of(layer).group.plan
-        gathered = {plan.specs[b.indices[i]].name for b in plan.buckets for i in b.gather.whole}
-        reduced = {plan.specs[b.indices[b.reduce.indices[k]]].name for b in plan.buckets for k in b.reduce.whole}
+        gathered = {plan.specs[b.indices[i]].name for b in plan.buckets for i in b.gather.all_reduced}
+        reduced = {plan.specs[b.indices[b.reduce.indices[k]]].name for b in plan.buckets for k in b.reduce.all_reduced}
         assert gathered == reduced
         assert "out.weight" not in gathered
         assert gathered >= expected
@@ -198,7 +198,7 @@ def test_over_gloo_only_the_order_of_sums_differs(variant: str) -> None:
 def in_common_the_gather_moves_nothing() -> None:
     with whole_from(0):
         plans = [bucket.plan for layer in plain().layers for bucket in state_of(layer).group.buckets]
-    assert all(plan.aliased and not plan.gather.whole and plan.reduce.whole for plan in plans)
+    assert all(plan.aliased and not plan.gather.all_reduced and plan.reduce.all_reduced for plan in plans)
 
 
 def test_what_ranks_have_in_common_is_not_summed_up() -> None:

@@ -182,7 +182,7 @@ class Unhashable:
         (lambda: CommunicationPolicy(all_gather=Int8), r"all_gather=\.\.\.\) takes a codec, .*, not <class"),  # type: ignore[arg-type]
         (
             lambda: CommunicationPolicy(all_reduce=cast(Any, Unhashable())),
-            r"hashed, .* Unhashable cannot: make it a frozen datac",
+            r"hashable codec, .* Unhashable is not hashable: make it a frozen datac",
         ),
         (lambda: ErrorFeedback(3), r"ErrorFeedback\(codec=\.\.\.\) takes a codec, .*, not 3"),  # type: ignore[arg-type]
         (lambda: ErrorFeedback(Int8(), keep=ErrorFeedback(Int8())), r"keep=\.\.\.\) takes a codec, .*, not ErrorF"),  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests._internals import CommStreams, Gather, LastGather, Transfer, launch_gather
+from tests._internals import AllGatherBuffers, CommStreams, GatherCache, Transfer, launch_gather
 
 CPU = torch.device("cpu")
 
@@ -38,15 +38,15 @@ class ProcessGroups:
 class Bucket:
     """A bucket whose parameters travel straight to their places."""
 
-    as_it_lies = None
+    cached_part = None
     awaits_readers = False
 
     def __init__(self, wire: ShmSocket) -> None:
         self.pgs = ProcessGroups(wire)
         self.is_freed = False
 
-    def prepare_gather(self) -> Gather:
-        return Gather([Transfer(torch.zeros(4), torch.ones(2))], [])
+    def prepare_gather(self) -> AllGatherBuffers:
+        return AllGatherBuffers([Transfer(torch.zeros(4), torch.ones(2))], [])
 
     def free(self) -> None:
         self.is_freed = True
@@ -57,5 +57,5 @@ class Bucket:
 def test_memory_is_given_back_after_a_failed_launch_unless_part_of_it_is_under_way(first_works: bool) -> None:
     buckets: list[Any] = [Bucket(ShmSocket(works=first_works)), Bucket(ShmSocket(works=False))]
     with pytest.raises(MemoryError, match="all-gather of a"):
-        launch_gather(CommStreams(CPU), buckets, CPU, "all-gather of a", LastGather())
+        launch_gather(CommStreams(CPU), buckets, CPU, "all-gather of a", GatherCache())
     assert [bucket.is_freed for bucket in buckets] == [not first_works] * 2

@@ -16,7 +16,7 @@ from tests._internals import (
     TensorShards,
     plan_gather,
     plan_reduce,
-    worth_whole,
+    worth_all_reducing,
 )
 from tests.unit.test_layout_shard import shards_of_one_bucket
 
@@ -52,7 +52,7 @@ def assert_packed_first(layout: GatherLayout | ReduceLayout, itemsize: int) -> N
     starts = list(accumulate(layout.packed_widths, initial=0))
     assert [offsets[i] for i in layout.packed] == starts[:-1]
     assert layout.packed_numel == starts[-1]
-    assert all(offsets[i] >= layout.packed_numel for i in layout.direct)
+    assert all(offsets[i] >= layout.packed_numel for i in layout.zero_copy)
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
@@ -61,7 +61,7 @@ def test_the_store_has_disjoint_aligned_segments_with_the_packed_ones_in_front(
 ) -> None:
     layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
     lengths = [s.padded_numel for s in shards]
-    assert_partition((layout.direct, layout.packed), range(len(shards)))
+    assert_partition((layout.zero_copy, layout.packed), range(len(shards)))
     assert_disjoint_and_aligned(layout.store.offsets, lengths, layout.store.numel, itemsize)
     assert_packed_first(layout, itemsize)
 
@@ -73,7 +73,7 @@ def test_the_places_are_disjoint_and_aligned_and_hold_the_padded_gather_of_every
     layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
     lengths = [s.full_numel for s in shards]
     assert_disjoint_and_aligned(layout.places.offsets, lengths, layout.places.numel, itemsize)
-    for i in layout.direct:
+    for i in layout.zero_copy:
         assert shards[i].full_numel == shards[i].padded_numel * layout.num_shards
 
 
@@ -94,7 +94,7 @@ def test_a_tensor_travels_direct_where_it_concatenates_and_its_full_size_reaches
     layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
     for i, s in enumerate(shards):
         expected = s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
-        assert (i in layout.direct) == expected
+        assert (i in layout.zero_copy) == expected
 
 
 @FEWER
@@ -105,7 +105,7 @@ def test_threshold_zero_packs_only_what_cannot_land_in_place_and_a_huge_one_pack
     nothing_small = plan_gather(shards, itemsize=itemsize, direct_bytes=0)
     assert all(not shards[i].concatenates or not shards[i].numel for i in nothing_small.packed)
     all_small = plan_gather(shards, itemsize=itemsize, direct_bytes=NEVER_DIRECT)
-    assert all_small.direct == ()
+    assert all_small.zero_copy == ()
     assert all_small.packed_numel == all_small.store.numel
 
 
@@ -128,7 +128,7 @@ def test_the_output_of_a_reduction_has_disjoint_aligned_segments_with_the_packed
     assert layout.indices == tuple(indices)
     assert layout.shards == tuple(shards[i] for i in indices)
     lengths = [s.padded_numel for s in layout.shards]
-    assert_partition((layout.direct, layout.packed), range(len(indices)))
+    assert_partition((layout.zero_copy, layout.packed), range(len(indices)))
     assert_disjoint_and_aligned(layout.output.offsets, lengths, layout.output.numel, itemsize)
     assert_packed_first(layout, itemsize)
 
@@ -140,7 +140,7 @@ def test_only_even_gradients_that_concatenate_travel_direct(
     layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, direct_bytes=direct_bytes)
     for k, s in enumerate(shards):
         large = s.numel > 0 and s.numel * itemsize >= direct_bytes
-        assert (k in layout.direct) == (large and s.concatenates and s.layout.is_even)
+        assert (k in layout.zero_copy) == (large and s.concatenates and s.layout.is_even)
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
@@ -164,11 +164,11 @@ def aligned(numel: int, itemsize: int) -> int:
 def test_what_travels_whole_moves_no_more_bytes_and_what_does_not_would_move_more(
     shards: tuple[TensorShards, ...], itemsize: int, whole_bytes: int
 ) -> None:
-    wide = worth_whole(shards, itemsize=itemsize, whole_bytes=0)
+    wide = worth_all_reducing(shards, itemsize=itemsize, whole_bytes=0)
     for i, s in enumerate(shards):
         assert (i in wide) == (0 < 2 * s.numel <= s.num_shards * s.padded_numel)
     padding = sum(shards[i].num_shards * shards[i].padded_numel - shards[i].numel for i in wide)
-    assert worth_whole(shards, itemsize=itemsize, whole_bytes=whole_bytes) == (
+    assert worth_all_reducing(shards, itemsize=itemsize, whole_bytes=whole_bytes) == (
         wide if padding * itemsize >= whole_bytes else ()
     )
 
@@ -177,20 +177,20 @@ def test_what_travels_whole_moves_no_more_bytes_and_what_does_not_would_move_mor
 def test_spans_cover_the_places_of_what_is_whole_and_no_other(
     shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int, data: st.DataObject
 ) -> None:
-    whole = sorted(data.draw(st.sets(st.sampled_from(range(len(shards))))))
-    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes, whole=whole)
-    assert layout.whole == tuple(whole)
-    assert_partition((layout.direct, layout.packed, layout.whole), range(len(shards)))
+    all_reduced = sorted(data.draw(st.sets(st.sampled_from(range(len(shards))))))
+    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes, all_reduced=all_reduced)
+    assert layout.all_reduced == tuple(all_reduced)
+    assert_partition((layout.zero_copy, layout.packed, layout.all_reduced), range(len(shards)))
     assert_packed_first(layout, itemsize)
     assert_disjoint_and_aligned(layout.store.offsets, [s.padded_numel for s in shards], layout.store.numel, itemsize)
-    lengths = [s.numel if i in whole else s.full_numel for i, s in enumerate(shards)]
+    lengths = [s.numel if i in all_reduced else s.full_numel for i, s in enumerate(shards)]
     assert_disjoint_and_aligned(layout.places.offsets, lengths, layout.places.numel, itemsize)
-    assert len(layout.spans) == bool(whole), "one message"
+    assert len(layout.spans) == bool(all_reduced), "one message"
     covered = {element for span in layout.spans for element in span}
     for i, (offset, length) in enumerate(zip(layout.places.offsets, lengths, strict=True)):
         segment = set(range(offset, offset + length))
-        assert segment <= covered if i in whole else not segment & covered
-    assert layout.whole_numel == sum(aligned(shards[i].numel, itemsize) for i in whole)
+        assert segment <= covered if i in all_reduced else not segment & covered
+    assert layout.all_reduced_numel == sum(aligned(shards[i].numel, itemsize) for i in all_reduced)
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, WHOLE_BYTES, st.booleans())
@@ -201,13 +201,13 @@ def test_whole_gradients_and_the_flags_are_one_message_and_the_others_a_padded_o
     layout = plan_reduce(
         shards, indices, itemsize=itemsize, direct_bytes=direct_bytes, flags=flags, whole_bytes=whole_bytes
     )
-    assert layout.whole == worth_whole(shards, itemsize=itemsize, whole_bytes=whole_bytes)
-    assert_partition((layout.direct, layout.packed, layout.whole), indices)
+    assert layout.all_reduced == worth_all_reducing(shards, itemsize=itemsize, whole_bytes=whole_bytes)
+    assert_partition((layout.zero_copy, layout.packed, layout.all_reduced), indices)
     lengths = [s.padded_numel for s in shards] + [layout.num_flags] * flags
     offsets = (*layout.output.offsets, *[layout.flags_offset] * flags)
     assert_disjoint_and_aligned(offsets, lengths, layout.output.numel, itemsize)
-    full_lengths = [shards[k].numel for k in layout.whole]
-    if layout.whole:
+    full_lengths = [shards[k].numel for k in layout.all_reduced]
+    if layout.all_reduced:
         assert layout.flags_width == 0
         full_lengths += [layout.num_flags] * flags
     else:
@@ -215,13 +215,13 @@ def test_whole_gradients_and_the_flags_are_one_message_and_the_others_a_padded_o
     assert layout.gradient_numel == sum(layout.packed_widths[: len(layout.packed)])
     assert_disjoint_and_aligned(layout.message.offsets, full_lengths, layout.message.numel, itemsize)
     without = plan_reduce(shards, indices, itemsize=itemsize, direct_bytes=direct_bytes, flags=flags)
-    alignment = 2 * (len(layout.whole) + 1) * ALIGNMENT_BYTES // itemsize
+    alignment = 2 * (len(layout.all_reduced) + 1) * ALIGNMENT_BYTES // itemsize
     assert layout.wire_numel <= without.wire_numel + alignment + 2 * layout.num_flags
 
 
 def test_a_reduction_of_nothing_is_empty() -> None:
     layout = plan_reduce([TensorShards((4,), 0, 2)], [], itemsize=4, direct_bytes=0)
-    assert (layout.direct, layout.packed, layout.packed_numel, layout.output.numel) == ((), (), 0, 0)
+    assert (layout.zero_copy, layout.packed, layout.packed_numel, layout.output.numel) == ((), (), 0, 0)
     assert not layout.has_padding
 
 

@@ -24,7 +24,7 @@ from tests._internals import (
     plan_gather,
     plan_group,
     plan_reduce,
-    plan_smaller,
+    plan_smaller_mesh,
     put_shard,
     take_shard,
     unpack_parameter,
@@ -235,7 +235,7 @@ def store_of(layout: GatherLayout, fulls: Sequence[Tensor], rank: int) -> Tensor
 
 def gather(layout: GatherLayout, stores: Sequence[Tensor], buffer: Tensor, regions: Sequence[int]) -> None:
     """What the runtime does around an all-gather; ``regions`` are the lengths of the places in ``buffer``."""
-    for i in layout.direct:
+    for i in layout.zero_copy:
         start, length, place = layout.store.offsets[i], layout.shards[i].padded_numel, layout.places.offsets[i]
         arrived = torch.cat([store[start : start + length] for store in stores])
         assert arrived.numel() <= regions[i]
@@ -275,7 +275,7 @@ def test_gathering_from_a_smaller_mesh_gives_back_the_parameters_in_the_same_pla
     dtype = torch.float32
     specs = tuple(ParameterSpec("w", s.shape, s.dim, dtype, dtype, dtype, dtype, True) for s in drawn)
     (bucket,) = plan_group(specs, (PlanOptions(larger, direct_bytes, direct_bytes),)).buckets
-    layout = plan_smaller(bucket, smaller, direct_bytes)
+    layout = plan_smaller_mesh(bucket, smaller, direct_bytes)
     fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(drawn)]
     stores = [store_of(layout, fulls, rank) for rank in range(smaller)]
     buffer = torch.full((bucket.gather.places.numel,), UNTOUCHED)
@@ -334,7 +334,7 @@ def test_reducing_the_gradients_of_all_ranks_leaves_each_with_its_shard_of_the_s
     if layout.packed_numel:
         summed = torch.stack([message_of(layout, mine, reduce_dtype) for mine in gradients]).sum(0)
         outputs[:, : layout.packed_numel] = summed.view(num_ranks, layout.packed_numel)
-    for k in layout.direct:
+    for k in layout.zero_copy:
         start, length = layout.output.offsets[k], layout.shards[k].padded_numel
         sent = [mine[k].reshape(-1).to(reduce_dtype) for mine in gradients]  # type: ignore[union-attr]
         outputs[:, start : start + length] = torch.stack(sent).sum(0).view(num_ranks, length)

@@ -15,10 +15,10 @@ from tests._internals import (
     GroupPlan,
     ParameterSpec,
     PlanOptions,
-    Residence,
     TensorShards,
+    UnshardedStorage,
     plan_group,
-    plan_smaller,
+    plan_smaller_mesh,
 )
 from tests.unit.test_layout_bucket import DIRECT_BYTES, assert_disjoint_and_aligned, assert_packed_first
 from tests.unit.test_layout_shard import SHAPES, WORLD_SIZES
@@ -106,7 +106,7 @@ def test_exactly_the_trainable_parameters_are_reduced(specs: tuple[ParameterSpec
 def test_a_gradient_that_must_be_cast_is_packed(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     for bucket in plan_group(specs, (options,)).buckets:
         if bucket.reduce_dtype != bucket.compute_dtype:
-            assert bucket.reduce.direct == ()
+            assert bucket.reduce.zero_copy == ()
 
 
 @FEWER
@@ -115,7 +115,7 @@ def test_a_gradient_in_the_dtype_of_the_reduction_travels_direct_where_it_can(sp
     for bucket in plan_group(specs, (PlanOptions(2, 0, 0),)).buckets:
         if bucket.reduce_dtype == bucket.compute_dtype:
             even = [s.numel > 0 and s.concatenates and s.layout.is_even for s in bucket.reduce.shards]
-            assert list(bucket.reduce.direct) == [k for k, direct in enumerate(even) if direct]
+            assert list(bucket.reduce.zero_copy) == [k for k, zero_copy in enumerate(even) if zero_copy]
 
 
 @FEWER
@@ -138,12 +138,12 @@ def test_ranks_with_memory_in_common_cast_into_it_what_is_not_their_shards(
     for bucket in plan_group(specs, (PlanOptions(num_shards, 1, 1, alias=True),)).buckets:
         shards = bucket.gather.shards
         if not all(s.concatenates for s in shards):
-            assert bucket.residence is Residence.BUFFER
+            assert bucket.unsharded_storage is UnshardedStorage.OWNED
             continue
         is_cast = bucket.dtype != bucket.compute_dtype
-        assert bucket.residence is (Residence.COMMON if is_cast else Residence.SHARDS)
+        assert bucket.unsharded_storage is (UnshardedStorage.SHARED if is_cast else UnshardedStorage.ALIASED)
         assert (bucket.unsharded_bytes, bucket.wire_bytes) == (0, 0)
-        places = zip(*(bucket.own_places(rank) for rank in range(num_shards)), strict=True)
+        places = zip(*(bucket.shard_offsets(rank) for rank in range(num_shards)), strict=True)
         for shard, of_ranks, begin in zip(shards, places, bucket.gather.places.offsets, strict=True):
             own = [range(start, start + shard.padded_numel) for start in of_ranks]
             assert [i for place in own for i in place] == list(range(begin, begin + shard.full_numel))
@@ -185,8 +185,8 @@ def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
 ) -> None:
     larger, smaller = sizes
     for bucket in plan_group(specs, (PlanOptions(larger, direct_bytes, direct_bytes),)).buckets:
-        layout = plan_smaller(bucket, smaller, direct_bytes)
-        assert layout.whole == ()
+        layout = plan_smaller_mesh(bucket, smaller, direct_bytes)
+        assert layout.all_reduced == ()
         itemsize = bucket.compute_dtype.itemsize
         assert layout.places is bucket.gather.places
         assert [(s.shape, s.dim) for s in layout.shards] == [(s.shape, s.dim) for s in bucket.gather.shards]
@@ -219,35 +219,35 @@ def test_a_smaller_mesh_gathers_whole_what_does_not_fit_into_a_place_without_pad
     larger, smaller = sizes
     options = PlanOptions(larger, direct_bytes, direct_bytes, whole_bytes=0)
     for bucket in plan_group(specs, (options,)).buckets:
-        layout = plan_smaller(bucket, smaller, direct_bytes)
-        assert set(layout.whole) <= set(bucket.gather.whole)
-        taken = [s.numel if i in layout.whole else s.full_numel for i, s in enumerate(layout.shards)]
+        layout = plan_smaller_mesh(bucket, smaller, direct_bytes)
+        assert set(layout.all_reduced) <= set(bucket.gather.all_reduced)
+        taken = [s.numel if i in layout.all_reduced else s.full_numel for i, s in enumerate(layout.shards)]
         itemsize = bucket.compute_dtype.itemsize
         assert_disjoint_and_aligned(layout.places.offsets, taken, layout.places.numel, itemsize)
         covered = {element for span in layout.spans for element in span}
         for i, (offset, length) in enumerate(zip(layout.places.offsets, taken, strict=True)):
             segment = set(range(offset, offset + length))
-            assert segment <= covered if i in layout.whole else not segment & covered
+            assert segment <= covered if i in layout.all_reduced else not segment & covered
 
 
 def test_what_is_encoded_or_in_common_or_widened_on_the_way_keeps_its_padding() -> None:
-    whole = PlanOptions(8, 0, 0, whole_bytes=0, reduce_whole_bytes=0)
+    all_reduced = PlanOptions(8, 0, 0, whole_bytes=0, reduce_whole_bytes=0)
     fp32 = torch.float32
     row = ParameterSpec("weight", (1, 64), 0, fp32, fp32, fp32, fp32, trainable=True)
 
-    def ways(spec: ParameterSpec, options: PlanOptions = whole) -> tuple[bool, bool]:
+    def ways(spec: ParameterSpec, options: PlanOptions = all_reduced) -> tuple[bool, bool]:
         (bucket,) = plan_group((spec,), (options,)).buckets
-        return bool(bucket.gather.whole), bool(bucket.reduce.whole)
+        return bool(bucket.gather.all_reduced), bool(bucket.reduce.all_reduced)
 
     assert ways(row) == (True, True)
     assert ways(dataclasses.replace(row, extended=True)) == (False, True)
     assert ways(dataclasses.replace(row, codec=Int8())) == (False, True)
     assert ways(dataclasses.replace(row, gradient_codecs=GradientCodecs(shard=Int8()))) == (True, False)
     assert ways(dataclasses.replace(row, gradient_extended=True)) == (True, False)
-    assert ways(row, dataclasses.replace(whole, alias=True)) == (False, True)
+    assert ways(row, dataclasses.replace(all_reduced, alias=True)) == (False, True)
     widened = dataclasses.replace(row, dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
     assert ways(widened) == (True, True)
-    assert ways(widened, dataclasses.replace(whole, widens=True)) == (True, False)
+    assert ways(widened, dataclasses.replace(all_reduced, widens=True)) == (True, False)
 
 
 def test_a_sum_made_in_the_reduce_dtype_is_not_rounded_on_the_wire() -> None:

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from composable_fsdp.testing import FakeWorld
-from tests._internals import Gather, pack_messages, together
+from tests._internals import AllGatherBuffers, group_by_key, pack_messages
 
 HOST = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -18,7 +18,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 def test_every_gather_gets_its_payloads_from_every_rank(shapes: list[list[tuple[int, torch.dtype]]]) -> None:
     ranks = [
         [
-            Gather([], [torch.full((numel,), 10 * rank + k).to(dtype) for k, (numel, dtype) in enumerate(payloads)])
+            AllGatherBuffers(
+                [], [torch.full((numel,), 10 * rank + k).to(dtype) for k, (numel, dtype) in enumerate(payloads)]
+            )
             for payloads in shapes
         ]
         for rank in range(2)
@@ -39,13 +41,13 @@ def test_every_gather_gets_its_payloads_from_every_rank(shapes: list[list[tuple[
 
 def test_one_payload_is_sent_from_where_it_lies() -> None:
     payload = torch.ones(3)
-    (transfer,) = pack_messages([Gather([], [payload])], FakeWorld(2).communicator(0), HOST)
+    (transfer,) = pack_messages([AllGatherBuffers([], [payload])], FakeWorld(2).communicator(0), HOST)
     assert transfer.input is payload
 
 
 @given(st.lists(st.integers(0, 3)))
 def test_members_with_equal_keys_go_together_in_the_order_of_the_first(keys: list[int]) -> None:
-    found = together(keys, range(len(keys)))
+    found = group_by_key(keys, range(len(keys)))
     assert [key for key, _ in found] == list(dict.fromkeys(keys))
     for key, members in found:
         assert members == [place for place, each in enumerate(keys) if each == key]

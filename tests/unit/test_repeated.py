@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import FakeCommunicator, FakeWorld
 from tests._internals import (
-    AsItLies,
+    CachedPart,
     OwnedBuffer,
     ProcessGroupCommunicator,
     TensorShards,
@@ -29,7 +29,7 @@ from tests._internals import (
 RANKS = 2
 
 
-def part_of(widths: Sequence[int], *, rank: int, in_runs: bool, dtype: torch.dtype = torch.float32) -> AsItLies:
+def part_of(widths: Sequence[int], *, rank: int, in_runs: bool, dtype: torch.dtype = torch.float32) -> CachedPart:
     """A bucket of vectors, of each of which a rank has so many elements: its own rank and counted from there."""
     shards = [TensorShards((RANKS * width,), 0, RANKS) for width in widths]
     layout = plan_gather(shards, itemsize=dtype.itemsize, direct_bytes=1 << 30)
@@ -43,13 +43,13 @@ def part_of(widths: Sequence[int], *, rank: int, in_runs: bool, dtype: torch.dty
             )
             for run in runs
         ]
-        part = AsItLies(packed, dtype, buffer, places, runs=runs)
+        part = CachedPart(packed, dtype, buffer, places, runs=runs)
     else:
         places = [
             buffer.region(offset, RANKS * width).view(RANKS, width)
             for offset, width in zip(layout.places.offsets, layout.packed_widths, strict=True)
         ]
-        part = AsItLies(packed, dtype, buffer, places, layout.packed_widths)
+        part = CachedPart(packed, dtype, buffer, places, layout.packed_widths)
     buffer.free()
     return part
 
@@ -115,7 +115,7 @@ def test_what_does_not_travel_as_it_lies_or_over_the_same_ranks_is_refused() -> 
     ],
     ids=["runs", "another dtype", "the next one would not be aligned"],
 )
-def test_what_cannot_lie_in_one_message_is_refused(other: AsItLies) -> None:
+def test_what_cannot_lie_in_one_message_is_refused(other: CachedPart) -> None:
     communicator = FakeWorld(RANKS).communicator(0)
     part = part_of([8], rank=0, in_runs=False)
     assert repeated_gather([part, other], [communicator] * 2) is None

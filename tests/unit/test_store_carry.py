@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests._internals import carry
+from tests._internals import cast_and_move
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -30,7 +30,7 @@ class Operators(TorchDispatchMode):
 def test_where_dtype_and_device_match_the_payload_is_the_shard_itself(dtype: torch.dtype) -> None:
     shard = torch.arange(8).to(dtype)
     with Operators() as ran:
-        assert carry(shard, dtype, CPU) is shard
+        assert cast_and_move(shard, dtype, CPU) is shard
     assert ran.names == []
 
 
@@ -38,7 +38,7 @@ def test_another_dtype_takes_one_kernel_into_new_memory_and_leaves_the_shard() -
     shard = torch.tensor([0.1, -2.5, 3e38])
     before = shard.clone()
     with Operators() as ran:
-        payload = carry(shard, torch.bfloat16, CPU)
+        payload = cast_and_move(shard, torch.bfloat16, CPU)
     assert ran.names == ["_to_copy"]
     assert payload.dtype == torch.bfloat16
     assert torch.equal(payload, before.to(torch.bfloat16))
@@ -49,7 +49,7 @@ def test_another_dtype_takes_one_kernel_into_new_memory_and_leaves_the_shard() -
 def test_another_device_takes_one_copy() -> None:
     shard = torch.zeros(4)
     with Operators() as ran:
-        payload = carry(shard, torch.float32, META)
+        payload = cast_and_move(shard, torch.float32, META)
     assert ran.names == ["_to_copy"]
     assert payload.device == META
 
@@ -57,6 +57,6 @@ def test_another_device_takes_one_copy() -> None:
 def test_another_device_and_dtype_take_one_copy_and_then_one_cast() -> None:
     shard = torch.zeros(4)
     with Operators() as ran:
-        payload = carry(shard, torch.bfloat16, META)
+        payload = cast_and_move(shard, torch.bfloat16, META)
     assert ran.names == ["_to_copy", "_to_copy"]
     assert (payload.device, payload.dtype) == (META, torch.bfloat16)

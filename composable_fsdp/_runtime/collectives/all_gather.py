@@ -1,4 +1,4 @@
-"""The all-gather of one or several groups: what travels, and where it goes when it came."""
+"""All-gather of the parameters of one or several groups."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from composable_fsdp._comm.c10d import Together
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
-from composable_fsdp._runtime.collectives.bucket import AnyBucket, Gather
-from composable_fsdp._runtime.collectives.cached_gather import RepeatedGather, Repetition, repeated_gather
+from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket
+from composable_fsdp._runtime.collectives.cached_gather import RepeatedGather, RepeatedLaunch, repeated_gather
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import pack_messages, together
+from composable_fsdp._runtime.collectives.packing import group_by_key, pack_messages
 
-__all__ = ["LastGather", "launch_gather"]
+__all__ = ["GatherCache", "launch_gather"]
 
 
-class LastGather:
-    """What was gathered last, ready for the next step if that gathers the same, as it lies. Final.
+class GatherCache:
+    """The most recent all-gather, launched again by the next step if that gathers the same buckets. Final.
 
-    Keeps the buckets until then, also one that its group has replaced since.
+    Keeps its buckets alive until then, even one that its group has replaced.
     """
 
     def __init__(self) -> None:
@@ -31,34 +31,34 @@ class LastGather:
         self._gather: RepeatedGather | None = None
 
     def of(self, buckets: Sequence[AnyBucket]) -> RepeatedGather | None:
-        """The gather of all ``buckets``; ``None`` where it takes more than sending them as they lie."""
+        """Return the cached all-gather of all ``buckets``, or ``None`` if their shards cannot be sent unchanged."""
         process_groups = [bucket.pgs for bucket in buckets]
         if process_groups and process_groups[0].smaller is not None:
-            return None  # it sends slices that forward has left, this time
+            return None  # the smaller mesh sends slices that forward has kept
         communicators = [pgs.gather for pgs in process_groups]
         if buckets != self._buckets or communicators != self._communicators:
             self._gather = None
             self._buckets, self._communicators = buckets, communicators
-            self._gather = repeated_gather([bucket.as_it_lies for bucket in buckets], communicators)
+            self._gather = repeated_gather([bucket.cached_part for bucket in buckets], communicators)
         return self._gather
 
 
 def launch_gather(
-    streams: CommStreams, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: LastGather
+    streams: CommStreams, buckets: Sequence[AnyBucket], device: torch.device, label: str, last: GatherCache
 ) -> InFlight[None]:
-    """Gathers the parameters of ``buckets``, with one launch for each communicator.
+    """Launch the all-gather of ``buckets``, one collective per communicator.
+
+    If this raises, the unsharded memory of ``buckets`` is freed, unless part of the all-gather is in flight.
 
     Args:
         streams: where to launch.
         buckets: in the same order on every rank.
         device: where modules compute.
-        label: what errors call it, the same on every rank.
-        last: what the same buckets may have been gathered by before.
-
-    Where this raises, the unsharded memory of ``buckets`` is given back, unless part of the gather is under way.
+        label: the name in errors, the same on every rank.
+        last: the cached all-gather of the same buckets, if any.
     """
     repeated = last.of(buckets)
-    gathering = _Gathering(buckets, device, label) if repeated is None else Repetition(repeated, label)
+    gathering = _AllGather(buckets, device, label) if repeated is None else RepeatedLaunch(repeated, label)
     try:
         return streams.gather.run(gathering.launch, gathering.finish)
     except BaseException:
@@ -68,37 +68,39 @@ def launch_gather(
         raise
 
 
-class _Gathering:
-    """Owns what is sent and received until nobody reads it."""
+class _AllGather:
+    """One all-gather in flight. Owns the messages until they are no longer read."""
 
     def __init__(self, buckets: Sequence[AnyBucket], device: torch.device, label: str) -> None:
         self._buckets = buckets
         self._label = label
         self._device = device
-        self._gathers: list[Gather] = []
+        self._gathers: list[AllGatherBuffers] = []
         self.writes_to_places = False
-        """Whether collectives under way bring parameters straight to their places in the unsharded memory."""
+        """True while collectives in flight write directly into the unsharded memory."""
 
     @without_grad
     def launch(self) -> Work:
         self._await_readers()
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
         works: list[Work] = []
-        for communicator, gathers in together([b.pgs.gathers_over for b in self._buckets], self._gathers):
-            transfers = [transfer for gather in gathers for transfer in gather.direct]
+        for communicator, gathers in group_by_key([b.pgs.gathers_over for b in self._buckets], self._gathers):
+            transfers = [transfer for gather in gathers for transfer in gather.zero_copy]
             transfers += pack_messages(gathers, communicator, self._device)
-            whole = [bits for gather in gathers for bits in gather.whole]
-            if whole:
-                works.append(communicator.all_reduce(whole, ReduceOp.SUM, self._label))
-            if communicator.aliases and not transfers:  # every rank's shards are where they are needed once it is there
+            all_reduced = [bits for gather in gathers for bits in gather.all_reduced]
+            if all_reduced:
+                works.append(communicator.all_reduce(all_reduced, ReduceOp.SUM, self._label))
+            if communicator.aliases and not transfers:  # all shards are in place once every rank reaches the barrier
                 works.append(cast(AliasingCommunicator, communicator).barrier(self._label))
-            elif transfers or not whole:
+            elif transfers or not all_reduced:
                 works.append(communicator.all_gather(transfers, self._label))
-            self.writes_to_places = self.writes_to_places or any(gather.direct or gather.whole for gather in gathers)
+            self.writes_to_places = self.writes_to_places or any(
+                gather.zero_copy or gather.all_reduced for gather in gathers
+            )
         return works[0] if len(works) == 1 else Together(tuple(works))
 
     def _await_readers(self) -> None:
-        """Returns when no rank computes any more with what the gather would change in memory that ranks share."""
+        """Block until no rank reads shared memory that this all-gather overwrites."""
         axes = dict.fromkeys(bucket.pgs.axes.shard for bucket in self._buckets if bucket.awaits_readers)
         for meeting in [cast(AliasingCommunicator, axis).barrier("release before an all-gather") for axis in axes]:
             meeting.wait()

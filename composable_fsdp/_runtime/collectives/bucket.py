@@ -1,7 +1,7 @@
-"""The tensors of one bucket: the shards at rest, the full parameters while in use, the messages in between.
+"""The tensors of one bucket: sharded parameters, unsharded parameters, and the messages between them.
 
-A bucket is a :class:`Bucket`, whose shards lie in one flat store, or an ``ExtendedBucket``, whose tensors decide by
-themselves how they travel. Both have a :class:`~composable_fsdp._runtime.collectives.reduce_scatter.GradientScatter`.
+A bucket is a :class:`Bucket`, with its shards in one flat store, or an ``ExtendedBucket``, whose tensors have
+all-gather hooks. Both own a :class:`~composable_fsdp._runtime.collectives.reduce_scatter.BucketReduceScatter`.
 """
 
 from __future__ import annotations
@@ -15,98 +15,99 @@ import torch
 from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._layout.bucket_layout import GatherLayout
 from composable_fsdp._layout.pack import put_shard, take_shard, unpack_parameter
-from composable_fsdp._layout.plan import BucketPlan, plan_smaller
+from composable_fsdp._layout.plan import BucketPlan, plan_smaller_mesh
 from composable_fsdp._layout.strided_runs import PackedRun, find_runs
-from composable_fsdp._memory.shard_store import ShardStore, carry
+from composable_fsdp._memory.shard_store import ShardStore, cast_and_move
 from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._memory.unsharded_buffer import AliasedBuffer, OwnedBuffer, UnshardedBuffer, view_at
-from composable_fsdp._runtime.collectives.cached_gather import AsItLies
-from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
+from composable_fsdp._runtime.collectives.cached_gather import CachedPart
+from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.collectives.shared_unsharded import SharedUnshardedBuffer
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs._encoder import encode_rows, row_runs
 from composable_fsdp.errors import ParameterError
 
-__all__ = ["AnyBucket", "Bucket", "Gather"]
+__all__ = ["AllGatherBuffers", "AnyBucket", "Bucket"]
 
 
 @dataclass(slots=True)
-class Gather:
-    """One bucket's part of a group's all-gather.
+class AllGatherBuffers:
+    """The buffers of one bucket in an all-gather.
 
-    ``direct`` travels by itself. ``whole`` are the bits of what travels whole, to be summed up where they lie: at most
-    one rank has any that are not zero, so as integers their sum is exact, whatever they mean. ``payloads``, 1-d and
-    contiguous, of any dtypes, are packed into a message by the group, which puts what came into ``rows``: for each
-    payload ``(num_shards, numel)``, contiguous along the last dim only. ``messages`` keeps alive what they are views
-    of.
+    ``zero_copy`` are transfers into the unsharded buffer. ``all_reduced`` are all-reduced in place as integers: at most
+    one rank has nonzero bits for an element, so the sum is exact for any dtype. ``payloads``, 1-d and contiguous, of
+    any dtypes, are packed into one message of the group. Its received rows are in ``rows``: per payload ``(num_shards,
+    numel)``, contiguous along the last dim only. ``messages`` keeps the memory of these views alive.
     """
 
-    direct: list[Transfer]
+    zero_copy: list[Transfer]
     payloads: list[torch.Tensor]
     rows: list[torch.Tensor] = field(default_factory=list)
     messages: list[torch.Tensor] = field(default_factory=list)
-    whole: list[torch.Tensor] = field(default_factory=list)
+    all_reduced: list[torch.Tensor] = field(default_factory=list)
 
 
 class AnyBucket(Protocol):
-    """What a group asks of its buckets."""
+    """The interface of a bucket that a parameter group uses."""
 
     plan: BucketPlan
     parameters: list[ShardedParameter]
     pgs: ProcessGroups
-    scatter: GradientScatter
+    scatter: BucketReduceScatter
 
     @property
-    def counted(self) -> Sequence[torch.Tensor]:
-        """Tensors whose versions count, together, the changes in place of the shards' memory that torch sees."""
+    def versioned(self) -> Sequence[torch.Tensor]:
+        """The tensors whose version counters together count the in-place changes of the shards that torch sees."""
         ...
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory that the full parameters take now, beside the shards."""
+        """The memory in bytes that the full parameters take now, beside the shards."""
         ...
 
     @property
     def payload_bytes(self) -> list[int]:
-        """Of each payload of a gather over the whole shard axis; what hooks send is known once they were called."""
+        """The bytes of each payload of an all-gather over the full shard axis. Those of hooks are known after the
+        first.
+        """
         ...
 
     @property
-    def direct_bytes(self) -> int:
-        """What this rank sends besides, from where it lies."""
+    def zero_copy_bytes(self) -> int:
+        """The zero-copy bytes that this rank sends besides."""
         ...
 
-    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
-        """The same two of a gather from a smaller mesh, from slices in which nothing is encoded."""
+    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+        """Return the payload and zero-copy bytes of an all-gather from a smaller mesh, where nothing is encoded."""
         ...
 
     @property
     def awaits_readers(self) -> bool:
-        """Whether the gather would write to what other ranks may still read."""
+        """True if the all-gather would write to memory that other ranks may still read."""
         ...
 
     @property
-    def as_it_lies(self) -> AsItLies | None:
-        """What a gather that is the same in every step sends and takes, if that is all there is to do."""
+    def cached_part(self) -> CachedPart | None:
+        """The inputs and outputs of an all-gather that never changes, or ``None`` if it takes other work."""
         ...
 
-    def follow(self, plan: BucketPlan) -> None: ...
+    def update_plan(self, plan: BucketPlan) -> None: ...
 
-    def prepare_gather(self) -> Gather:
-        """Says what must travel, and takes the memory of what arrives in its place."""
+    def prepare_gather(self) -> AllGatherBuffers:
+        """Return the inputs of the all-gather, and allocate the memory that it writes to directly."""
         ...
 
-    def finish_gather(self, gather: Gather) -> None:
-        """Takes the rest of the memory and puts there what came."""
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
+        """Allocate the rest of the unsharded memory and copy the received rows into it."""
         ...
 
     def free(self) -> None:
-        """Gives the memory of the unsharded parameters back. Legal when it already is."""
+        """Free the unsharded parameters. Does nothing if they are free."""
         ...
 
-    def copy_out_of_common(self) -> None:
-        """Copies full parameters that ranks have in common to memory of this rank's own, until they are freed."""
+    def copy_out_shared(self) -> None:
+        """Copy full parameters out of shared memory, into memory of this rank that lasts until they are freed."""
         ...
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None: ...
@@ -115,15 +116,15 @@ class AnyBucket(Protocol):
 
 
 class Bucket:
-    """The parameters of one group that share their axes and dtypes.
+    """The parameters of one group with the same axes and dtypes.
 
     Invariant: the local tensor of every parameter is one of ``store``, its unsharded tensor a view of ``buffer``.
 
     Args:
-        plan: which of the group's ``parameters`` these are, and where their bytes lie.
-        store: where shards rest.
+        plan: which of the group's ``parameters`` are in the bucket, and their offsets.
+        store: the shards at rest.
         device: where modules compute.
-        common: where the full parameters lie that ranks have in common; of the plan's compute dtype.
+        common: memory for the full parameters that ranks share, of the plan's compute dtype.
     """
 
     def __init__(
@@ -140,111 +141,116 @@ class Bucket:
         self.pgs = pgs
         self._shard = pgs.axes.shard
         self._device = device
-        self._common = (
+        self._shared_buffer = (
             None if common is None else SharedUnshardedBuffer(plan, self.parameters, store, self._shard.rank, common)
         )
-        """Set where the plan's residence is ``COMMON``."""
-        self._is_in_common = store.in_common or common is not None
-        """Whether the full parameters lie in memory that ranks have in common."""
+        """Set if ``plan.unsharded_storage`` is ``SHARED``."""
+        self._is_shared = store.is_shared or common is not None
+        """True if ranks share the memory of the full parameters."""
         self.buffer: UnshardedBuffer = (
             OwnedBuffer(plan.gather.places.numel, plan.compute_dtype, device)
-            if plan.travels
+            if plan.is_gathered
             else AliasedBuffer(store.flat if common is None else common)
         )
-        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if plan.travels else []
-        self._runs = self._runs_worth_while(plan.gather) if plan.travels else ()
+        self._row_places = [self._row_place(plan.gather, i) for i in plan.gather.packed] if plan.is_gathered else []
+        self._runs = self._runs_worth_while(plan.gather) if plan.is_gathered else ()
         self._run_places = [self._run_place(run) for run in self._runs]
         self._versions: list[int] = []
-        """Of full parameters that ranks have in common, once these were made."""
+        """Versions of full parameters in shared memory, recorded after the first all-gather."""
         self._own_copy: torch.Tensor | None = None
-        """Of full parameters that ranks have in common; modules compute with it while it is there."""
+        """This rank's copy of full parameters in shared memory; modules compute with it while it exists."""
         self._slice: tuple[torch.Tensor, GatherLayout] | None = None
         self._layout = plan.gather
-        """Of the gather that is under way."""
+        """Layout of the all-gather in flight."""
         self._decodes = False
-        """Whether what it brings must be decoded."""
+        """True if the received rows must be decoded."""
         self.plan = plan
         rest, pinned = store.flat.device, store.flat.is_pinned()
-        self.scatter = GradientScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
+        self.scatter = BucketReduceScatter(plan, self.parameters, pgs, device, rest, pin_memory=pinned)
 
     @property
-    def counted(self) -> Sequence[torch.Tensor]:
-        return self.store.counted
+    def versioned(self) -> Sequence[torch.Tensor]:
+        return self.store.versioned
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory that the full parameters take now, beside the shards."""
+        """The memory in bytes that the full parameters take now, beside the shards."""
         return self.buffer.nbytes + (0 if self._own_copy is None else self._own_copy.nbytes)
 
     @property
     def payload_bytes(self) -> list[int]:
         layout, codec = self.plan.gather, self.plan.codec
-        if not self.plan.travels or not layout.packed_numel:
+        if not self.plan.is_gathered or not layout.packed_numel:
             return []
         return [layout.packed_numel * self._itemsize if codec is None else codec.payload_bytes(layout.packed_numel)]
 
     @property
-    def direct_bytes(self) -> int:
+    def zero_copy_bytes(self) -> int:
         layout = self.plan.gather
-        return sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize if self.plan.travels else 0
+        return (
+            sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize
+            if self.plan.is_gathered
+            else 0
+        )
 
     @property
     def awaits_readers(self) -> bool:
-        return self._common is not None and not self._common.is_kept and self.pgs.others_may_read
+        return self._shared_buffer is not None and not self._shared_buffer.is_kept and self.pgs.others_may_read
 
     @property
-    def as_it_lies(self) -> AsItLies | None:
+    def cached_part(self) -> CachedPart | None:
         plan, layout, flat = self.plan, self.plan.gather, self.store.flat
-        alone = layout.packed_numel and not layout.direct and not layout.whole
-        if not (plan.travels and alone and plan.codec is None and flat.device == self._device):
+        alone = layout.packed_numel and not layout.zero_copy and not layout.all_reduced
+        if not (plan.is_gathered and alone and plan.codec is None and flat.device == self._device):
             return None
         packed, dtype = flat[: layout.packed_numel], plan.compute_dtype
         if self._runs:
-            return AsItLies(packed, dtype, self.buffer, self._run_places, runs=self._runs)
+            return CachedPart(packed, dtype, self.buffer, self._run_places, runs=self._runs)
         if not layout.in_chunks:
             return None
-        return AsItLies(packed, dtype, self.buffer, self._row_places, layout.packed_widths)
+        return CachedPart(packed, dtype, self.buffer, self._row_places, layout.packed_widths)
 
-    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
-        """Of each payload, and of what travels direct, where a gather comes from a smaller mesh."""
-        if not self.plan.travels:
+    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+        """Return the payload bytes and zero-copy bytes of an all-gather from a smaller mesh."""
+        if not self.plan.is_gathered:
             return [], 0
-        layout = plan_smaller(self.plan, num_shards, direct_bytes)
-        direct = sum(layout.shards[i].padded_numel for i in layout.direct) * self._itemsize
-        return [layout.packed_numel * self._itemsize] if layout.packed_numel else [], direct
+        layout = plan_smaller_mesh(self.plan, num_shards, direct_bytes)
+        zero_copy = sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize
+        return [layout.packed_numel * self._itemsize] if layout.packed_numel else [], zero_copy
 
     @property
     def _itemsize(self) -> int:
         return self.plan.compute_dtype.itemsize
 
-    def follow(self, plan: BucketPlan) -> None:
-        """Takes over a plan that differs only in which parameters are trainable."""
+    def update_plan(self, plan: BucketPlan) -> None:
+        """Adopt a plan that differs only in which parameters are trainable."""
         self.plan = plan
-        self.scatter.follow(plan)
+        self.scatter.update_plan(plan)
 
     def free(self) -> None:
-        """Gives the memory of the unsharded parameters back. Legal when it already is.
+        """Free the unsharded parameters. Does nothing if they are free.
 
         Raises:
-            ParameterError: somebody wrote to full parameters that ranks have in common.
+            ParameterError: full parameters in memory shared by ranks were changed.
         """
         self.buffer.free()
         if self._own_copy is not None:
             self._own_copy = None
             for k, parameter in enumerate(self.parameters):
                 parameter.show(self.parameter_data(k))
-            self._versions = [parameter.full._version for parameter in self.parameters]  # who wrote, wrote to the copy
-        elif self._is_in_common:
+            self._versions = [parameter.full._version for parameter in self.parameters]  # writes changed the copy only
+        elif self._is_shared:
             self._check_unwritten()
 
-    def copy_out_of_common(self) -> None:
-        """Copies full parameters that ranks have in common to memory of this rank's own, until they are freed. That is
-        for parameters that stay longer than other ranks wait before they write to common memory.
+    def copy_out_shared(self) -> None:
+        """Copy full parameters out of shared memory, into memory of this rank that lasts until they are freed.
+
+        Needed for parameters that stay unsharded when other ranks may already write to the shared memory.
 
         Raises:
-            ParameterError: somebody wrote to full parameters that ranks have in common.
+            ParameterError: full parameters in memory shared by ranks were changed.
         """
-        if not self._is_in_common or self._own_copy is not None:
+        if not self._is_shared or self._own_copy is not None:
             return
         self._check_unwritten()
         with torch.inference_mode(False), torch.no_grad():
@@ -261,39 +267,39 @@ class Bucket:
         known, self._versions = self._versions, versions
         if known:
             raise ParameterError(
-                f"parameters {written} were changed in place while they were unsharded. Ranks of one host have them in "
-                "common, so the change is there for all of them, as often as they made it. Change the sharded "
-                "parameters between steps, or write under unsharded_params(writeback=True). To have such changes "
-                "dropped, as FSDP2 does, set COMPOSABLE_FSDP_SHARED_MEMORY=copy before fully_shard."
+                f"parameters {written} were changed in place while they were unsharded. Ranks of one host share their "
+                "memory, so all ranks see the change, once for each rank that made it. Change the sharded parameters "
+                "between steps, or write under unsharded_params(writeback=True). To have such changes dropped, as "
+                "FSDP2 does, set COMPOSABLE_FSDP_SHARED_MEMORY=copy before fully_shard."
             )
 
     def parameter_data(self, k: int) -> torch.Tensor:
-        """The view of the unsharded buffer for the ``k``-th parameter."""
+        """Return the view of the unsharded buffer for the ``k``-th parameter."""
         return self.buffer.parameter_data(self.plan.gather.places.offsets[k], self.parameters[k].shape)
 
     # -- shards to full parameters
 
-    def prepare_gather(self) -> Gather:
-        """Encodes the shards, or takes the slice kept on the smaller mesh, and says what must travel."""
-        if self._common is not None:
-            self._common.fill()
-        if not self.plan.travels:
-            return Gather([], [])
+    def prepare_gather(self) -> AllGatherBuffers:
+        """Return the inputs of the all-gather: the shards, encoded if there is a codec, or a smaller mesh's slice."""
+        if self._shared_buffer is not None:
+            self._shared_buffer.fill()
+        if not self.plan.is_gathered:
+            return AllGatherBuffers([], [])
         self._decodes = self._slice is None and self.plan.codec is not None
         if self._slice is not None:
             wire, self._layout = self._slice
         else:
-            wire = carry(self.store.flat, self.plan.compute_dtype, self._device)
+            wire = cast_and_move(self.store.flat, self.plan.compute_dtype, self._device)
             self._layout = self.plan.gather
-        layout, gather = self._layout, Gather([], [])
-        if layout.direct or layout.whole:
+        layout, gather = self._layout, AllGatherBuffers([], [])
+        if layout.zero_copy or layout.all_reduced:
             self.buffer.allocate()
-        for i in layout.direct:
+        for i in layout.zero_copy:
             length, offset = layout.shards[i].padded_numel, layout.store.offsets[i]
             place = self.buffer.region(layout.places.offsets[i], length * layout.num_shards)
-            gather.direct.append(Transfer(place, wire[offset : offset + length]))
-        if layout.whole:
-            gather.whole = self._fill_spans(layout, wire)
+            gather.zero_copy.append(Transfer(place, wire[offset : offset + length]))
+        if layout.all_reduced:
+            gather.all_reduced = self._fill_spans(layout, wire)
         if layout.packed_numel:
             packed = wire[: layout.packed_numel]
             codec = self.plan.codec if self._decodes else None
@@ -301,19 +307,19 @@ class Bucket:
         return gather
 
     def _fill_spans(self, layout: GatherLayout, wire: torch.Tensor) -> list[torch.Tensor]:
-        """Of what travels whole, this rank's rows to their places and zeros to all others'; the bits of both."""
+        """Write this rank's rows of all-reduced parameters in place and zeros elsewhere; return the bits of both."""
         rank = self.pgs.gathers_over.rank
         spans = [self.buffer.region(span.start, len(span)) for span in layout.spans]
         torch._foreach_zero_(spans)
-        for i in layout.whole:
+        for i in layout.all_reduced:
             shards, start = layout.shards[i], layout.store.offsets[i]
             if shards.layout.owned_by(rank):
                 full = self.buffer.region(layout.places.offsets[i], shards.numel).view(shards.shape)
                 put_shard(shards, wire[start : start + shards.padded_numel], rank, full)
         return [span.view(torch.int32) for span in spans]
 
-    def finish_gather(self, gather: Gather) -> None:
-        """Decodes what came and copies packed parameters to their places, which take no memory before that."""
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
+        """Decode the received rows and copy packed parameters to their places, whose memory is allocated only now."""
         if not gather.payloads:
             return
         self.buffer.allocate()
@@ -324,23 +330,23 @@ class Bucket:
             else:
                 self._unpack(received, slice(0, layout.num_shards))
             return
-        # Some ranks' rows at a time, so that what is decoded takes little memory beside where it goes; all at once for
-        # a parameter that is not made of rows one after the other.
+        # Decode the rows of a few ranks at a time, to keep the temporary small; all at once if a parameter is not the
+        # concatenation of its rows.
         in_rows = all(layout.shards[i].concatenates for i in layout.packed)
         for run in row_runs(layout.num_shards, layout.packed_numel) if in_rows else (slice(0, layout.num_shards),):
             self._unpack(self.plan.codec.decode(received[run], layout.packed_numel), run)
 
     def _unpack(self, received: torch.Tensor, ranks: slice) -> None:
-        """Copies the rows that came from ``ranks`` to their places."""
+        """Copy the rows received from ``ranks`` to their places."""
         layout = self._layout
-        whole = layout.num_shards == self._shard.size
+        is_full_mesh = layout.num_shards == self._shard.size
         rows = received.split(layout.packed_widths, dim=1)
         places, sources = [], []
         for position, (i, row) in enumerate(zip(layout.packed, rows, strict=True)):
             shards = layout.shards[i]
             source = row if row.size(1) == shards.padded_numel else row[:, : shards.padded_numel]
             if shards.concatenates:
-                place = self._row_places[position] if whole else self._row_place(layout, i)
+                place = self._row_places[position] if is_full_mesh else self._row_place(layout, i)
                 places.append(place if source.size(0) == layout.num_shards else place[ranks])
                 sources.append(source)
             else:
@@ -349,13 +355,13 @@ class Bucket:
             torch._foreach_copy_(places, sources)
 
     def _row_place(self, layout: GatherLayout, i: int) -> torch.Tensor:
-        """Where the full parameter is unpacked to; as rows of pieces, where these lie one after the other there."""
+        """Return the memory of the full parameter, as one row per rank if it is the concatenation of its shards."""
         shards = layout.shards[i]
         place = self.buffer.region(layout.places.offsets[i], shards.full_numel)
         return place.view(layout.num_shards, shards.padded_numel) if shards.concatenates else place
 
     def _runs_worth_while(self, layout: GatherLayout) -> tuple[PackedRun, ...]:
-        """Runs of packed parameters, unless the one operation that splits and copies takes less time, or cannot."""
+        """Return the runs of packed parameters, or none if one fused split-and-copy is faster or runs do not exist."""
         if not all(layout.shards[i].concatenates for i in layout.packed):
             return ()
         runs = find_runs(layout)
@@ -363,13 +369,13 @@ class Bucket:
         return () if splits_well else runs
 
     def _run_place(self, run: PackedRun) -> torch.Tensor:
-        """``(count, num_shards, padded_numel)``, where the parameters of ``run`` are."""
+        """Return the unsharded memory of ``run`` as ``(count, num_shards, padded_numel)``."""
         numel = self._shard.size * run.padded_numel
         place = self.buffer.region(run.place, (run.count - 1) * run.step + numel)
         return place.as_strided((run.count, self._shard.size, run.padded_numel), (run.step, run.padded_numel, 1))
 
     def _run_source(self, run: PackedRun, received: torch.Tensor) -> torch.Tensor:
-        """The same of what all ranks sent."""
+        """Return the received rows of ``run`` in the same shape."""
         return received.as_strided(
             (run.count, self._shard.size, run.padded_numel),
             (run.width, received.stride(0), 1),
@@ -377,19 +383,19 @@ class Bucket:
         )
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
-        """Keeps the slice of ``rank`` on a smaller mesh of ``num_shards``, from which backward gathers again."""
-        if self._common is not None:
-            self._common.is_kept = True
-        if not self.plan.travels:
+        """Keep the slice of ``rank`` on a smaller mesh of ``num_shards``, the input of the all-gather in backward."""
+        if self._shared_buffer is not None:
+            self._shared_buffer.is_kept = True
+        if not self.plan.is_gathered:
             return
-        layout = plan_smaller(self.plan, num_shards, direct_bytes)
+        layout = plan_smaller_mesh(self.plan, num_shards, direct_bytes)
         kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
         for shards, start, parameter in zip(layout.shards, layout.store.offsets, self.parameters, strict=True):
             take_shard(shards, parameter.full, rank, kept[start : start + shards.padded_numel])
         self._slice = (kept, layout)
 
     def drop_slice(self) -> None:
-        """Releases what :meth:`keep_slice` kept."""
+        """Release the slice of :meth:`keep_slice`."""
         self._slice = None
-        if self._common is not None:
-            self._common.is_kept = False
+        if self._shared_buffer is not None:
+            self._shared_buffer.is_kept = False

@@ -1,7 +1,8 @@
-"""Gathers that are the same in every step: packed shards travel as they lie, in one message, straight to their places.
+"""All-gathers that are the same in every step: the packed shards of all buckets in one message, without other work.
 
-Most small groups are gathered so, and for them the host's time counts: all that does not change is listed once, for all
-buckets that travel together. What must be encoded, moved between devices, or sent by itself is for ``gathering``.
+Most small groups are gathered this way, and for them host time dominates. So everything that does not change is
+computed once, for all buckets of the message. Buckets that must be encoded, moved between devices or sent zero-copy
+take the path of ``all_gather``.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from composable_fsdp._memory.streams import Work
 from composable_fsdp._memory.unsharded_buffer import UnshardedBuffer
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
 
-__all__ = ["AsItLies", "RepeatedGather", "Repetition", "repeated_gather"]
+__all__ = ["CachedPart", "RepeatedGather", "RepeatedLaunch", "repeated_gather"]
 
 
 @dataclass(frozen=True, slots=True)
-class AsItLies:
-    """A bucket that travels so: ``packed``, 1-d, is cast to ``dtype`` and brings a row as long from every rank.
+class CachedPart:
+    """One bucket of a cached all-gather: ``packed``, 1-d, is cast to ``dtype`` and gathered, one row per rank.
 
-    Rows are cut into pieces of ``widths`` for ``places``, each ``(num_shards, width)``; or into ``runs``, whose places
-    are ``(count, num_shards, padded_numel)``.
+    Rows are split into ``widths`` and copied to ``places``, each ``(num_shards, width)``; or they are copied by
+    ``runs``, whose places are ``(count, num_shards, padded_numel)``.
     """
 
     packed: torch.Tensor
@@ -37,8 +38,13 @@ class AsItLies:
     runs: Sequence[PackedRun] = ()
 
 
-def repeated_gather(parts: Sequence[AsItLies | None], communicators: Sequence[Communicator]) -> RepeatedGather | None:
-    """The gather of all ``parts`` in one message over ``communicators``, one for each; ``None`` if that cannot be."""
+def repeated_gather(parts: Sequence[CachedPart | None], communicators: Sequence[Communicator]) -> RepeatedGather | None:
+    """Return the all-gather of all ``parts`` in one message, or ``None`` if they cannot share one.
+
+    Args:
+        parts: the part of each bucket; ``None`` for a bucket that cannot be cached.
+        communicators: the communicator of each bucket.
+    """
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts) or any(other != communicators[0] for other in communicators):
         return None
@@ -51,9 +57,9 @@ def repeated_gather(parts: Sequence[AsItLies | None], communicators: Sequence[Co
 
 
 class RepeatedGather:
-    """One gather of ``parts`` over ``communicator``, to be launched as often as it is needed. Final."""
+    """An all-gather of ``parts`` over ``communicator`` that can be launched any number of times. Final."""
 
-    def __init__(self, parts: Sequence[AsItLies], communicator: Communicator) -> None:
+    def __init__(self, parts: Sequence[CachedPart], communicator: Communicator) -> None:
         self._communicator = communicator
         self._packed = [part.packed for part in parts]
         self._numel = sum(packed.numel() for packed in self._packed)
@@ -70,7 +76,9 @@ class RepeatedGather:
             start += part.packed.numel()
 
     def send(self, label: str) -> tuple[Work, torch.Tensor, torch.Tensor]:
-        """The launched work, what is sent, and the rows that it brings, both to be kept until they were read."""
+        """Launch, and return the work, the sent message and the received rows. The caller keeps both until they are
+        read.
+        """
         numel, size, device = self._numel, self._communicator.size, self._packed[0].device
         allocate = self._communicator.allocate
         if len(self._packed) > 1:
@@ -82,7 +90,7 @@ class RepeatedGather:
         return work, sent, received.view(size, numel)
 
     def take(self, rows: torch.Tensor) -> None:
-        """Copies ``rows`` to their places, which take no memory before that."""
+        """Copy ``rows`` to their places, whose memory is allocated only now."""
         for buffer in self._buffers:
             buffer.allocate()
         if self._runs:
@@ -90,16 +98,16 @@ class RepeatedGather:
             sources = [rows.as_strided(shape, (step, self._numel, 1), begin + at) for shape, step, at in self._runs]
             torch._foreach_copy_(self._places, sources)
         elif len(self._places) == 1:
-            self._places[0].copy_(rows)  # half of what the operation for several costs
+            self._places[0].copy_(rows)  # half the host time of the operation for several
         else:
             torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
 
 
-class Repetition:
-    """One launch of ``gather``. Owns what is sent and received until nobody reads it."""
+class RepeatedLaunch:
+    """One launch of ``gather``. Owns the messages until they are no longer read."""
 
     writes_to_places = False
-    """What comes is a message."""
+    """Always false: the collective writes to a message."""
 
     def __init__(self, gather: RepeatedGather, label: str) -> None:
         self._gather = gather

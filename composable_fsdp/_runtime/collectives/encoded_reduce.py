@@ -1,7 +1,7 @@
-"""Reductions whose summands travel encoded: each rank sends every other one its part, and adds up what it gets.
+"""Reductions of encoded values: an all-to-all of encoded shards, which each rank decodes and sums.
 
-What one bucket sends is a *parcel*. The parcels of all buckets that share a communicator are columns of one message of
-bytes, with one row per rank, so that a group's gradients travel in one all-to-all whatever their codecs.
+Every bucket contributes one encoded message. The messages of all buckets that share a communicator are columns of one
+byte tensor with one row per rank. So a group's gradients take one all-to-all, whatever their codecs.
 """
 
 from __future__ import annotations
@@ -16,68 +16,69 @@ from composable_fsdp._comm.communicator import Communicator, Transfer, Work
 from composable_fsdp._layout.bucket_layout import ALIGNMENT_BYTES, aligned_bytes
 from composable_fsdp.codecs._encoder import Encoder
 
-__all__ = ["EncodedAllReduce", "EncodedParcel", "Exchange", "Parcel", "aligned_piece"]
+__all__ = ["CodecMessage", "EncodedAllReduce", "EncodedMessage", "EncodedReduceScatter", "aligned_piece"]
 
 
-class Parcel(Protocol):
-    """What one bucket sends and makes of what it gets."""
+class EncodedMessage(Protocol):
+    """The encoded message of one bucket."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes for each rank; the same on all ranks."""
+        """The number of bytes for each rank, the same on all ranks."""
         ...
 
     def write(self, rows: torch.Tensor) -> None:
-        """Fills ``rows``, ``(num_ranks, row_bytes)`` of uint8, contiguous along the last dim only."""
+        """Encode into ``rows``, ``(num_ranks, row_bytes)`` uint8, contiguous along the last dim only."""
         ...
 
     def read(self, rows: torch.Tensor) -> None:
-        """Takes what came, in the same form."""
+        """Decode and sum the received ``rows``, of the same form."""
         ...
 
 
-class Exchange:
-    """Parcels on their way: encoded when this is made; :meth:`launch`, wait for its work, :meth:`finish`.
+class EncodedReduceScatter:
+    """A reduce-scatter of encoded messages, encoded on construction: call :meth:`launch`, wait, call :meth:`finish`.
 
-    What is sent stays alive as long as this does, for it may come from the memory of another stream.
+    It keeps the sent message alive, whose memory may come from another stream.
     """
 
-    def __init__(self, parcels: Sequence[Parcel], communicator: Communicator, device: torch.device) -> None:
-        self._parcels = parcels
+    def __init__(self, messages: Sequence[EncodedMessage], communicator: Communicator, device: torch.device) -> None:
+        self._messages = messages
         self._communicator = communicator
         self._columns: list[slice] = []
         end = 0
-        for parcel in parcels:
-            self._columns.append(slice(end, end + parcel.row_bytes))
-            end += aligned_bytes(parcel.row_bytes)
+        for message in messages:
+            self._columns.append(slice(end, end + message.row_bytes))
+            end += aligned_bytes(message.row_bytes)
         self._shape = (communicator.size, end)
         self._sent = communicator.allocate(communicator.size * end, torch.uint8, device)
         self._received: torch.Tensor | None = None
-        for parcel, columns in zip(parcels, self._columns, strict=True):
-            parcel.write(self._sent.view(self._shape)[:, columns])
+        for message, columns in zip(messages, self._columns, strict=True):
+            message.write(self._sent.view(self._shape)[:, columns])
 
     def launch(self, label: str) -> Work:
-        """Sends."""
+        """Launch the all-to-all."""
         self._received = self._communicator.allocate(self._sent.numel(), torch.uint8, self._sent.device)
         return self._communicator.all_to_all([Transfer(self._received, self._sent)], label)
 
     def finish(self) -> None:
-        """Decodes and adds up what came."""
+        """Decode and sum the received messages."""
         received, self._received = self._received, None
         assert received is not None
-        for parcel, columns in zip(self._parcels, self._columns, strict=True):
-            parcel.read(received.view(self._shape)[:, columns])
+        for message, columns in zip(self._messages, self._columns, strict=True):
+            message.read(received.view(self._shape)[:, columns])
 
 
 @dataclass
-class EncodedParcel:
-    """Values that are encoded, and flags that are not.
+class CodecMessage:
+    """A message of encoded values and plain flags.
 
     Args:
-        encoder: of the values.
-        take_values: gives ``(num_ranks, numel)`` fp32, the r-th row for rank r. Called once, when it is time to send.
-        total: ``(numel,)``, where the sum of the ranks' values for this one goes.
-        flags: ``(num_flags,)``, what this rank says; becomes not zero where any rank's is not.
+        encoder: encodes one row per rank.
+        take_values: returns ``(num_ranks, numel)`` fp32, the r-th row for rank r. Called once, when the message is
+            built.
+        total: ``(numel,)``, receives the sum of all ranks' values for this rank.
+        flags: ``(num_flags,)``, this rank's flags; becomes nonzero where any rank's flag is.
     """
 
     encoder: Encoder
@@ -101,15 +102,15 @@ class EncodedParcel:
 
 
 class EncodedAllReduce:
-    """An all-reduce in two encoded legs: pieces are exchanged and added up, and their sums, encoded again, gathered.
+    """An all-reduce with codecs: a reduce-scatter of encoded chunks, then an all-gather of their encoded sums.
 
-    Every rank decodes the same bytes, its own included, so all have the same result to the bit.
+    Every rank decodes the same bytes, its own included, so the result is bitwise the same on all ranks.
 
     Args:
-        pieces: encodes a row per rank.
-        sums: encodes one of them.
-        values: ``(numel,)`` fp32; holds the result once :meth:`finish` has run.
-        flags: as of :class:`EncodedParcel`.
+        pieces: encodes one chunk per rank.
+        sums: encodes the sum of one chunk.
+        values: ``(numel,)`` fp32; holds the result after :meth:`finish`.
+        flags: as for :class:`CodecMessage`.
     """
 
     def __init__(self, pieces: Encoder, sums: Encoder, values: torch.Tensor, flags: torch.Tensor) -> None:
@@ -118,7 +119,7 @@ class EncodedAllReduce:
         self._shape = (pieces.num_rows, pieces.numel)
         self._total = values.new_empty(pieces.numel)
         self._received: torch.Tensor | None = None
-        self.parcel = EncodedParcel(pieces, self._pieces, self._total, flags)
+        self.message = CodecMessage(pieces, self._pieces, self._total, flags)
 
     def _pieces(self) -> torch.Tensor:
         num_rows, numel = self._shape
@@ -127,7 +128,7 @@ class EncodedAllReduce:
         return rows.view(num_rows, numel)
 
     def gather(self, communicator: Communicator) -> Transfer:
-        """What travels once the sums are there."""
+        """Encode this rank's sum and return the transfer of the all-gather."""
         device, nbytes = self._values.device, self._sums.row_bytes
         sent = communicator.allocate(nbytes, torch.uint8, device)
         self._sums.encode(self._total.view(1, -1), sent.view(1, nbytes))
@@ -135,7 +136,7 @@ class EncodedAllReduce:
         return Transfer(self._received, sent)
 
     def finish(self) -> None:
-        """Puts the gathered sums where the values were."""
+        """Decode the gathered sums into the values."""
         received, self._received = self._received, None
         assert received is not None
         rows = received.view(self._shape[0], self._sums.row_bytes)
@@ -143,6 +144,6 @@ class EncodedAllReduce:
 
 
 def aligned_piece(numel: int, num_pieces: int) -> int:
-    """Elements of each of ``num_pieces`` pieces, together at least ``numel``, on boundaries of fp32 vectors."""
+    """Return the elements of each of ``num_pieces`` chunks that together hold ``numel``, aligned for fp32 vectors."""
     step = ALIGNMENT_BYTES // torch.float32.itemsize
     return -(-numel // (num_pieces * step)) * step

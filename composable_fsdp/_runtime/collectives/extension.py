@@ -1,7 +1,7 @@
-"""Tensors that decide by themselves how they travel: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+"""All-gather extensions of tensor subclasses: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-The hooks are found on the local tensor of a sharded parameter: on its class, or hung on the very tensor. They are
-looked up, and their form is checked, when a group is built, on every rank alike, and not at each call.
+The hooks are found on the local tensor of a sharded parameter: on its class or on the instance. They are looked up and
+checked when a group is built, equally on every rank, and not at each call.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Payload:
-    """What a hook wants sent for one parameter: contiguous tensors, and what it wants to be told afterwards."""
+    """The contiguous tensors that a hook sends for one parameter, and the metadata that it gets back afterwards."""
 
     inputs: tuple[torch.Tensor, ...]
     metadata: Any
 
 
 class GatherExtension(Protocol):
-    """How one parameter becomes payloads, and what is gathered the full parameter."""
+    """How one parameter is encoded for an all-gather and decoded after it."""
 
     @property
     def name(self) -> str: ...
@@ -48,31 +48,31 @@ class GatherExtension(Protocol):
     def local(self) -> torch.Tensor: ...
 
     def pre_all_gather(self) -> Payload:
-        """What this rank sends."""
+        """Return the payload of this rank."""
         ...
 
     def post_all_gather(
         self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The first time: the full tensor, and the tensors that it is made of."""
+        """Make the full tensor, on the first all-gather; return it and the tensors that it is made of."""
         ...
 
     def refill(
         self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
     ) -> object:
-        """Later: fills ``out``, which was made at first. What it returns is of no use, but for checks."""
+        """Fill ``out``, which the first all-gather made. The result is used for checks only."""
         ...
 
 
 @dataclass(frozen=True)
 class PlainExtension:
-    """A parameter whose tensor decides how its gradient travels, and is itself gathered like any other.
+    """A parameter whose tensor has hooks for its gradient only, and is all-gathered like any other.
 
     Args:
-        name: of the parameter, for messages.
+        name: the parameter's name, for messages.
         local: this rank's shard.
-        dim: on which it is cut.
-        dtype: in which it travels and modules compute.
+        dim: the sharded dim.
+        dtype: dtype on the wire and of computation.
     """
 
     name: str
@@ -99,18 +99,18 @@ class PlainExtension:
 
 @dataclass(frozen=True)
 class Extension:
-    """The hooks of one parameter.
+    """The all-gather hooks of one parameter.
 
     Args:
-        name: of the parameter, for messages.
-        local: this rank's shard, on which they are called.
+        name: the parameter's name, for messages.
+        local: this rank's shard, on which the hooks are called.
         mesh: the shard axis, 1-d.
-        outer_size: shape of what the shard axis cuts.
-        dim: on which it is cut.
+        outer_size: shape of the tensor that the shard axis shards.
+        dim: the sharded dim.
         module: a weak reference to the first module on which the parameter is registered.
-        policy: of the group.
-        takes_all: whether the first hook takes five arguments, or the mesh alone.
-        padded_size: shape of the largest shard, where the hook wants shards padded to it.
+        policy: the group's mixed precision.
+        takes_all: True if the first hook takes five arguments, false if it takes the mesh alone.
+        padded_size: shape of the largest shard, if the hook wants shards padded to it.
     """
 
     name: str
@@ -126,15 +126,15 @@ class Extension:
     def pre_all_gather(self) -> Payload:
         """Call the first hook.
 
-        Quantizing hooks take the largest of their values, which an empty shard does not have. Where the hook raises on
-        such a shard it is called on one row of zeros instead, of which nothing is sent. That happens in the same call,
-        so the rank still takes part in collectives of the hook. It is not remembered: a hook that knows its scales
-        already needs neither, and runs no collectives.
+        Quantizing hooks compute a maximum, which an empty shard does not have. If the hook raises on an empty shard, it
+        is called on one row of zeros instead, and none of that row is sent. This happens in the same call, so the rank
+        still takes part in collectives of the hook. It is not remembered: a hook that knows its scales already does not
+        raise, and runs no collectives.
         """
         shard = self._padded() if self.padded_size is not None else self.local
         try:
             return self._call_pre(shard)
-        except Exception:  # hooks are the user's; on anything else than an empty shard their errors are, too
+        except Exception:  # raised by user code; retried for an empty shard only
             if shard.numel() or not prod(self.outer_size):
                 raise
             one_row = self.local.new_zeros(self._with_length(1))
@@ -170,14 +170,14 @@ class Extension:
     def refill(
         self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype, out: torch.Tensor
     ) -> object:
-        """Calls the second hook to fill ``out``, which it made at first."""
+        """Call the second hook to fill ``out``, which the first call made."""
         result: object = cast(Any, self.local).fsdp_post_all_gather(tuple(outputs), metadata, dtype, out=out)
         return result
 
     def post_all_gather(
         self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Calls the second hook for the first time: the full tensor, and the tensors that it is made of."""
+        """Call the second hook for the first time; return the full tensor and the tensors that it is made of."""
         result = cast(Any, self.local).fsdp_post_all_gather(tuple(outputs), metadata, dtype)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
             raise ParameterError(
@@ -206,14 +206,14 @@ def refill_checked(
     out: torch.Tensor,
     freed: Collection[int],
 ) -> None:
-    """Refill ``out`` and raise unless the hook wrote to it. Waits for the device.
+    """Refill ``out`` and raise unless the hook wrote to it. Blocks until the device is done.
 
-    A version counter does not show what was written: hooks may preserve it, or write through ``.data`` or a kernel of
-    their own. So the first bytes of what only the hook can fill are marked before the call and compared after it. If a
+    A version counter does not show writes: hooks may preserve it, or write through ``.data`` or a kernel of their own.
+    So the first bytes of the memory that only the hook can fill are marked before the call and compared after it. If a
     mark is still there the hook is called again after another mark, as it may have written a value equal to the first.
 
     Args:
-        freed: storages that were freed and hold no gathered output, by the addresses of their objects.
+        freed: addresses of the storage objects that were freed and hold no gathered output.
 
     Raises:
         ParameterError: the hook ignored ``out``.
@@ -237,7 +237,7 @@ def refill_checked(
 
 
 def _first_bytes(out: torch.Tensor, storages: Collection[int]) -> Iterator[torch.Tensor]:
-    """Yield the first bytes, as uint8, of each tensor of ``out`` that lies in one of ``storages``."""
+    """Yield the first bytes, as uint8, of each tensor of ``out`` whose storage is in ``storages``."""
     for tensor in plain_tensors(out):
         storage = tensor.untyped_storage()
         if storage._cdata in storages and tensor.numel():
@@ -247,7 +247,7 @@ def _first_bytes(out: torch.Tensor, storages: Collection[int]) -> Iterator[torch
 
 
 def _replaced_by(result: object, out: torch.Tensor, outputs: Sequence[torch.Tensor]) -> int | None:
-    """Return the storage of ``out`` if it holds no output and ``result`` has the parameter in another one."""
+    """Return the storage of ``out`` if it holds no output and ``result`` is in another storage; else ``None``."""
     full: Any = result[0] if isinstance(result, tuple) and result else None
     if not isinstance(full, torch.Tensor) or is_wrapper(full) or is_wrapper(out):
         return None
@@ -269,10 +269,10 @@ def find_extension(
     module: nn.Module,
     policy: MixedPrecisionPolicy,
 ) -> Extension | None:
-    """The hooks that ``local`` brings, if any.
+    """Return the all-gather hooks of ``local``, or ``None`` if it has none.
 
     Raises:
-        ExtensionError: it brings one of the two only, or one that takes neither one nor five arguments.
+        ExtensionError: ``local`` has only one of the two hooks, or one that takes neither one nor five arguments.
     """
     arity = check_hooks(name, local, GATHER_HOOKS, (1, 5), "how it travels", _FORMS)
     if arity is None:

@@ -1,8 +1,8 @@
-"""A bucket of parameters whose local tensors decide by themselves how they travel.
+"""A bucket of parameters whose local tensors have all-gather or reduce-scatter hooks.
 
-Invariants: the full tensor of a parameter is one object from its first gather on, as autograd saves it; later gathers
-fill it again. Ranks agree once, at the first gather, on the sizes of what they send, so that none is left waiting
-because of what another one sends.
+Invariants: the full tensor of a parameter is one object from its first all-gather on, because autograd saves it; later
+all-gathers refill it. Ranks agree once, at the first all-gather, on the sizes of their inputs, so that no rank hangs
+because another one sends something else.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from composable_fsdp._comm.c10d import gather_objects
 from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.unsharded_buffer import allocate_storage
-from composable_fsdp._runtime.collectives.bucket import Gather
+from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
 from composable_fsdp._runtime.collectives.extension import GatherExtension, Payload, refill_checked
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension
-from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
+from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import ParameterError
@@ -32,26 +32,26 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass
 class _Gathered:
-    """What belongs to one parameter while it is gathered."""
+    """The state of one parameter's all-gathers."""
 
     extension: GatherExtension
     specs: list[tuple[Spec, ...]] = field(default_factory=list)
-    """Of the inputs, for each rank of the shard axis. Empty before the first gather."""
+    """Specs of the inputs, for each rank of the shard axis. Empty before the first all-gather."""
     outputs: list[torch.Tensor] = field(default_factory=list)
-    """What came, one per input: all ranks' inputs, one after the other on dim 0."""
+    """The gathered outputs, one per input: all ranks' inputs concatenated on dim 0."""
     inner: tuple[torch.Tensor, ...] = ()
-    """What the full tensor is made of."""
+    """The tensors that the full tensor is made of."""
     metadata: object = None
     storages: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Everything that is freed between uses, once, with its size in bytes."""
+    """A tensor of each storage that is freed between uses, with the storage's size in bytes."""
     is_refilled: bool = False
-    """Whether the second hook has filled the full tensor again, and so is known to do it."""
+    """True once the second hook was seen to refill the full tensor."""
     kept: tuple[torch.Tensor, ...] | None = None
-    """This rank's slices of ``outputs`` on a smaller mesh, from which the next gather comes."""
+    """This rank's slices of ``outputs`` on a smaller mesh, from which the next all-gather starts."""
 
 
 class ExtendedBucket:
-    """The parameters of one group that bring hooks and share their axes and dtypes. Final."""
+    """The parameters of one group that have hooks and the same axes and dtypes. Final."""
 
     awaits_readers = False
 
@@ -72,17 +72,17 @@ class ExtendedBucket:
         self._on_gradient = on_gradient
         self._gathered = [_Gathered(extension) for extension in extensions]
         rest = self.parameters[0].local.device
-        self.scatter = GradientScatter(
+        self.scatter = BucketReduceScatter(
             plan, self.parameters, pgs, device, rest, pin_memory=False, extensions=gradient_extensions
         )
 
     @property
-    def counted(self) -> list[torch.Tensor]:
+    def versioned(self) -> list[torch.Tensor]:
         return [parameter.local for parameter in self.parameters]
 
     @property
     def unsharded_bytes(self) -> int:
-        """Memory that the full parameters take now, beside the shards."""
+        """The memory in bytes that the full parameters take now, beside the shards."""
         return sum(tensor.untyped_storage().nbytes() for g in self._gathered for tensor, _ in g.storages)
 
     @property
@@ -94,36 +94,36 @@ class ExtendedBucket:
         ]
 
     @property
-    def direct_bytes(self) -> int:
+    def zero_copy_bytes(self) -> int:
         return 0
 
     @property
-    def as_it_lies(self) -> None:
+    def cached_part(self) -> None:
         return None
 
-    def smaller_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
-        """Of each input, known once they were gathered; nothing travels direct."""
+    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+        """Return the bytes of each input, known after the first all-gather, and no zero-copy bytes."""
         outputs = [output for gathered in self._gathered for output in gathered.outputs]
         return [-(-output.numel() // num_shards) * output.itemsize for output in outputs], 0
 
-    def follow(self, plan: BucketPlan) -> None:
-        """Takes over a plan that differs only in which parameters are trainable."""
+    def update_plan(self, plan: BucketPlan) -> None:
+        """Adopt a plan that differs only in which parameters are trainable."""
         self.plan = plan
-        self.scatter.follow(plan)
+        self.scatter.update_plan(plan)
 
     def free(self) -> None:
-        """Gives the memory of the unsharded parameters back. Legal when it already is."""
+        """Free the unsharded parameters. Does nothing if they are free."""
         for gathered in self._gathered:
             for tensor, _ in gathered.storages:
                 tensor.untyped_storage().resize_(0)
 
-    def copy_out_of_common(self) -> None:
-        """Nothing to do: what hooks make is this rank's own."""
+    def copy_out_shared(self) -> None:
+        """Do nothing: the outputs of hooks are never in shared memory."""
 
     # -- shards to full parameters
 
-    def prepare_gather(self) -> Gather:
-        """Calls the first hooks, or takes the slices kept on the smaller mesh, and says what must travel."""
+    def prepare_gather(self) -> AllGatherBuffers:
+        """Return the inputs of the all-gather: the results of the first hooks, or the slices of a smaller mesh."""
         payloads = [self._payload(gathered) for gathered in self._gathered]
         if any(not gathered.specs for gathered in self._gathered):
             self._agree(payloads)
@@ -137,7 +137,7 @@ class ExtendedBucket:
                     max(prod(specs[j][0]) for specs in gathered.specs) if gathered.kept is None else tensor.numel()
                 )
                 sent.append(_padded(tensor.detach().view(-1).to(self._device), largest))
-        return Gather([], sent)
+        return AllGatherBuffers([], sent)
 
     def _payload(self, gathered: _Gathered) -> Payload:
         if gathered.kept is not None:
@@ -145,7 +145,7 @@ class ExtendedBucket:
         return gathered.extension.pre_all_gather()
 
     def _agree(self, payloads: Sequence[Payload]) -> None:
-        """Learns once what every rank sends, and has all ranks raise where it cannot be put together."""
+        """Learn what every rank sends, and raise on all ranks if the inputs do not fit together."""
         own = [tuple((tuple(t.shape), t.dtype) for t in payload.inputs) for payload in payloads]
         for gathered, specs in zip(
             self._gathered, zip(*gather_objects(own, self.pgs.axes.shard), strict=True), strict=True
@@ -168,8 +168,8 @@ class ExtendedBucket:
                 "at its first gather: shapes and dtypes must not change."
             )
 
-    def finish_gather(self, gather: Gather) -> None:
-        """Puts the ranks' inputs together and calls the second hooks."""
+    def finish_gather(self, gather: AllGatherBuffers) -> None:
+        """Concatenate the ranks' inputs and call the second hooks."""
         rows = iter(gather.rows)
         with torch.inference_mode(False), torch.no_grad():
             for parameter, gathered in zip(self.parameters, self._gathered, strict=True):
@@ -180,7 +180,7 @@ class ExtendedBucket:
                     self._fill(parameter, gathered, of_parameter)
 
     def _fill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
-        """The first time: makes the full tensor."""
+        """Make the full tensor, on the first all-gather."""
         self._collect(gathered, rows)
         full, inner = gathered.extension.post_all_gather(gathered.outputs, gathered.metadata, self.plan.compute_dtype)
         gathered.inner = inner
@@ -188,7 +188,7 @@ class ExtendedBucket:
         parameter.build_unsharded(full, self._on_gradient)
 
     def _refill(self, parameter: ShardedParameter, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
-        """Later: the same full tensor, without telling autograd, which has saved it."""
+        """Fill the same full tensor again, hidden from autograd, which has saved it."""
         for tensor, nbytes in gathered.storages:
             allocate_storage(tensor.untyped_storage(), nbytes)
         out = local_part(parameter.unsharded)
@@ -204,8 +204,8 @@ class ExtendedBucket:
             gathered.is_refilled = True
 
     def _collect(self, gathered: _Gathered, rows: Sequence[torch.Tensor]) -> None:
-        """Each input of all ranks, one after the other on dim 0, without what was added to make them equally long."""
-        whole = gathered.kept is None
+        """Concatenate each input of all ranks on dim 0, without the padding that made them equally long."""
+        is_full_mesh = gathered.kept is None
         for j, row in enumerate(rows):
             shapes = [specs[j][0] for specs in gathered.specs]
             length = sum(shape[0] if shape else 1 for shape in shapes)
@@ -213,7 +213,7 @@ class ExtendedBucket:
                 gathered.outputs.append(torch.empty((length, *shapes[0][1:]), dtype=row.dtype, device=self._device))
             output = gathered.outputs[j].view(-1)
             numels = [prod(shape) for shape in shapes]
-            if not whole:
+            if not is_full_mesh:
                 output.copy_(row.reshape(-1)[: output.numel()])
             elif len(set(numels)) == 1:
                 output.view(row.shape).copy_(row)
@@ -221,12 +221,12 @@ class ExtendedBucket:
                 torch.cat([row[rank, :numel] for rank, numel in enumerate(numels)], out=output)
 
     def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
-        """Keeps equally long slices of what came, that of ``rank`` on a smaller mesh, for backward to gather again."""
+        """Keep the equally long slices of ``rank`` on a smaller mesh, the inputs of the all-gather in backward."""
         for gathered in self._gathered:
             gathered.kept = tuple(_slice(output.view(-1), num_shards, rank) for output in gathered.outputs)
 
     def drop_slice(self) -> None:
-        """Releases what :meth:`keep_slice` kept."""
+        """Release the slices of :meth:`keep_slice`."""
         for gathered in self._gathered:
             gathered.kept = None
 
@@ -241,11 +241,11 @@ def _slice(flat: torch.Tensor, num_slices: int, index: int) -> torch.Tensor:
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Of the storage objects."""
+    """Return the addresses of the storage objects of ``tensors``."""
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    """Each storage once."""
+    """Return one tensor of each storage, with the storage's size in bytes."""
     found = {t.untyped_storage()._cdata: (t, t.untyped_storage().nbytes()) for t in tensors}
     return list(found.values())

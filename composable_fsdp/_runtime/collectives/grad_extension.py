@@ -1,8 +1,7 @@
-"""Tensors that decide by themselves how their gradients travel: ``fsdp_pre_reduce_scatter`` and
-``fsdp_post_reduce_scatter``, the mirror image of the hooks of the all-gather.
+"""Reduce-scatter extensions of tensor subclasses: ``fsdp_pre_reduce_scatter`` and ``fsdp_post_reduce_scatter``.
 
-The first makes payloads out of a full gradient, cut for the ranks; the second makes the sum out of what all ranks sent
-for this one's part. They are found as those of the all-gather are.
+They mirror the all-gather hooks, and are found in the same way. The first makes payloads from a full gradient, one row
+per rank. The second sums the rows that this rank receives.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from composable_fsdp._runtime.params.tensor_subclass import GRADIENT_HOOKS
 from composable_fsdp.errors import ExtensionError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy
 
-__all__ = ["GradientExtension", "HookedParcel", "check_hooks", "find_gradient_extension"]
+__all__ = ["ExtensionMessage", "GradientExtension", "check_hooks", "find_gradient_extension"]
 
 _FORMS = "fsdp_pre_reduce_scatter(self, mesh, pieces) or fsdp_pre_reduce_scatter(self, mesh, pieces, module, mp_policy)"
 
 
 @dataclass
 class GradientExtension:
-    """The hooks of one parameter's gradient.
+    """The reduce-scatter hooks of one parameter.
 
     Args:
-        name: of the parameter, for messages.
-        local: this rank's shard, on which they are called.
+        name: the parameter's name, for messages.
+        local: this rank's shard, on which the hooks are called.
         mesh: the shard axis, 1-d.
-        shard: its communicator.
-        padded_size: shape of the largest shard, to which all pieces are padded with zeros.
+        shard: the communicator of the shard axis.
+        padded_size: shape of the largest shard, to which all shards are padded with zeros.
         module: a weak reference to the first module on which the parameter is registered.
-        policy: of the group.
-        takes_all: whether the first hook takes the module and the policy too.
+        policy: the group's mixed precision.
+        takes_all: True if the first hook takes the module and the policy too.
     """
 
     name: str
@@ -54,12 +53,12 @@ class GradientExtension:
     policy: MixedPrecisionPolicy
     takes_all: bool
     row_bytes: int = 0
-    """Bytes that it sends each rank, once that is known."""
+    """Bytes sent to each rank, known after the first call."""
     _specs: object = None
     """Shapes and dtypes on which all ranks have agreed."""
 
     def pre_reduce_scatter(self, pieces: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], object]:
-        """Calls the first hook: payloads, each with one index of dim 0 for each rank, and metadata."""
+        """Call the first hook; return payloads, each with one index of dim 0 per rank, and metadata."""
         hook = cast(Any, self.local).fsdp_pre_reduce_scatter
         result = hook(self.mesh, pieces, self.module(), self.policy) if self.takes_all else hook(self.mesh, pieces)
         num_ranks = self.shard.size
@@ -79,7 +78,7 @@ class GradientExtension:
         return payloads, result[1]
 
     def _agree(self, specs: object) -> None:
-        """Has all ranks raise, the first time, where they would send different sizes, which a collective cannot do."""
+        """Raise on all ranks, the first time, if their payloads differ in size, which a collective does not support."""
         if self._specs is None:
             everyones = gather_objects(specs, self.shard)
             if any(other != specs for other in everyones):
@@ -95,7 +94,7 @@ class GradientExtension:
             )
 
     def post_reduce_scatter(self, outputs: Sequence[torch.Tensor], metadata: object, dtype: torch.dtype) -> Any:
-        """Calls the second hook: the sum, of ``padded_size``."""
+        """Call the second hook; return the sum, of ``padded_size``."""
         total = cast(Any, self.local).fsdp_post_reduce_scatter(tuple(outputs), metadata, dtype)
         if not isinstance(total, torch.Tensor) or tuple(total.shape) != self.padded_size:
             found = tuple(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
@@ -107,21 +106,21 @@ class GradientExtension:
 
 
 class Spec(NamedTuple):
-    """One payload: its shape, and the bytes of one rank's part of it."""
+    """Shape and dtype of one payload, and the bytes of its row for one rank."""
 
     shape: torch.Size
     dtype: torch.dtype
     row_bytes: int
 
 
-class HookedParcel:
-    """What the hooks of one bucket's parameters send.
+class ExtensionMessage:
+    """The message that the hooks of one bucket's parameters make.
 
     Args:
-        extensions: of the parameters with a gradient to reduce.
-        rows: of each, ``(num_ranks, at least padded numel)``: its pieces, flat, one for each rank.
-        places: of each, where the sum goes, flat.
-        flags: ``(num_flags,)``, what this rank says; becomes not zero where any rank's is not.
+        extensions: the hooks of the parameters with a gradient to reduce.
+        rows: per extension, ``(num_ranks, at least padded numel)``: the flat shard of each rank.
+        places: per extension, flat memory for the sum.
+        flags: ``(num_flags,)``, this rank's flags; becomes nonzero where any rank's flag is.
     """
 
     def __init__(
@@ -177,10 +176,10 @@ class HookedParcel:
 def check_hooks(
     name: str, local: torch.Tensor, pair: tuple[str, str], arities: Collection[int], what: str, forms: str
 ) -> int | None:
-    """How many arguments the first hook of ``pair`` takes, if ``local`` brings them.
+    """Return how many arguments the first hook of ``pair`` takes, or ``None`` if ``local`` has no hooks.
 
     Raises:
-        ExtensionError: it brings one of the two only, or the first takes another number of arguments than ``arities``.
+        ExtensionError: ``local`` has only one of the two, or the number of the first's arguments is not in ``arities``.
     """
     found = [hook for hook in pair if hasattr(local, hook)]
     if not found:
@@ -209,10 +208,10 @@ def find_gradient_extension(
     module: nn.Module,
     policy: MixedPrecisionPolicy,
 ) -> GradientExtension | None:
-    """The hooks that ``local`` brings for its gradient, if any.
+    """Return the reduce-scatter hooks of ``local``, or ``None`` if it has none.
 
     Raises:
-        ExtensionError: it brings one of the two only, or a first one that takes neither two nor four arguments.
+        ExtensionError: ``local`` has only one of the two, or a first one that takes neither two nor four arguments.
     """
     arity = check_hooks(name, local, GRADIENT_HOOKS, (2, 4), "how its gradient travels", _FORMS)
     if arity is None:

@@ -1,4 +1,4 @@
-"""Autograd's recording switched off, for what runs for every group in every step."""
+"""A faster ``torch.no_grad`` for functions that run for every group in every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ R = TypeVar("R")
 
 
 def without_grad(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.no_grad()(function)``, which makes three objects for each call and so costs four times as much."""
+    """Return ``function`` under ``no_grad``. ``torch.no_grad()`` makes three objects per call and costs four times as
+    much.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Payloads of several buckets in one message, whatever their dtypes."""
+"""Packing of the payloads of several buckets into one message, whatever their dtypes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import torch
 
 from composable_fsdp._comm.communicator import Communicator, Transfer
 from composable_fsdp._layout.bucket_layout import aligned_bytes
-from composable_fsdp._runtime.collectives.bucket import Gather
+from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
 
-__all__ = ["all_of", "pack_messages", "together"]
+__all__ = ["describe_groups", "group_by_key", "pack_messages"]
 
 Key = TypeVar("Key")
 Member = TypeVar("Member")
 
 
-def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device: torch.device) -> list[Transfer]:
-    """The transfer of all payloads, which brings the ``rows`` of each gather.
+def pack_messages(
+    gathers: Sequence[AllGatherBuffers], communicator: Communicator, device: torch.device
+) -> list[Transfer]:
+    """Pack all payloads into one message and return its transfer. Sets the ``rows`` of each gather.
 
-    A single payload is sent from where it lies. Several are copied into one message, each on an aligned boundary: one
-    launch costs more than the copy of what is small enough to be packed.
+    A single payload is sent without a copy. Several are copied into one message, each aligned: a copy of packed
+    payloads, which are small, is cheaper than one more launch.
     """
     filled = [gather for gather in gathers if gather.payloads]
     payloads = [payload for gather in filled for payload in gather.payloads]
@@ -44,13 +46,13 @@ def pack_messages(gathers: Sequence[Gather], communicator: Communicator, device:
 
 
 def _rows_of(sent: torch.Tensor, communicator: Communicator, device: torch.device) -> torch.Tensor:
-    """Memory for what all ranks send, a row for each."""
+    """Allocate the memory that receives ``sent`` from all ranks, one row per rank."""
     received = communicator.allocate(communicator.size * sent.numel(), sent.dtype, device)
     return received.view(communicator.size, sent.numel())
 
 
 def _fit_end_to_end(payloads: Sequence[torch.Tensor]) -> bool:
-    """Whether all have one dtype, and each ends where the next may begin."""
+    """Return True if all payloads have one dtype, and their concatenation leaves each aligned."""
     dtype = payloads[0].dtype
     return all(p.dtype == dtype and p.nbytes == aligned_bytes(p.nbytes) for p in payloads)
 
@@ -58,7 +60,7 @@ def _fit_end_to_end(payloads: Sequence[torch.Tensor]) -> bool:
 def _as_bytes(
     payloads: Sequence[torch.Tensor], communicator: Communicator, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """The message, the memory for all ranks' messages, and in that the places of each payload."""
+    """Return the message, the memory for all ranks' messages, and the views of each payload in that."""
     sent = communicator.allocate(sum(aligned_bytes(p.nbytes) for p in payloads), torch.uint8, device)
     rows = _rows_of(sent, communicator, device)
     places, start = [], 0
@@ -66,21 +68,21 @@ def _as_bytes(
         stop = start + payload.nbytes
         sent[start:stop].view(payload.dtype).copy_(payload)
         place = rows[:, start:stop]
-        # Rows of nothing are not a whole number of elements apart.
+        # Empty rows cannot be viewed: their stride is not a multiple of the itemsize.
         places.append(place.view(payload.dtype) if payload.numel() else place.to(payload.dtype))
         start += aligned_bytes(payload.nbytes)
     return sent, rows, places
 
 
-def all_of(names: Sequence[str]) -> str:
-    """What messages call groups that travel together."""
+def describe_groups(names: Sequence[str]) -> str:
+    """Return the name in errors of several groups that share a collective."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} groups)"
 
 
-def together(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
-    """Members with equal keys, in the order of the first of each: the same on every rank."""
+def group_by_key(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
+    """Group members with equal keys, in the order of the first of each: the same on every rank."""
     keys, members = list(keys), list(members)
-    if keys and keys.count(keys[0]) == len(keys) == len(members):  # one communicator, mostly: no need to hash it
+    if keys and keys.count(keys[0]) == len(keys) == len(members):  # usually one communicator: skip hashing it
         return [(keys[0], members)]
     found: dict[Key, list[Member]] = {}
     for key, member in zip(keys, members, strict=True):

@@ -1,4 +1,4 @@
-"""One group's gradients on their way: over the shard axis, over the replicate axis, onto the shards."""
+"""Reduction of a group's gradients: over the shard axis, then over the replicate axis, then to the shards."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
-from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, Exchange, Parcel
+from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, EncodedMessage, EncodedReduceScatter
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import together
-from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter, ReducedBucket, Scatter
+from composable_fsdp._runtime.collectives.packing import group_by_key
+from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket, ReduceScatterBuffers
 from composable_fsdp._sharding.process_groups import ProcessGroups
 
-__all__ = ["Job", "Reducible", "launch_reduction"]
+__all__ = ["BucketReduction", "ReducibleBucket", "launch_reduction"]
 
 
-class Reducible(Protocol):
-    """What a reduction asks of a bucket."""
+class ReducibleBucket(Protocol):
+    """The interface of a bucket that a reduction uses."""
 
     @property
     def plan(self) -> BucketPlan: ...
@@ -32,122 +32,135 @@ class Reducible(Protocol):
     def pgs(self) -> ProcessGroups: ...
 
     @property
-    def scatter(self) -> GradientScatter: ...
+    def scatter(self) -> BucketReduceScatter: ...
 
 
-class Job(NamedTuple):
-    """One bucket's part of a reduction.
+class BucketReduction(NamedTuple):
+    """One bucket of a reduction.
 
-    ``hook`` is called with the reduced gradients: before they are divided by ``reduction.post_divide``, or after that
-    if ``divides_first``.
+    ``hook`` is called with the reduced gradients: before their division by ``reduction.post_divide``, or after it if
+    ``divides_first``.
     """
 
-    bucket: Reducible
+    bucket: ReducibleBucket
     reduction: Reduction
-    scatter: Scatter
+    scatter: ReduceScatterBuffers
     hook: Callable[[torch.Tensor], None] | None = None
     divides_first: bool = False
 
 
 def launch_reduction(
-    streams: CommStreams, jobs: Sequence[Job], device: torch.device, name: str, *, partial: bool
+    streams: CommStreams, reductions: Sequence[BucketReduction], device: torch.device, name: str, *, partial: bool
 ) -> InFlight[list[ReducedBucket]]:
-    """Reduces over the shard axis, then over the replicate axis where there is one, and gives the shards.
+    """Launch a reduction over the shard axis, then over the replicate axis; the result is the sharded gradients.
 
     Args:
-        streams: where each leg runs.
-        jobs: of one or several groups' buckets, in the same order on every rank.
+        streams: where each collective runs.
+        reductions: buckets of one or several groups, in the same order on every rank.
         device: where modules compute.
-        name: of what is reduced, for errors; the same on every rank.
-        partial: only over the shard axis; the buckets keep what came for a later reduction, and nothing is given.
+        name: the name in errors, the same on every rank.
+        partial: reduce over the shard axis only. The buckets keep their sums for a later reduction; the result is
+            empty.
     """
-    legs = _Legs(jobs, device, name)
+    reduce = _HybridReduce(reductions, device, name)
     if partial:
-        return streams.reduce.run(legs.scatter, legs.keep)
-    if all(job.bucket.pgs.replicate.size == 1 for job in jobs):
-        return streams.reduce.run(legs.scatter, legs.deliver)
-    scattered = streams.reduce.run(legs.scatter, legs.arrive)
-    if not any(job.bucket.plan.gradient_codecs.replicate for job in jobs):
-        return streams.replicate.run(legs.all_reduce, legs.deliver_reduced, after=scattered)
-    summed = streams.replicate.run(legs.all_reduce, legs.add_up, after=scattered)
-    return streams.replicate.run(legs.gather_sums, legs.deliver_gathered, after=summed)
+        return streams.reduce.run(reduce.scatter, reduce.keep_partial)
+    if all(each.bucket.pgs.replicate.size == 1 for each in reductions):
+        return streams.reduce.run(reduce.scatter, reduce.finish_unreplicated)
+    scattered = streams.reduce.run(reduce.scatter, reduce.finish_scatter)
+    if not any(each.bucket.plan.gradient_codecs.replicate for each in reductions):
+        return streams.replicate.run(reduce.all_reduce, reduce.finish, after=scattered)
+    summed = streams.replicate.run(reduce.all_reduce, reduce.finish_all_reduce, after=scattered)
+    return streams.replicate.run(reduce.gather_sums, reduce.finish_gathered_sums, after=summed)
 
 
-class _Legs:
-    """What runs on the lanes, in this order: ``scatter``, then perhaps ``all_reduce``, then perhaps ``gather_sums``;
-    after each leg one of the methods that take what came.
+class _HybridReduce:
+    """The collectives of a reduction and the work after each of them.
+
+    In this order: ``scatter``, then ``all_reduce`` if there is a replicate axis, then ``gather_sums`` if that is
+    encoded. After each, one of the methods that use its result.
     """
 
-    def __init__(self, jobs: Sequence[Job], device: torch.device, name: str) -> None:
-        self._jobs = jobs
+    def __init__(self, reductions: Sequence[BucketReduction], device: torch.device, name: str) -> None:
+        self._reductions = reductions
         self._name = name
         self._device = device
-        parcels = [(job.bucket.pgs.exchange, job.scatter.parcel) for job in jobs if job.scatter.parcel is not None]
-        self._scatters = self._exchange(parcels)
-        self._sums: list[Exchange] = []
+        messages = [
+            (each.bucket.pgs.exchange, each.scatter.encoded) for each in reductions if each.scatter.encoded is not None
+        ]
+        self._encoded_scatters = self._encoded_reduce_scatters(messages)
+        self._encoded_sums: list[EncodedReduceScatter] = []
         self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []
 
     @without_grad
     def scatter(self) -> Work:
         label = f"reduce-scatter of {self._name}"
-        plain = [job for job in self._jobs if job.scatter.transfers]
+        plain = [each for each in self._reductions if each.scatter.transfers]
         works: list[Work] = [
-            communicator.reduce_scatter([t for job in jobs for t in job.scatter.transfers], op, label)
-            for (communicator, op), jobs in together([(j.bucket.pgs.scatter, j.reduction.op) for j in plain], plain)
+            communicator.reduce_scatter([t for each in reductions for t in each.scatter.transfers], op, label)
+            for (communicator, op), reductions in group_by_key(
+                [(each.bucket.pgs.scatter, each.reduction.op) for each in plain], plain
+            )
         ]
-        whole = [job for job in self._jobs if job.scatter.whole]
+        all_reduced = [each for each in self._reductions if each.scatter.all_reduced]
         works += [
-            communicator.all_reduce([message for job in jobs for message in job.scatter.whole], op, label)
-            for (communicator, op), jobs in together([(j.bucket.pgs.scatter, j.reduction.op) for j in whole], whole)
+            communicator.all_reduce([message for each in reductions for message in each.scatter.all_reduced], op, label)
+            for (communicator, op), reductions in group_by_key(
+                [(each.bucket.pgs.scatter, each.reduction.op) for each in all_reduced], all_reduced
+            )
         ]
-        works += [exchange.launch(label) for exchange in self._scatters]
+        works += [encoded.launch(label) for encoded in self._encoded_scatters]
         return works[0] if len(works) == 1 else Together(tuple(works))
 
-    def _exchange(self, parcels: Sequence[tuple[Communicator, Parcel]]) -> list[Exchange]:
+    def _encoded_reduce_scatters(
+        self, messages: Sequence[tuple[Communicator, EncodedMessage]]
+    ) -> list[EncodedReduceScatter]:
         return [
-            Exchange(of_communicator, communicator, self._device)
-            for communicator, of_communicator in together([c for c, _ in parcels], [p for _, p in parcels])
+            EncodedReduceScatter(of_communicator, communicator, self._device)
+            for communicator, of_communicator in group_by_key(
+                [c for c, _ in messages], [message for _, message in messages]
+            )
         ]
 
     @without_grad
-    def arrive(self) -> None:
-        """After ``scatter``: adds up what came, and takes this rank's part of what came whole."""
-        for exchange in self._scatters:
-            exchange.finish()
-        for job in self._jobs:
-            job.bucket.scatter.take_own(job.scatter)
+    def finish_scatter(self) -> None:
+        """Finish ``scatter``: sum encoded gradients, and copy out this rank's shards of all-reduced ones."""
+        for encoded in self._encoded_scatters:
+            encoded.finish()
+        for each in self._reductions:
+            each.bucket.scatter.copy_own_shards(each.scatter)
 
     @without_grad
-    def keep(self) -> list[ReducedBucket]:
-        self.arrive()
-        for job in self._jobs:
-            job.bucket.scatter.keep_partial(job.scatter)
+    def keep_partial(self) -> list[ReducedBucket]:
+        self.finish_scatter()
+        for each in self._reductions:
+            each.bucket.scatter.keep_partial(each.scatter)
         return []
 
     @without_grad
     def all_reduce(self) -> Work:
         works: list[Work] = []
         label = f"all-reduce of {self._name}"
-        for bucket, reduction, scatter, *_ in self._jobs:
+        for bucket, reduction, scatter, *_ in self._reductions:
             bucket.scatter.add_partial(scatter)
             encoded = bucket.scatter.encode_all_reduce(scatter)
             if encoded is None:
                 works.append(bucket.pgs.replicate.all_reduce([scatter.output], reduction.op, label))
             else:
                 self._all_reduces.append((bucket.pgs.replicate, encoded))
-        parcels = [(communicator, encoded.parcel) for communicator, encoded in self._all_reduces]
-        self._sums = self._exchange(parcels)
-        return Together((*works, *(exchange.launch(label) for exchange in self._sums)))
+        messages = [(communicator, encoded.message) for communicator, encoded in self._all_reduces]
+        self._encoded_sums = self._encoded_reduce_scatters(messages)
+        return Together((*works, *(encoded.launch(label) for encoded in self._encoded_sums)))
 
     @without_grad
-    def add_up(self) -> None:
-        """After ``all_reduce`` where that is encoded: adds up what came."""
-        for exchange in self._sums:
-            exchange.finish()
+    def finish_all_reduce(self) -> None:
+        """Finish an encoded ``all_reduce``: decode and sum."""
+        for encoded in self._encoded_sums:
+            encoded.finish()
 
     @without_grad
     def gather_sums(self) -> Work:
-        by_communicator = together([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
+        by_communicator = group_by_key([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
         return Together(
             tuple(
                 communicator.all_gather(
@@ -158,22 +171,22 @@ class _Legs:
         )
 
     @without_grad
-    def deliver_gathered(self) -> list[ReducedBucket]:
+    def finish_gathered_sums(self) -> list[ReducedBucket]:
         for _, encoded in self._all_reduces:
             encoded.finish()
-        return self.deliver_reduced()
+        return self.finish()
 
     @without_grad
-    def deliver(self) -> list[ReducedBucket]:
-        self.arrive()
-        for job in self._jobs:
-            job.bucket.scatter.add_partial(job.scatter)
-        return self.deliver_reduced()
+    def finish_unreplicated(self) -> list[ReducedBucket]:
+        self.finish_scatter()
+        for each in self._reductions:
+            each.bucket.scatter.add_partial(each.scatter)
+        return self.finish()
 
     @without_grad
-    def deliver_reduced(self) -> list[ReducedBucket]:
+    def finish(self) -> list[ReducedBucket]:
         reduced = []
-        for bucket, reduction, scatter, hook, divides_first in self._jobs:
+        for bucket, reduction, scatter, hook, divides_first in self._reductions:
             if hook is not None:
                 if divides_first:
                     divide(scatter.output, reduction.post_divide)

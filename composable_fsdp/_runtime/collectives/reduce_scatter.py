@@ -1,4 +1,4 @@
-"""The gradient side of one bucket: from full gradients to this rank's reduced shards."""
+"""Reduce-scatter of one bucket: from full gradients to this rank's sharded gradients."""
 
 from __future__ import annotations
 
@@ -17,33 +17,39 @@ from composable_fsdp._layout.pack import pack_gradient, take_shard
 from composable_fsdp._layout.plan import SMALL_BYTES, BucketPlan
 from composable_fsdp._memory.streams import blocks_the_host
 from composable_fsdp._memory.unsharded_buffer import contiguous_strides
-from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, EncodedParcel, Parcel, aligned_piece
-from composable_fsdp._runtime.collectives.grad_extension import GradientExtension, HookedParcel
+from composable_fsdp._runtime.collectives.encoded_reduce import (
+    CodecMessage,
+    EncodedAllReduce,
+    EncodedMessage,
+    aligned_piece,
+)
+from composable_fsdp._runtime.collectives.grad_extension import ExtensionMessage, GradientExtension
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs._encoder import Encoder, GradientCodec
 
-__all__ = ["GradientScatter", "ReducedBucket", "Scatter"]
+__all__ = ["BucketReduceScatter", "ReduceScatterBuffers", "ReducedBucket"]
 
 _dtype_of = attrgetter("dtype")
 
 
 @dataclass(slots=True)
-class Scatter:
-    """One bucket's part of a group's gradient reduction.
+class ReduceScatterBuffers:
+    """The buffers of one bucket in a gradient reduction.
 
-    ``transfers`` are reduced on the way; ``whole`` are messages that are reduced in place, of which
-    :meth:`GradientScatter.take_own` takes this rank's part; what is added up where it arrives is the ``parcel``. In any
-    case the sum over the shard axis is in ``output`` then. ``present`` are the parameters that have a gradient here.
+    ``transfers`` are reduce-scattered. ``all_reduced`` are messages that are all-reduced in place; this rank's shards
+    are then copied out by :meth:`BucketReduceScatter.copy_own_shards`. ``encoded`` is decoded and summed by the
+    receiver. The sum over the shard axis ends in ``output``. ``present`` are the parameters with a gradient on this
+    rank.
     """
 
     transfers: list[Transfer]
     output: torch.Tensor
     present: frozenset[int]
-    whole: list[torch.Tensor] = field(default_factory=list)
-    parcel: Parcel | None = None
-    added: Scatter | None = None
-    """An earlier one that is part of this, alive as long as this is in flight."""
+    all_reduced: list[torch.Tensor] = field(default_factory=list)
+    encoded: EncodedMessage | None = None
+    added: ReduceScatterBuffers | None = None
+    """An earlier reduction that is added to this one; kept alive as long as this is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +60,17 @@ class ReducedBucket:
     gradients: list[torch.Tensor]
 
 
-class GradientScatter:
-    """Sends the gradients of one bucket's parameters, and takes what comes.
+class BucketReduceScatter:
+    """Reduces the gradients of one bucket.
 
     Args:
-        plan: of the bucket.
-        parameters: of the bucket, in its order.
-        pgs: over which they travel.
+        plan: the bucket's plan.
+        parameters: the bucket's parameters, in order.
+        pgs: the process groups to reduce over.
         device: where modules compute.
-        rest: where reduced gradients must end: with the shards.
-        pin_memory: whether they are page-locked there.
-        extensions: of the parameters, in their order, where they decide by themselves how their gradients travel.
+        rest: the device of the reduced gradients, which is that of the shards.
+        pin_memory: True if reduced gradients are page-locked there.
+        extensions: the parameters' reduce-scatter hooks, in order, if they have any.
     """
 
     def __init__(
@@ -86,19 +92,19 @@ class GradientScatter:
         self._rest = rest
         self._pin_memory = pin_memory
         self._extensions = extensions
-        self._partial: Scatter | None = None
+        self._partial: ReduceScatterBuffers | None = None
         """The sum of earlier reductions over the shard axis alone, in the reduce dtype."""
         self.encoders: dict[str, Encoder] = {}
-        """By the leg on which they work: ``"shard"``, and ``"pieces"`` and ``"sums"`` of the replicate axis."""
+        """Encoders by their collective: ``"shard"``, and ``"pieces"`` and ``"sums"`` of the replicate axis."""
         self.plan = plan
         self._make_encoders()
         self._make_views()
 
-    def follow(self, plan: BucketPlan) -> None:
-        """Takes over a plan that differs only in which parameters are trainable."""
+    def update_plan(self, plan: BucketPlan) -> None:
+        """Adopt a plan that differs only in which parameters are trainable."""
         moved = plan.reduce != self.plan.reduce
         self.plan = plan
-        if moved:  # what was left over belongs to other places
+        if moved:  # residuals belong to the old offsets
             self._make_encoders()
         self._make_views()
 
@@ -114,12 +120,12 @@ class GradientScatter:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks of the replicate axis."""
+        """The number of ranks of the replicate axis."""
         return self.pgs.replicate.size
 
     def _make_views(self) -> None:
         layout, rank = self.plan.reduce, self._shard.rank
-        self._everyone = frozenset(range(len(layout.indices)))
+        self._all_indices = frozenset(range(len(layout.indices)))
         self._members = [self.parameters[i] for i in layout.indices]
         self._has_empty = any(shards.numel == 0 for shards in layout.shards)
         self._reduced_views = [
@@ -128,41 +134,44 @@ class GradientScatter:
         ]
         ends = [offset + prod(shape) for shape, _, offset in self._reduced_views]
         self._gradient_span = (min(layout.output.offsets, default=0), max(ends, default=0))
-        """Of the output. Only gradients lie in it where it has as many elements as they have."""
+        """Bounds of the gradients in the output. It has no gaps if its length is the gradients' total size."""
 
-    def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> Scatter | None:
-        """Takes the gradients that autograd left and says what must travel; ``None`` where nothing is trainable.
+    def prepare(self, reduction: Reduction, *, were_summed: bool = False) -> ReduceScatterBuffers | None:
+        """Take the gradients that autograd accumulated and build the messages; ``None`` if nothing is trainable.
+
+        The message always holds every trainable parameter, zeros for those without a gradient, so its size is the same
+        on every rank, whatever part of the model a rank used. Flags in it show all ranks which parameters any rank
+        used.
 
         Args:
-            reduction: what will be done with them.
-            were_summed: any rank may have sums of several microbatches, which must not travel in fewer bits.
-
-        The message always holds every trainable parameter, zeros for those without a gradient, so that its size is the
-        same on every rank whatever part each of them used. Flags in it tell all ranks what any of them used.
+            reduction: the divisions and the operation.
+            were_summed: any rank may have accumulated several microbatches, which must not be rounded to fewer bits.
         """
         layout, plan = self.plan.reduce, self.plan
         if not layout.indices:
             return None
         sum_dtype = plan.sum_dtype
         gradients = [member.take_gradient(sum_dtype) for member in self._members]
-        present = self._everyone
+        present = self._all_indices
         if any(map(is_, gradients, repeat(None))):
             present = frozenset(k for k, gradient in enumerate(gradients) if gradient is not None)
         wire_dtype = sum_dtype if were_summed else plan.wire_dtype
-        message = None if plan.exchanges else self._packed_message(gradients, present, reduction, wire_dtype)
-        if plan.exchanges:
+        message = (
+            None if plan.encodes_reduce_scatter else self._packed_message(gradients, present, reduction, wire_dtype)
+        )
+        if plan.encodes_reduce_scatter:
             output = torch.empty(layout.output.numel, dtype=sum_dtype, device=self.device)
-            return Scatter([], output, present, parcel=self._parcel(gradients, output, present))
+            return ReduceScatterBuffers([], output, present, encoded=self._encoded_message(gradients, output, present))
         output = self.pgs.scatter.allocate(layout.output.numel, sum_dtype, self.device)
-        scatter = Scatter([], output, present)
-        for k in layout.direct:
+        scatter = ReduceScatterBuffers([], output, present)
+        for k in layout.zero_copy:
             start, length = layout.output.offsets[k], layout.shards[k].padded_numel
             full = self._wire_gradient(gradients[k], layout.shards[k].numel, reduction, wire_dtype)
             scatter.transfers.append(Transfer(output[start : start + length], full))
         if message is not None:
             scatter.transfers.append(Transfer(output[: layout.packed_numel], message))
-        if layout.whole:
-            scatter.whole.append(self._whole_message(gradients, present, reduction))
+        if layout.all_reduced:
+            scatter.all_reduced.append(self._all_reduced_message(gradients, present, reduction))
         return scatter
 
     def _packed_message(
@@ -172,8 +181,9 @@ class GradientScatter:
         reduction: Reduction,
         dtype: torch.dtype,
     ) -> torch.Tensor | None:
-        """The packed gradients and flags, row after row; ``None`` if nothing is packed. Lets go of these gradients, so
-        that they need not meet in memory with what comes.
+        """Return the packed gradients and flags, one row per rank, or ``None`` if nothing is packed.
+
+        Releases these gradients, so that they do not add to the memory of the output.
         """
         layout, num_shards = self.plan.reduce, self._shard.size
         if not layout.packed_numel:
@@ -184,14 +194,14 @@ class GradientScatter:
             gradients[k] = None
         return divide(message, reduction.pre_divide)
 
-    def _whole_message(
+    def _all_reduced_message(
         self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], reduction: Reduction
     ) -> torch.Tensor:
-        """The full gradients that travel whole, zeros for those that are not there, and the flags."""
+        """Return the message of all-reduced gradients, zeros for missing ones, and the flags."""
         layout = self.plan.reduce
         message = self.pgs.scatter.allocate(layout.message.numel, self.plan.sum_dtype, self.device).zero_()
         places, sources = [], []
-        for k, offset in zip(layout.whole, layout.message.offsets, strict=False):
+        for k, offset in zip(layout.all_reduced, layout.message.offsets, strict=False):
             gradient = gradients[k]
             if gradient is not None:
                 places.append(message[offset : offset + gradient.numel()].view(gradient.shape))
@@ -202,36 +212,36 @@ class GradientScatter:
         return divide(message, reduction.pre_divide)
 
     def _flags_in(self, message: torch.Tensor) -> torch.Tensor:
-        """Behind the whole gradients."""
+        """Return the flags after the all-reduced gradients of ``message``."""
         num_flags = self.plan.reduce.num_flags
         start = self.plan.reduce.message.offsets[-1] if num_flags else 0
         return message[start : start + num_flags]
 
-    def take_own(self, scatter: Scatter) -> None:
-        """Takes this rank's part of what was summed up whole, and the flags, to their places in the output.
+    def copy_own_shards(self, scatter: ReduceScatterBuffers) -> None:
+        """Copy this rank's shards of all-reduced gradients, and the flags, into the output.
 
-        The message stays: on a stream of its own, this is not done yet when it returns.
+        The message stays alive: on a stream, the copies may still run when this returns.
         """
         layout, output = self.plan.reduce, scatter.output
-        for message in scatter.whole:
-            for k, begin in zip(layout.whole, layout.message.offsets, strict=False):
+        for message in scatter.all_reduced:
+            for k, begin in zip(layout.all_reduced, layout.message.offsets, strict=False):
                 shards, start = layout.shards[k], layout.output.offsets[k]
                 full = message[begin : begin + shards.numel].view(shards.shape)
                 take_shard(shards, full, self._shard.rank, output[start : start + shards.padded_numel])
             output[layout.flags_offset : layout.flags_offset + layout.num_flags].copy_(self._flags_in(message))
 
     def _fill(self, gradients: Sequence[torch.Tensor | None], present: frozenset[int], rows: torch.Tensor) -> None:
-        """Writes packed gradients and flags into ``rows``, one for each rank."""
+        """Copy packed gradients and flags into ``rows``, one per rank."""
         layout = self.plan.reduce
         packed = [gradient for k in layout.packed if (gradient := gradients[k]) is not None]
         dtype = packed[0].dtype if packed else rows.dtype
-        # The one operation for all of them casts on the way on accelerators; on the host it needs memory for it.
+        # The fused operation casts while it copies on accelerators; on CPU the cast needs a temporary.
         casts_well = dtype == rows.dtype or not self._on_host or rows.nbytes <= SMALL_BYTES
-        if layout.in_chunks and present is self._everyone and casts_well and _are_alike(packed):
+        if layout.in_chunks and present is self._all_indices and casts_well and _are_alike(packed):
             pieces = self._with_gaps(packed, len(rows))
             if layout.flags_width:
                 pieces.append(torch.ones(len(rows) * layout.flags_width, dtype=dtype, device=self.device))
-            if self._on_host and dtype != rows.dtype:  # one cast of all costs a fifth of one for each
+            if self._on_host and dtype != rows.dtype:  # one cast of all takes a fifth of the time of one for each
                 rows.copy_(torch._chunk_cat(pieces, 0, len(rows)))
             else:
                 torch._chunk_cat(pieces, 0, len(rows), out=rows)
@@ -242,7 +252,7 @@ class GradientScatter:
         self._flag(rows[:, layout.gradient_numel :], present)
 
     def _with_gaps(self, packed: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
-        """What ``torch._chunk_cat`` lays out in ``num_rows`` rows as the layout says: it knows no empty tensors."""
+        """Return ``packed`` without empty tensors, which ``torch._chunk_cat`` rejects, and with zeros for the gaps."""
         layout = self.plan.reduce
         if not (layout.has_padding or self._has_empty):
             return packed
@@ -253,23 +263,25 @@ class GradientScatter:
             pieces += [zeros[gap]] if gap else []
         return pieces
 
-    def _parcel(self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]) -> Parcel:
-        """What is added up where it arrives."""
+    def _encoded_message(
+        self, gradients: list[torch.Tensor | None], output: torch.Tensor, present: frozenset[int]
+    ) -> EncodedMessage:
+        """Return the message that is summed after it is received."""
         layout = self.plan.reduce
         flags = output[layout.flags_offset : layout.flags_offset + layout.num_flags]
-        # What fills their width up too: an all-reduce over the replicate axis reads it.
+        # Fill the alignment gap too: an all-reduce over the replicate axis reads it.
         self._flag(output[layout.flags_offset : layout.packed_numel].unsqueeze(0), present)
         if not self.plan.gradient_extended:
             take = partial(self._message, gradients)
-            return EncodedParcel(self.encoders["shard"], take, output[: layout.gradient_numel], flags)
+            return CodecMessage(self.encoders["shard"], take, output[: layout.gradient_numel], flags)
         rows = self._message(gradients).split(layout.packed_widths[: len(layout.packed)], dim=1)
         places = output[: layout.gradient_numel].split(layout.packed_widths[: len(layout.packed)])
-        return HookedParcel([self._extensions[i] for i in layout.indices], rows, places, flags)
+        return ExtensionMessage([self._extensions[i] for i in layout.indices], rows, places, flags)
 
     def _message(self, gradients: list[torch.Tensor | None]) -> torch.Tensor:
-        """``(num_shards, gradient_numel)``, each rank's part of ``gradients``, which are let go.
+        """Return ``(num_shards, gradient_numel)``, each rank's shards of ``gradients``, and release these.
 
-        So not for a lane, which might still read when the stream of backward writes to their memory again.
+        Not to be called on a communication stream, which might still read when backward's stream reuses their memory.
         """
         layout = self.plan.reduce
         make = torch.zeros if layout.has_padding else torch.empty
@@ -279,7 +291,7 @@ class GradientScatter:
         return message
 
     def _pack(self, gradients: Sequence[torch.Tensor | None], message: torch.Tensor) -> None:
-        """Copies packed gradients into their columns of ``message``, one row per rank, casting on the way."""
+        """Copy packed gradients into their columns of ``message``, one row per rank, and cast them."""
         layout = self.plan.reduce
         columns, sources = [], []
         blocks = message[:, : layout.gradient_numel].split(layout.packed_widths[: len(layout.packed)], dim=1)
@@ -296,16 +308,17 @@ class GradientScatter:
             torch._foreach_copy_(columns, sources)
 
     def _flag(self, flags: torch.Tensor, present: frozenset[int]) -> None:
-        """Fills ``(any, num_flags or more)`` with ones, and zeros for the parameters without gradient, if there are
-        flags in this message.
+        """Fill ``(any, num_flags or more)`` with ones, and with zeros for parameters without a gradient.
+
+        Does nothing if this message has no flags.
         """
         if flags.size(1):
             flags.fill_(1)
-            for k in self._everyone - present:
+            for k in self._all_indices - present:
                 flags[:, k].zero_()
 
-    def encode_all_reduce(self, scatter: Scatter) -> EncodedAllReduce | None:
-        """The reduction over the replicate axis, where that is encoded."""
+    def encode_all_reduce(self, scatter: ReduceScatterBuffers) -> EncodedAllReduce | None:
+        """Return the all-reduce over the replicate axis if that is encoded, else ``None``."""
         if self.plan.gradient_codecs.replicate is None:
             return None
         layout = self.plan.reduce
@@ -315,44 +328,44 @@ class GradientScatter:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes for each rank where gradients are exchanged; what hooks send is known once they were called."""
+        """The bytes sent to each rank of an encoded reduce-scatter. Those of hooks are known after the first call."""
         layout = self.plan.reduce
         if not self.plan.gradient_extended:
             return self.encoders["shard"].row_bytes + layout.num_flags
         return sum(self._extensions[i].row_bytes for i in layout.indices) + layout.num_flags
 
-    def add_partial(self, scatter: Scatter) -> None:
-        """Adds what earlier reductions left unfinished to one that has come over the shard axis."""
+    def add_partial(self, scatter: ReduceScatterBuffers) -> None:
+        """Add the result of earlier partial reductions to one that is reduced over the shard axis."""
         partial, self._partial = self._partial, None
         if partial is not None:
             scatter.output.add_(partial.output)
             scatter.present |= partial.present
             scatter.added = partial
 
-    def keep_partial(self, scatter: Scatter) -> None:
-        """Keeps what came over the shard axis for a later reduction, as its sum so far."""
+    def keep_partial(self, scatter: ReduceScatterBuffers) -> None:
+        """Keep the sum over the shard axis for a later reduction."""
         self.add_partial(scatter)
-        self._partial = Scatter([], scatter.output, scatter.present)
+        self._partial = ReduceScatterBuffers([], scatter.output, scatter.present)
 
     def commit(self) -> None:
-        """The step has ended: what codecs remember of it is final."""
+        """Keep the residuals of the codecs: the step has succeeded."""
         for encoder in self.encoders.values():
             encoder.commit()
 
     def roll_back(self) -> None:
-        """The step has failed: codecs remember what they did before it."""
+        """Restore the residuals of the codecs from before the step: it has failed."""
         for encoder in self.encoders.values():
             encoder.roll_back()
 
     def drop_partial(self) -> None:
-        """Forgets what :meth:`keep_partial` kept."""
+        """Drop the sum of :meth:`keep_partial`."""
         self._partial = None
 
-    def call_hook(self, scatter: Scatter, hook: Callable[[torch.Tensor], None]) -> None:
-        """Calls ``hook`` with this rank's shards of the reduced gradients, flat and without what lies between them.
+    def call_hook(self, scatter: ReduceScatterBuffers, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call ``hook`` with this rank's shards of the reduced gradients, in one flat tensor without gaps.
 
-        Gradients that no rank here has are zeros. What the hook makes of them counts as a gradient unless it is zero:
-        the hook may add those of ranks outside of the mesh.
+        Gradients that no rank of the mesh has are zeros. If the hook makes them nonzero they count as gradients: it may
+        add those of ranks outside of the mesh.
         """
         pieces = [scatter.output[offset : offset + prod(shape)] for shape, _, offset in self._reduced_views]
         begin, end = self._gradient_span
@@ -363,29 +376,30 @@ class GradientScatter:
             hook(flat)
             for piece, result in zip(pieces, flat.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
-        absent = self._everyone - scatter.present
+        absent = self._all_indices - scatter.present
         scatter.present |= {k for k in absent if bool(pieces[k].any())}
 
-    def finish(self, scatter: Scatter, reduction: Reduction) -> ReducedBucket:
-        """Scales what arrived, casts it to the dtype of the gradients and brings it to where the shards rest."""
+    def finish(self, scatter: ReduceScatterBuffers, reduction: Reduction) -> ReducedBucket:
+        """Divide the result, cast it to the dtype of the gradients and copy it to the device of the shards."""
         present = self._present_anywhere(scatter)
         divide(scatter.output, reduction.post_divide)
         flat = scatter.output.to(self.plan.gradient_dtype)
         if flat.device != self._rest:
             host = torch.empty_like(flat, device=self._rest, pin_memory=self._pin_memory)
             flat = host.copy_(flat, non_blocking=True)
-        members, begin = self._members, flat.storage_offset()  # an allocator may give a part of a storage
+        members, begin = self._members, flat.storage_offset()  # nonzero if allocated from a larger storage
         views = [self._reduced_views[k] for k in present]
         shards = [flat.as_strided(shape, strides, begin + offset) for shape, strides, offset in views]
         return ReducedBucket([members[k] for k in present], shards)
 
-    def _present_anywhere(self, scatter: Scatter) -> Sequence[int]:
-        """Parameters that get a gradient: those that have one on any rank, or all where ranks may skip modules. Reads
-        the flags, which the host must wait for, only if some have none here.
+    def _present_anywhere(self, scatter: ReduceScatterBuffers) -> Sequence[int]:
+        """Return the parameters that get a gradient: those with one on any rank, or all if ranks may skip modules.
+
+        Reads the flags, which blocks the host, only if some parameters have no gradient on this rank.
         """
         layout = self.plan.reduce
-        if self.pgs.unequal_use or len(scatter.present) == len(self._everyone):
-            return range(len(self._everyone))
+        if self.pgs.unequal_use or len(scatter.present) == len(self._all_indices):
+            return range(len(self._all_indices))
         if not layout.num_flags:
             return sorted(scatter.present)
         flags = scatter.output[layout.flags_offset : layout.flags_offset + layout.num_flags]
@@ -401,10 +415,10 @@ class GradientScatter:
 
 
 def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one ``torch._chunk_cat`` takes them all."""
+    """Return True if one ``torch._chunk_cat`` takes all ``tensors``."""
     return len(set(map(_dtype_of, tensors))) < 2 and all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def _contiguous_view(shape: tuple[int, ...], offset: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Arguments of ``as_strided`` for a tensor of ``shape`` that begins ``offset`` elements into another one."""
+    """Return the ``as_strided`` arguments of a contiguous tensor of ``shape`` at ``offset`` elements."""
     return shape, contiguous_strides(shape), offset

@@ -1,15 +1,16 @@
-"""One copy of the full parameters for all ranks of a host, where modules compute in another dtype than shards rest in.
+"""One copy of the full parameters for all ranks of a host, if the compute dtype differs from the dtype of the shards.
 
-The full parameters of a bucket lie in memory that the ranks have in common. Each rank casts its shards straight to
-their places there, and a barrier makes that a gather: nothing is staged, sent or copied out.
+The full parameters of a bucket are in shared memory. Each rank casts its shards directly to their places there, and a
+barrier completes the all-gather: nothing is staged, sent or copied out.
 
-States of a rank's places, by the communicator's ``partings``: *its own*, from the first parting after it released the
-full parameters until it launches their next gather; *read by all*, from when every rank has launched that. Invariant: a
-rank writes only to what is its own. A gather without a parting before it, as where a module runs twice in one forward
-or was unsharded by hand, begins with a barrier: once all come to it, all have released.
+A rank's places have two states, by the communicator's ``partings`` (barriers at the end of an epoch). They are
+*private* from the first parting after the rank freed the full parameters until it launches their next all-gather. They
+are *shared* once every rank has launched that. Invariant: a rank writes to private places only. An all-gather without a
+parting before it, as when a module runs twice in one forward or was unsharded by hand, starts with a barrier: when all
+ranks reach it, all have freed.
 
-The memory, one element of the compute dtype per parameter and host, is taken when it is first written, and goes with
-the groups of all ranks. It is not given back in between: page faults would cost more than everything saved here.
+The memory, one element of the compute dtype per parameter and host, is allocated at the first write and released with
+the groups of all ranks. It is not freed in between, because page faults would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ __all__ = ["SharedUnshardedBuffer"]
 
 
 class SharedUnshardedBuffer:
-    """This rank's part of one bucket's full parameters. Final.
+    """This rank's part of one bucket's full parameters in shared memory. Final.
 
     Args:
-        plan: whose ``residence`` is ``COMMON``.
-        parameters: those of the bucket.
+        plan: a plan with ``unsharded_storage`` ``SHARED``.
+        parameters: the bucket's parameters.
         store: their shards.
-        rank: of the shard axis.
-        full: ``(plan.gather.places.numel,)``, the memory that ranks have in common.
+        rank: this rank on the shard axis.
+        full: ``(plan.gather.places.numel,)``, the shared memory.
     """
 
     def __init__(
@@ -49,22 +50,22 @@ class SharedUnshardedBuffer:
         self._parameters = parameters
         self._store = store
         self._shards = _pieces(store.flat, plan.gather.store.offsets, lengths)
-        self._places = _pieces(full.data, plan.own_places(rank), lengths)
+        self._places = _pieces(full.data, plan.shard_offsets(rank), lengths)
         self._cast_from: tuple[int, int] | None = None
-        """What told of changes of the shards when they were last cast."""
+        """Version counters and optimizer steps at the last cast of the shards."""
         self.is_kept = False
-        """Whether the next gather is one of what is there: a smaller mesh gathers what forward saw."""
+        """True if the next all-gather, on a smaller mesh, reuses the values of forward."""
 
     def fill(self) -> None:
-        """Casts the shards to their places.
+        """Cast the shards to their places.
 
-        In backward only if they may have changed since: what torch does not count, as a change through ``.data``, then
-        shows from the next forward on.
+        In backward only if their version counters changed: other changes, such as through ``.data``, take effect in the
+        next forward.
         """
         if self.is_kept:
             return
-        counted = [*(p.sharded for p in self._parameters), *self._store.counted]
-        changes = sum(tensor._version for tensor in counted), optimizer_steps()
+        tensors = [*(p.sharded for p in self._parameters), *self._store.versioned]
+        changes = sum(tensor._version for tensor in tensors), optimizer_steps()
         if changes == self._cast_from and torch._C._current_graph_task_id() != -1:
             return
         torch._foreach_copy_(self._places, self._shards)

@@ -1,4 +1,4 @@
-"""How many bytes a group's collectives move, with codecs and hooks and as it would be without."""
+"""Bytes that a group's collectives move, with its codecs and hooks and without them."""
 
 from __future__ import annotations
 
@@ -6,68 +6,73 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from composable_fsdp._layout.bucket_layout import aligned_bytes
-from composable_fsdp._layout.plan import plan_smaller
+from composable_fsdp._layout.plan import plan_smaller_mesh
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._sharding.process_groups import ProcessGroups
 
 __all__ = [
     "WireBytes",
-    "all_reduce_traffic",
+    "all_gather_wire_bytes",
+    "all_reduce_wire_bytes",
     "by_process_groups",
-    "gather_traffic",
-    "reduce_traffic",
-    "smaller_gather_traffic",
+    "reduce_scatter_wire_bytes",
+    "smaller_mesh_wire_bytes",
 ]
 
 
 class WireBytes(NamedTuple):
-    """Bytes of the messages of one collective on one rank: what an all-gather puts out, what goes into a reduction.
+    """The bytes of one collective's messages on one rank: outputs of an all-gather, inputs of a reduction.
 
-    What a tensor takes that is reduced in place counts twice, since it travels twice: so of each of these a rank sends,
-    and receives, ``(size - 1) / size``. ``plain_bytes`` is the same without codecs and hooks.
+    An all-reduced tensor counts twice. A rank sends, and receives, ``(size - 1) / size`` of these bytes.
+    ``plain_bytes`` is the same without codecs and hooks.
     """
 
     bytes: int
     plain_bytes: int
 
 
-def gather_traffic(buckets: Sequence[AnyBucket]) -> WireBytes:
-    """Of the all-gather over the whole shard axis."""
+def all_gather_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
+    """Return the bytes of the all-gather over the full shard axis."""
     total = 0
     for pgs, members in by_process_groups(buckets):
         payloads = [nbytes for bucket in members for nbytes in bucket.payload_bytes]
-        total += pgs.axes.shard.size * (_packed(payloads) + sum(bucket.direct_bytes for bucket in members))
-        total += sum(2 * bucket.plan.whole_bytes for bucket in members)
+        total += pgs.axes.shard.size * (_packed(payloads) + sum(bucket.zero_copy_bytes for bucket in members))
+        total += sum(2 * bucket.plan.all_reduced_bytes for bucket in members)
     return WireBytes(total, sum(bucket.plan.wire_bytes for bucket in buckets))
 
 
-def smaller_gather_traffic(buckets: Sequence[AnyBucket], size: int) -> WireBytes:
-    """Of the all-gather over ``size`` neighbouring ranks, from slices in which nothing is encoded."""
+def smaller_mesh_wire_bytes(buckets: Sequence[AnyBucket], size: int) -> WireBytes:
+    """Return the bytes of the all-gather over ``size`` neighbouring ranks, where nothing is encoded."""
     total = plain = 0
     for pgs, members in by_process_groups(buckets):
         num_shards, direct_from = min(size, pgs.axes.shard.size), pgs.axes.shard.direct_bytes
-        slices = [bucket.smaller_bytes(num_shards, direct_from) for bucket in members]
+        slices = [bucket.smaller_mesh_bytes(num_shards, direct_from) for bucket in members]
         payloads = [nbytes for of_bucket, _ in slices for nbytes in of_bucket]
-        total += num_shards * (_packed(payloads) + sum(direct for _, direct in slices))
-        for plan in (bucket.plan for bucket in members if bucket.plan.travels):
-            layout = plan_smaller(plan, num_shards, direct_from)
+        total += num_shards * (_packed(payloads) + sum(zero_copy for _, zero_copy in slices))
+        for plan in (bucket.plan for bucket in members if bucket.plan.is_gathered):
+            layout = plan_smaller_mesh(plan, num_shards, direct_from)
             plain += layout.wire_numel * plan.compute_dtype.itemsize
-            total += 2 * layout.whole_numel * plan.compute_dtype.itemsize
+            total += 2 * layout.all_reduced_numel * plan.compute_dtype.itemsize
     return WireBytes(total, plain)
 
 
 def _packed(payloads: Sequence[int]) -> int:
-    """Bytes of the message that holds them: a single one is sent from where it lies."""
+    """Return the bytes of the message of all ``payloads``. A single one is sent without alignment."""
     return sum(payloads) if len(payloads) == 1 else sum(map(aligned_bytes, payloads))
 
 
-def reduce_traffic(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -> WireBytes:
-    """Of the reduction over the shard axis; of gradients that ``were_summed`` before they travel, if so."""
+def reduce_scatter_wire_bytes(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -> WireBytes:
+    """Return the bytes of the reduction over the shard axis.
+
+    Args:
+        buckets: the buckets to reduce.
+        were_summed: the gradients were accumulated before, in the dtype of the sum.
+    """
     total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
         plan = bucket.plan
         itemsize = (plan.sum_dtype if were_summed else plan.wire_dtype).itemsize
-        if plan.exchanges:
+        if plan.encodes_reduce_scatter:
             total += bucket.pgs.axes.shard.size * aligned_bytes(bucket.scatter.row_bytes)
         else:
             total += plan.reduce.wire_numel * itemsize
@@ -75,8 +80,8 @@ def reduce_traffic(buckets: Sequence[AnyBucket], *, were_summed: bool = False) -
     return WireBytes(total, plain)
 
 
-def all_reduce_traffic(buckets: Sequence[AnyBucket]) -> WireBytes:
-    """Of the reduction over the replicate axis."""
+def all_reduce_wire_bytes(buckets: Sequence[AnyBucket]) -> WireBytes:
+    """Return the bytes of the reduction over the replicate axis."""
     total = plain = 0
     for bucket in (bucket for bucket in buckets if bucket.plan.reduce.indices):
         num_replicas, numel = bucket.pgs.replicate.size, bucket.plan.reduce.output.numel
@@ -91,7 +96,7 @@ def all_reduce_traffic(buckets: Sequence[AnyBucket]) -> WireBytes:
 
 
 def by_process_groups(buckets: Iterable[AnyBucket]) -> list[tuple[ProcessGroups, list[AnyBucket]]]:
-    """The buckets over each channel."""
+    """Return the buckets of each set of process groups."""
     together: dict[ProcessGroups, list[AnyBucket]] = {}
     for bucket in buckets:
         together.setdefault(bucket.pgs, []).append(bucket)

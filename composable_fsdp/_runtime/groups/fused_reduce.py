@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
 from composable_fsdp._layout.plan import BucketPlan, plan_group
-from composable_fsdp._runtime.collectives.reduce_scatter import GradientScatter
+from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors
 from composable_fsdp._sharding.process_groups import ProcessGroups
 
@@ -21,7 +21,7 @@ class JoinedBucket:
 
     plan: BucketPlan
     pgs: ProcessGroups
-    scatter: GradientScatter
+    scatter: BucketReduceScatter
 
 
 class _Joined(NamedTuple):
@@ -81,7 +81,7 @@ def _join(members: Sequence[GroupTensors]) -> tuple[JoinedBucket, ...]:
         JoinedBucket(
             plan,
             pgs,
-            GradientScatter(
+            BucketReduceScatter(
                 plan,
                 [parameters[i] for i in plan.indices],
                 pgs,

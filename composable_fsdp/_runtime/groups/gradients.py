@@ -16,10 +16,10 @@ from composable_fsdp import trace
 from composable_fsdp._layout.grad_scaling import Reduction, plan_reduction
 from composable_fsdp._memory.streams import CommStreams, InFlight
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import all_of
-from composable_fsdp._runtime.collectives.reduce import Job, Reducible, launch_reduction
+from composable_fsdp._runtime.collectives.packing import describe_groups
+from composable_fsdp._runtime.collectives.reduce import BucketReduction, ReducibleBucket, launch_reduction
 from composable_fsdp._runtime.collectives.reduce_scatter import ReducedBucket
-from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_traffic
+from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_scatter_wire_bytes
 from composable_fsdp._runtime.groups.fused_reduce import Joiner
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors
 from composable_fsdp._runtime.groups.profiling import labelled
@@ -217,11 +217,11 @@ class GroupGradients:
         if pending is not None:
             pending.wait()
 
-    def jobs_of(self, batches: Sequence[int]) -> list[Job]:
+    def jobs_of(self, batches: Sequence[int]) -> list[BucketReduction]:
         """Take the gradients of ``batches`` and return their reductions."""
         return self._jobs([bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches])
 
-    def jobs_with(self, others: Sequence[GroupGradients], joiner: Joiner) -> list[Job]:
+    def jobs_with(self, others: Sequence[GroupGradients], joiner: Joiner) -> list[BucketReduction]:
         """Take the gradients of this group and ``others`` and return fused reductions, or none if impossible."""
         choices = self._settings
         if self._keeps_partial or self.all_reduce_hook is not None or any(o._settings != choices for o in others):
@@ -232,7 +232,7 @@ class GroupGradients:
     def _settings(self) -> tuple[object, ...]:
         return self.divide_factor, self.sum_only, self.were_summed, self._keeps_partial, self.all_reduce_hook
 
-    def _jobs(self, buckets: Sequence[Reducible]) -> list[Job]:
+    def _jobs(self, buckets: Sequence[ReducibleBucket]) -> list[BucketReduction]:
         jobs = []
         for bucket in buckets:
             reduction = self._reduction(bucket)
@@ -241,10 +241,10 @@ class GroupGradients:
             scatter = bucket.scatter.prepare(reduction, were_summed=self.were_summed)
             if scatter is not None:
                 divides_first = not self.sum_only and reduction.pre_divide == 1.0  # as FSDP2 does
-                jobs.append(Job(bucket, reduction, scatter, self.all_reduce_hook, divides_first))
+                jobs.append(BucketReduction(bucket, reduction, scatter, self.all_reduce_hook, divides_first))
         return jobs
 
-    def _reduction(self, bucket: Reducible) -> Reduction:
+    def _reduction(self, bucket: ReducibleBucket) -> Reduction:
         return plan_reduction(
             bucket.plan.sum_dtype,
             bucket.pgs.axes.num_ranks,
@@ -283,7 +283,7 @@ class GroupGradients:
     def traffic_of(self, batches: Sequence[int]) -> WireBytes:
         """Return the bytes that the reduction of ``batches`` sends."""
         own = [bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches]
-        return reduce_traffic(own, were_summed=self.were_summed)
+        return reduce_scatter_wire_bytes(own, were_summed=self.were_summed)
 
     @property
     def is_offloaded(self) -> bool:
@@ -347,12 +347,12 @@ class Launch:
         self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
         """The gradient bytes of all batches of these groups."""
 
-    @labelled("post_backward_reduce", lambda self: all_of([member.name for member in self.members]))
+    @labelled("post_backward_reduce", lambda self: describe_groups([member.name for member in self.members]))
     @without_grad
     def run(self) -> PendingReduction:
         """Take the gradients and launch their reduction. May be called once."""
         begin = trace.now() if trace.listeners else None
-        first, name = self.members[0], all_of([member.name for member in self.members])
+        first, name = self.members[0], describe_groups([member.name for member in self.members])
         pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
         for member, batches in self.portion:
             if trace.listeners:
@@ -362,7 +362,7 @@ class Launch:
             member.begin_reduction(pending, partial=self.partial, is_last=self.is_last)
         return PendingReduction(self, pending)
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self) -> list[BucketReduction]:
         first, *others = self.members
         if others and self._joiner is not None and not self.partial:
             joined = first.jobs_with(others, self._joiner)
@@ -386,7 +386,7 @@ class PendingReduction:
         """Launch the second stage, which waited for the first."""
         self._pending.start()
 
-    @labelled("post_backward_rs_wait", lambda self: all_of([member.name for member in self.launch.members]))
+    @labelled("post_backward_rs_wait", lambda self: describe_groups([member.name for member in self.launch.members]))
     @without_grad
     def complete(self) -> None:
         """Wait, and set the sharded gradients; a partial reduction keeps its sums instead."""

@@ -19,10 +19,10 @@ from composable_fsdp._comm.verify_ranks import check_alike
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.starting_values import start_of
 from composable_fsdp._layout.bucket_layout import FlatLayout
-from composable_fsdp._layout.plan import BucketPlan, GroupPlan, ParameterSpec, Residence, plan_group
+from composable_fsdp._layout.plan import BucketPlan, GroupPlan, ParameterSpec, UnshardedStorage, plan_group
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._memory.shard_store import ShardStore
-from composable_fsdp._runtime.collectives.all_gather import LastGather
+from composable_fsdp._runtime.collectives.all_gather import GatherCache
 from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket
 from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension
 from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
@@ -52,7 +52,7 @@ def _shared_key(plan: BucketPlan) -> _SharedKey:
 
 def _uses_shared_memory(plan: BucketPlan, process_groups: Sequence[ProcessGroups]) -> bool:
     """Return True if the bucket's shards, or the parameters cast from them, are in memory shared between ranks."""
-    return not plan.travels and process_groups[plan.axes].common_memory is not None
+    return not plan.is_gathered and process_groups[plan.axes].common_memory is not None
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
@@ -141,7 +141,7 @@ class GroupTensors:
 
         Torch does not count those of fused and foreach optimizers.
         """
-        memory = sum(tensor._version for bucket in self.buckets for tensor in bucket.counted)
+        memory = sum(tensor._version for bucket in self.buckets for tensor in bucket.versioned)
         return memory + sum(p.sharded._version + p.was_flipped for p in self.parameters)
 
     @torch.inference_mode(False)
@@ -149,7 +149,7 @@ class GroupTensors:
     def build(self) -> None:
         """Create shard stores, buckets and unsharded parameters for the current local tensors."""
         self._find_hooks()
-        self.last_gather = LastGather()
+        self.last_gather = GatherCache()
         """The cached all-gather of this group, or of several groups of which it is the first."""
         self.plan = self._make_plan()
         moved = [
@@ -171,7 +171,7 @@ class GroupTensors:
                 continue
             on_meta = any(local.is_meta for local in locals_)
             store = self._store(plan, pgs, torch.device("meta") if on_meta else locals_[0].device)
-            common = self._shared_buffer(plan) if plan.residence is Residence.COMMON else None
+            common = self._shared_buffer(plan) if plan.unsharded_storage is UnshardedStorage.SHARED else None
             bucket = Bucket(plan, self.parameters, pgs, store, self.device, common)
             for k, (parameter, local) in enumerate(zip(bucket.parameters, locals_, strict=True)):
                 if on_meta and not local.is_meta:  # it stays where it is until the others are materialized
@@ -197,7 +197,7 @@ class GroupTensors:
         else:
             pinned = self.pin_memory and device.type != "meta"
             flat = torch.zeros(layout.numel, dtype=plan.dtype, device=device, pin_memory=pinned)
-        return ShardStore(plan.gather.shards, layout, rank, flat, in_common=in_common)
+        return ShardStore(plan.gather.shards, layout, rank, flat, is_shared=in_common)
 
     def _shared_buffer(self, plan: BucketPlan) -> torch.Tensor:
         """Return the bucket's full parameters in shared memory, 1-d, in the compute dtype."""
@@ -243,7 +243,7 @@ class GroupTensors:
         self.registration.show_sharded()
 
     def _note_registration(self) -> None:
-        memory = [tensor for bucket in self.buckets for tensor in bucket.counted]
+        memory = [tensor for bucket in self.buckets for tensor in bucket.versioned]
         extended = any(plan.extended for plan in self.plan.buckets)
         self.registration = Registration(self.parameters, memory, created_by_gather=extended)
 
@@ -394,7 +394,7 @@ class GroupTensors:
                 self.parameters[i].sync_requires_grad(self._on_gradient(plan.batch))
         self.plan = self._make_plan()
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
-            bucket.follow(plan)
+            bucket.update_plan(plan)
         self._note_registration()
 
     def device_error(self, group: str) -> DeviceError:

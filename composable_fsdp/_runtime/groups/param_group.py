@@ -15,8 +15,8 @@ from composable_fsdp._memory.streams import CommStreams, InFlight
 from composable_fsdp._runtime.collectives.all_gather import launch_gather
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import all_of
-from composable_fsdp._runtime.collectives.wire_bytes import gather_traffic, smaller_gather_traffic
+from composable_fsdp._runtime.collectives.packing import describe_groups
+from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes, smaller_mesh_wire_bytes
 from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors, shard_parameters
 from composable_fsdp._runtime.groups.profiling import labelled
@@ -214,7 +214,9 @@ class ParameterGroup:
         if trace.listeners:
             self._note_memory()
             smaller = self.process_groups[0].smaller
-            moved = smaller_gather_traffic(self.buckets, smaller.size) if smaller else gather_traffic(self.buckets)
+            moved = (
+                smaller_mesh_wire_bytes(self.buckets, smaller.size) if smaller else all_gather_wire_bytes(self.buckets)
+            )
             trace.emit(trace.Operation.UNSHARD, self.name, moved.bytes, stream, begin, moved.plain_bytes)
 
     def _reduce_before_change(self, streams: CommStreams) -> None:
@@ -267,7 +269,7 @@ class ParameterGroup:
         if before is not ParameterState.SHRUNK:
             self._release()
 
-    def copy_out_of_common(self) -> None:
+    def copy_out_shared(self) -> None:
         """Continue with a private copy of full parameters that are in shared memory.
 
         After the next barrier other ranks may write to their shards while modules here still use the copy.
@@ -275,7 +277,7 @@ class ParameterGroup:
         if self.parameter_state is not ParameterState.UNSHARDED:
             return
         for bucket in self.buckets:
-            bucket.copy_out_of_common()
+            bucket.copy_out_shared()
         self._has_own_copy = True
         if trace.listeners:
             self._note_memory()
@@ -341,7 +343,7 @@ def unshard_together(groups: Sequence[ParameterGroup], streams: CommStreams, lab
             group._begin_gather(None, streams.gather.name, None)
 
 
-@labelled("all_gather", lambda groups, streams, label: all_of([group.name for group in groups]))
+@labelled("all_gather", lambda groups, streams, label: describe_groups([group.name for group in groups]))
 def _launch(needed: Sequence[ParameterGroup], streams: CommStreams, label: str) -> None:
     begin = trace.now() if trace.listeners else None
     buckets = [bucket for group in needed for bucket in group.tensors.buckets]

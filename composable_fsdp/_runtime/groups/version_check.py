@@ -64,7 +64,7 @@ class VersionCheck:
         if sums is not None and sums_now is not None:
             changed |= _changed(parameters, sums, sums_now)
         if not changed:  # changed through the local tensors, which share one version counter per bucket
-            sharing = [bucket.parameters for bucket in self._group.buckets for _ in bucket.counted]
+            sharing = [bucket.parameters for bucket in self._group.buckets for _ in bucket.versioned]
             memory, memory_now = versions[len(parameters) :], versions_now[len(parameters) :]
             changed = {p for ps, then, at in zip(sharing, memory, memory_now, strict=True) if then != at for p in ps}
         names = [p.name for p in parameters if p in changed]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from composable_fsdp._runtime.collectives.packing import all_of
+from composable_fsdp._runtime.collectives.packing import describe_groups
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.schedule.policy import merge_adjacent
@@ -54,7 +54,7 @@ class Company:
 
     def name_of(self, state: FSDPState) -> str:
         """Return the label of the all-gather of ``state`` and its companions. It is the same on all ranks."""
-        return all_of([each.group.name for each in self._companions.get(state, (state,))])
+        return describe_groups([each.group.name for each in self._companions.get(state, (state,))])
 
     def reduces(self, state: FSDPState) -> bool:
         """Return whether the gradients of ``state`` are reduced with those of its companions."""

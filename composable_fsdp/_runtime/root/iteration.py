@@ -351,7 +351,7 @@ class Iteration:
                 state.group.reshard()
             else:
                 state.note_kept(self._unsharding.seen_steps)
-                state.group.copy_out_of_common()  # other ranks may update their shards while forwards here still use it
+                state.group.copy_out_shared()  # other ranks may update their shards while forwards here still use it
         # Launched before the wait for gradients, so that there is one wait.
         works = self._end_epoch("end of backward", self._aliasing)
         if self.is_last_backward:
@@ -382,7 +382,7 @@ class Iteration:
         awaited = {pgs.axes.shard for pgs in process_groups if pgs.awaits_parting}
         if not self._leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states.values():
-                state.group.copy_out_of_common()
+                state.group.copy_out_shared()
             if not self._unsharding.runs_on_all_ranks:  # and other ranks may not run this one either
                 return
         _wait_for(self._end_epoch("end of forward", awaited))
@@ -396,7 +396,7 @@ class Iteration:
         """Copy ``state``, which the user unsharded, out of shared memory, for forwards that other ranks may not run."""
         awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_parting)
         if state.group.parameter_state is ParameterState.UNSHARDED and awaited:
-            state.group.copy_out_of_common()
+            state.group.copy_out_shared()
             _wait_for([cast(AliasingCommunicator, c).barrier(f"unshard() of {state.name}") for c in awaited])
             state.group.has_parted()
 
