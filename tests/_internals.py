@@ -110,15 +110,15 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._coordination import rank_group
     from composable_fsdp.checkpoint._coordination.mismatch import (
         Mismatch,
-        joined,
+        join_rank_texts,
         leave_common_unexpected,
+        mismatch_text,
         refuse,
         said,
-        told,
     )
     from composable_fsdp.checkpoint._coordination.progress import progress_bar, wants_progress
     from composable_fsdp.checkpoint._dcp import manifest
-    from composable_fsdp.checkpoint._dcp.directory import MANIFEST, Writing, complete
+    from composable_fsdp.checkpoint._dcp.directory import MANIFEST, PartialCheckpoint, complete
     from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
     from composable_fsdp.checkpoint._dcp.planner import SavePlanner
     from composable_fsdp.checkpoint._safetensors import reader, save_safetensors

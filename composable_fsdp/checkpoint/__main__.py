@@ -1,4 +1,4 @@
-"""``python -m composable_fsdp.checkpoint``: look into checkpoints, verify and convert them."""
+"""Command line of checkpoints: ``python -m composable_fsdp.checkpoint`` inspects, verifies and converts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command. ``typer`` and ``rich`` are of an extra, so they are looked for here."""
+    """Run the command line. ``typer`` and ``rich`` belong to an optional extra, so they are imported here."""
     try:
         from composable_fsdp.checkpoint._tools.cli import app
     except ModuleNotFoundError as error:

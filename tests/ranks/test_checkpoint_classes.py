@@ -129,7 +129,7 @@ def cannot_load_blocks(folder: Path) -> None:
         with raising_alike() as raised:
             load(folder, model, strict=strict)
         text = str(raised.value)
-        assert "does not fit ModuleDict. Nothing was loaded.\n  of another tensor class, or cut where" in text
+        assert "does not fit ModuleDict. Nothing was loaded.\n  of another tensor class, or with shards" in text
         assert "in blocks.weight.blocks: saved as other shards than that of 0:2,0:3. Load it on the mesh, and" in text
     after = inner_of(model["in blocks"].weight)  # type: ignore[index]
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -183,7 +183,7 @@ def mismatch(folder: Path, model: nn.Module, expected: Sequence[str]) -> None:
     assert [line.strip() for line in text.splitlines()[1:]] == list(expected)
 
 
-TITLE = "of another tensor class, or cut where this cannot be undone (1):"
+TITLE = "of another tensor class, or with shards that cannot be resharded (1):"
 PREFIX = "tests.ranks."
 
 

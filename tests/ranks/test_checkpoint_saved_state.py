@@ -75,7 +75,7 @@ def differs(folder: Path) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) * (1 + dist.get_rank())
     optimizer.step()
-    with raising_alike(r"energy is a plain tensor with other values on rank 1 than on rank 0, of which one would be"):
+    with raising_alike(r"energy is a plain tensor with other values on rank 1 than on rank 0, but only one is saved"):
         save(folder, model, optimizer)
     assert not list(folder.glob("step-*"))
 

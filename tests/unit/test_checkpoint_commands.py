@@ -207,7 +207,7 @@ def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
         (["inspect", tmp_path / "none"], 1, "none is not a checkpoint, and it does not exist."),
         (["verify", tmp_path], 1, "is not a checkpoint, and no complete checkpoint is in it."),
         (["convert", tmp_path / "none", tmp_path / "x.pt"], 1, "none is not a checkpoint"),
-        (["convert", tmp_path / "run", tmp_path / "x"], 2, "x does not say what it is to be. Pass --to with one of"),
+        (["convert", tmp_path / "run", tmp_path / "x"], 2, "x has no suffix that says its kind. Pass --to with one of"),
         (
             ["convert", tmp_path / "run", tmp_path / "x", "--to", "zip"],
             2,

@@ -170,11 +170,11 @@ def test_what_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("dear")
     cases: list[tuple[Path, Kind, type[Exception], str]] = [
         (tmp_path / "mine", Kind.DCP, CheckpointError, "is not a checkpoint"),
-        (tmp_path / "run", Kind.DCP, ConfigurationError, "is there, and no checkpoint of this kind"),
+        (tmp_path / "run", Kind.DCP, ConfigurationError, "exists and is not a checkpoint of this kind"),
         (tmp_path / "mine", Kind.TORCH, ConfigurationError, "is a directory. Name a file."),
         (tmp_path / "a.safetensors", Kind.SAFETENSORS, ConfigurationError, "must be a directory"),
         (tmp_path / "file", Kind.SAFETENSORS, ConfigurationError, "must be a directory"),
-        (saved.path, Kind.DCP, ConfigurationError, "is what is to be converted. Name another target."),
+        (saved.path, Kind.DCP, ConfigurationError, "is the source of the conversion. Name another target."),
         (tmp_path / "x", Kind.FOLDER, ConfigurationError, "can be converted to dcp, torch, safetensors, not to folder"),
     ]
     for target, to, kind, message in cases:
@@ -199,7 +199,7 @@ def test_what_is_no_source(tmp_path: Path) -> None:
     cases = {
         "by_number.pt": "the optimizer's state is by number, and only the model says which parameters these are.",
         "module.pt": "has objects of classes that torch.load(weights_only=True) does not admit: ",
-        "list.pt": "list.pt has a list, and no state dict.",
+        "list.pt": "list.pt has a list instead of a state dict.",
         "no_model.pt": "no_model.pt has no model.",
         "text.pt": "text.pt is damaged, ",
         "nothing": "nothing is not a checkpoint, and it does not exist.",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp.checkpoint import latest
-from tests._internals import MANIFEST, Writing, complete
+from tests._internals import MANIFEST, PartialCheckpoint, complete
 
 
 def make(folder: Path, name: str, *, finished: bool = True) -> Path:
@@ -25,7 +25,7 @@ def names(folder: Path) -> list[str]:
 
 
 def write(folder: Path, step: int, **options: int) -> None:
-    writing = Writing(folder, step)
+    writing = PartialCheckpoint(folder, step)
     (writing.partial / MANIFEST).write_text("new")
     writing.commit(**options)
 
@@ -65,12 +65,12 @@ def test_leftovers_are_removed_by_the_next_save(tmp_path: Path) -> None:
 
 @pytest.mark.behaviour("F-12")
 def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
-    writing = Writing(tmp_path, 1)
+    writing = PartialCheckpoint(tmp_path, 1)
     script = (
         "import sys; from pathlib import Path\n"
         "from composable_fsdp import CheckpointError\n"
-        "from tests._internals import Writing\n"
-        "try: Writing(Path(sys.argv[1]), 2)\n"
+        "from tests._internals import PartialCheckpoint\n"
+        "try: PartialCheckpoint(Path(sys.argv[1]), 2)\n"
         "except CheckpointError as error: print(error)\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]

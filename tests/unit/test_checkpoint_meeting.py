@@ -26,5 +26,5 @@ def test_a_rank_that_came_and_did_not_open_the_meeting_is_not_missing(monkeypatc
 
     other = threading.Thread(target=comes)
     other.start()
-    assert ranks._assemble(ranks._Meetings(store), note, 0.5) == {"group": True}
+    assert ranks._assemble(ranks._Rendezvous(store), note, 0.5) == {"group": True}
     other.join()

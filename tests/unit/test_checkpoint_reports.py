@@ -7,20 +7,20 @@ import pickle
 import pytest
 
 from composable_fsdp.errors import CheckpointError
-from tests._internals import Mismatch, joined, leave_common_unexpected, refuse, said, told
+from tests._internals import Mismatch, join_rank_texts, leave_common_unexpected, mismatch_text, refuse, said
 
 
 def test_one_text_of_all_ranks_is_said_once_and_others_say_whose_they_are() -> None:
-    assert joined({0: "bad", 1: "bad"}, 2) == "bad"
-    assert joined({0: "bad", 1: "bad"}, 3) == "ranks 0, 1: bad"
-    assert joined({1: "worse", 2: "bad", 3: "worse"}, 4) == "ranks 1, 3: worse; rank 2: bad"
+    assert join_rank_texts({0: "bad", 1: "bad"}, 2) == "bad"
+    assert join_rank_texts({0: "bad", 1: "bad"}, 3) == "ranks 0, 1: bad"
+    assert join_rank_texts({1: "worse", 2: "bad", 3: "worse"}, 4) == "ranks 1, 3: worse; rank 2: bad"
 
 
 def test_differences_are_told_by_kind_with_the_ranks_that_have_them() -> None:
     first = Mismatch(missing={"a": "x"}, unexpected={"b": "y", "c": "z"}, others=["same", "own"])
     second = Mismatch(missing={"a": "x"}, unexpected={"c": "z", "e": "v"}, others=["same"], dtypes={"f": "u"})
     leave_common_unexpected([first, second])
-    assert told({0: first, 2: second}).splitlines() == [
+    assert mismatch_text({0: first, 2: second}).splitlines() == [
         "  missing (1):",
         "    a: x",
         "  unexpected (1):",
@@ -50,7 +50,7 @@ def test_errors_are_told_whole_and_without_colours_or_stacks() -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    lines = told({0: Mismatch(missing={f"layers.{i}.weight": "float32 (2,)" for i in range(33)})}).splitlines()
+    lines = mismatch_text({0: Mismatch(missing={f"layers.{i}.weight": "float32 (2,)" for i in range(33)})}).splitlines()
     assert lines[0] == "  missing (33):"
     assert lines[1:3] == ["    layers.0.weight: float32 (2,)", "    layers.1.weight: float32 (2,)"]
     assert lines[21:] == ["    and 13 more"]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composable_fsdp import CheckpointError, ConfigurationError
 from composable_fsdp.checkpoint import latest, load, load_optimizer_state_dict, optimizer_state_dict, save
-from tests._internals import SavePlanner, Writing, manifest, read_metadata
+from tests._internals import PartialCheckpoint, SavePlanner, manifest, read_metadata
 
 
 class Tied(nn.Module):
@@ -240,7 +240,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert latest(tmp_path / "none") is None
     assert "none is not a checkpoint, and it does not exist." in refused(tmp_path / "none")
     assert "is not a checkpoint, and no complete checkpoint is in it." in refused(tmp_path)
-    partial = Writing(tmp_path, 3).partial
+    partial = PartialCheckpoint(tmp_path, 3).partial
     assert refused(tmp_path).endswith("no complete checkpoint is in it. Never finished: step-00000003.partial.")
     assert "step-00000003.partial is not complete: its save" in refused(partial)
 

@@ -1,1 +1,1 @@
-"""Agreement between ranks on what is saved and loaded, and the progress of a save."""
+"""Coordination of ranks during a save or load: rank group, error texts, pending saves and progress bars."""

@@ -1,4 +1,4 @@
-"""What ranks say of a checkpoint or a state dict, as one text for users. Pure."""
+"""Error texts that combine what all ranks found in a checkpoint or state dict. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = [
     "Mismatch",
     "differ",
     "dtype_name",
-    "joined",
+    "join_rank_texts",
     "leave_common_unexpected",
+    "mismatch_text",
     "named",
     "refuse",
     "said",
     "tensor_text",
-    "told",
 ]
 
 _SHOWN = 20
@@ -30,17 +30,17 @@ _TITLES = {
     "unexpected": "unexpected",
     "shapes": "of another shape",
     "dtypes": "of another dtype",
-    "classes": "of another tensor class, or cut where this cannot be undone",
+    "classes": "of another tensor class, or with shards that cannot be resharded",
 }
 
 
 def named(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0, 2``."""
+    """Return ``rank 3``, or ``ranks 0, 2``."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-def joined(texts: Mapping[int, str], size: int) -> str:
-    """One sentence for each of the ``texts`` of ranks, which says whose it is unless all ``size`` ranks have it."""
+def join_rank_texts(texts: Mapping[int, str], size: int) -> str:
+    """Join the ``texts`` of ranks into one line; without rank numbers if all ``size`` ranks have the same text."""
     found = _grouped({rank: [text] for rank, text in texts.items()})
     if len(texts) == size and len(found) == 1:
         return next(iter(found))
@@ -54,7 +54,7 @@ _CLASS = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
 def said(error: BaseException) -> str:
-    """Type and text of ``error``, without colours for terminals and without the C++ stack that torch puts below it."""
+    """Return the type and text of ``error``, without terminal colours and without the C++ stack that torch appends."""
     text = _ESCAPES.sub("", str(error))
     if stack := _STACK.search(text):
         text = text[: stack.start()]
@@ -69,31 +69,33 @@ def said(error: BaseException) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``."""
+    """Return the name of ``dtype``, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_text(dtype: torch.dtype, shape: Iterable[int]) -> str:
-    """``float32 (2, 3)``."""
+    """Return dtype and shape, such as ``float32 (2, 3)``."""
     return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
 def differ(found: object, expected: object) -> str:
-    """What a :class:`Mismatch` says of a shape or dtype."""
+    """Return the entry of a :class:`Mismatch` for a shape or dtype."""
     return f"{found}, expected {expected}"
 
 
 @dataclass
 class Mismatch:
-    """How what one rank is to load differs from what it loads into.
+    """Differences on one rank between the saved state and the state that it is loaded into.
+
+    Each mapping is from a tensor's name to a short description.
 
     Attributes:
-        missing: what is wanted, by name.
-        unexpected: what is there, by name.
-        shapes: what both have, by name.
-        dtypes: what both have, by name.
-        classes: tensors of classes of their own, and inner tensors of these, by name.
-        others: sentences.
+        missing: tensors that the model has and the saved state lacks.
+        unexpected: tensors that the saved state has and the model lacks.
+        shapes: tensors of another shape.
+        dtypes: tensors of another dtype.
+        classes: tensor subclasses of another class, and inner tensors that do not fit.
+        others: further differences, as sentences.
     """
 
     missing: dict[str, str] = field(default_factory=dict)
@@ -105,14 +107,17 @@ class Mismatch:
 
 
 def leave_common_unexpected(mismatches: Sequence[Mismatch]) -> None:
-    """Of what some rank does expect, no rank says that it is unexpected: ranks may hold different parts of a model."""
+    """Keep as unexpected only the tensors that no rank expects: ranks may hold different parts of a model."""
     common = set.intersection(*(set(mismatch.unexpected) for mismatch in mismatches))
     for mismatch in mismatches:
         mismatch.unexpected = {name: what for name, what in mismatch.unexpected.items() if name in common}
 
 
-def told(mismatches: Mapping[int, Mismatch]) -> str:
-    """All differences of all ranks, by kind; with the ranks that have it, where that is not all. Empty for none."""
+def mismatch_text(mismatches: Mapping[int, Mismatch]) -> str:
+    """Return the differences of all ranks, sorted by kind; empty if there are none.
+
+    An entry names its ranks unless all ranks have it.
+    """
     lines = []
     for kind, title in _TITLES.items():
         entries = _marked(
@@ -127,18 +132,18 @@ def told(mismatches: Mapping[int, Mismatch]) -> str:
 
 
 def refuse(what: str, mismatches: Mapping[int, Mismatch]) -> None:
-    """Raises if any rank has differences: the same error, if it is called with the same on every rank.
+    """Raise if any rank has differences. Called with equal arguments, it raises the same error on every rank.
 
     Raises:
-        CheckpointError: says that ``what`` does not fit, and all differences.
+        CheckpointError: there are differences. The text begins with ``what`` and lists all of them.
     """
-    differences = told(mismatches)
+    differences = mismatch_text(mismatches)
     if differences:
         raise CheckpointError(f"{what}. Nothing was loaded.\n{differences}")
 
 
 def _grouped(texts: Mapping[int, Iterable[str]]) -> dict[str, list[int]]:
-    """Every text, with the ranks that it is from."""
+    """Return each distinct text with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, own in texts.items():
         for text in own:

@@ -1,4 +1,4 @@
-"""A save that may still be under way."""
+"""The handle of a save that may still be running in the background."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class PendingSave(os.PathLike[str]):
-    """What ``save`` returns. Can be used as the path of the checkpoint, which is complete after :meth:`wait`.
+    """The handle that ``save`` returns. It is also the path of the checkpoint, which is complete after :meth:`wait`.
 
     Attributes:
-        path: of the checkpoint.
-        step: its step.
+        path: directory of the checkpoint.
+        step: training step of the checkpoint.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -34,16 +34,17 @@ class PendingSave(os.PathLike[str]):
         return f"PendingSave({str(self.path)!r}, {'done' if self.done() else 'under way'})"
 
     def done(self) -> bool:
-        """Whether it has come to an end, good or bad."""
+        """Return True if the save has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> PendingSave:
-        """Returns when the checkpoint is complete on all ranks. Call it before ``destroy_process_group`` if other
-        ranks may end before this one has written its part.
+        """Wait until the checkpoint is complete on all ranks.
+
+        Call it before ``destroy_process_group`` if other ranks may exit before this rank has written its files.
 
         Raises:
-            CheckpointError: it failed; the same on all ranks. Raised once: by this, or by the next save or load,
-                of safetensors too.
+            CheckpointError: the save failed. All ranks get the same error. It is raised once: here, or by the next save
+                or load, including those of safetensors.
         """
         if self._thread is not None:
             self._thread.join()
@@ -53,7 +54,7 @@ class PendingSave(os.PathLike[str]):
         return self
 
     def start(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` in a thread that the end of the interpreter waits for."""
+        """Run ``action`` in a thread. The interpreter waits for this thread before it exits."""
         global _latest
 
         def run() -> None:
@@ -72,7 +73,7 @@ _latest: PendingSave | None = None
 
 
 def finish_earlier() -> None:
-    """Waits for the save that is under way, if there is one, and raises its error if nobody has seen it."""
+    """Wait for the save that is running, if any, and raise its error unless that was raised before."""
     global _latest
     earlier, _latest = _latest, None
     if earlier is not None:

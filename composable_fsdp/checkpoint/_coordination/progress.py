@@ -1,4 +1,4 @@
-"""A bar on the terminal, by ``rich`` (extra ``cli``)."""
+"""A progress bar on the terminal, drawn by ``rich`` (extra ``cli``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["progress_bar", "wants_progress"]
 
 
 def wants_progress(asked: bool | None) -> bool:
-    """Whether to show a bar. ``None`` asks for one where stderr is a terminal and ``rich`` is installed.
+    """Return True if a progress bar is to be shown. ``None``: if stderr is a terminal and ``rich`` is installed.
 
     Raises:
-        ConfigurationError: a bar was asked for, but ``rich`` is not installed.
+        ConfigurationError: ``asked`` is True, but ``rich`` is not installed.
     """
     installed = importlib.util.find_spec("rich") is not None
     if asked and not installed:
@@ -26,7 +26,7 @@ def wants_progress(asked: bool | None) -> bool:
 
 @contextmanager
 def progress_bar(show: bool, description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives what is to be told of every count of bytes that is done, of ``total``."""
+    """Show a progress bar over ``total`` bytes. Yields a function to call with each number of bytes completed."""
     if not show:
         yield lambda count: None
         return

@@ -1,10 +1,10 @@
-"""All ranks of a job in step: how they meet for a checkpoint, tell each other what they have, and fail together.
+"""Coordination of all ranks during a save or load: rendezvous, exchange of Python objects, and common errors.
 
-They meet through the default store, before anything collective, so that a rank that does not come is named and nobody
-hangs. After some seconds of waiting one of those that came calls the roll (``watchdog.py``). It warns of the missing
-ranks and says where they are; a rank that can no longer come is an error. After the meeting they talk over a gloo
-process group of their own, from point to point with rank 0: nothing mixes with the collectives of training, which may
-go on meanwhile, and the group serves on after ``destroy_process_group``.
+Ranks first rendezvous through the default store, before any collective, so a missing rank is reported by name and no
+rank hangs. After some seconds of waiting, one of the waiting ranks collects rank reports (``watchdog.py``). It warns
+about late ranks; a rank that cannot come any more is an error. After the rendezvous, ranks exchange point-to-point
+messages with rank 0 over a separate gloo process group. These messages do not mix with the collectives of training,
+which may continue meanwhile, and the group outlives ``destroy_process_group``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch.distributed as dist
 
 from composable_fsdp._consistency.rank_report import OperationId, RankReport
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp.checkpoint._coordination.mismatch import joined, named, said
+from composable_fsdp.checkpoint._coordination.mismatch import join_rank_texts, named, said
 from composable_fsdp.checkpoint._coordination.pending_save import finish_earlier
 from composable_fsdp.errors import CheckpointError, FSDPError
 
-__all__ = ["TIMEOUT", "Ranks", "meet"]
+__all__ = ["TIMEOUT", "RankGroup", "meet"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,19 +36,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 TIMEOUT = 1800.0
-"""Seconds that ranks wait for each other if users do not say."""
+"""The default number of seconds that ranks wait for each other."""
 
 _TAG = 6
 _LONGEST_PAUSE = 0.02
 _ASK_AFTER = 5.0
-"""Seconds of waiting after which one asks where the missing ranks are. The next times are twice as far away each."""
+"""Seconds of waiting before rank reports are collected. Each further interval is twice as long."""
 _ASK_AGAIN = 2.0
-"""Seconds until then, if a missing rank seems to wait for one that is here."""
+"""Seconds until reports are collected again if a missing rank seems to wait for a rank that is present."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong on a rank, as it is told to the others."""
+    """An error on one rank, in the form that is sent to the other ranks."""
 
     text: str
     kind: type[FSDPError] = CheckpointError
@@ -60,14 +60,14 @@ class _Failure:
         return _Failure(said(error))
 
 
-class Ranks:
-    """The ranks that have met. Invariant: all of them make the same exchanges, in the same order.
+class RankGroup:
+    """The ranks that take part in one save or load. Invariant: all of them make the same exchanges in the same order.
 
     Args:
-        rank: this one.
-        size: how many there are.
-        group: the process group that only checkpoints use; ``None`` for a rank by itself.
-        timeout: seconds that one waits for another within an exchange.
+        rank: this process's rank.
+        size: number of ranks.
+        group: process group used by checkpoints only; ``None`` if there is one rank.
+        timeout: seconds to wait for another rank within an exchange.
     """
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, timeout: float) -> None:
@@ -77,16 +77,17 @@ class Ranks:
         self._timeout = timeout
 
     def exchange(self, what: str, each: Callable[[], T], central: Callable[[list[T]], Sequence[R]]) -> R:
-        """What ``central`` on rank 0 makes for this rank out of what ``each`` returned on every rank.
+        """Call ``each`` on every rank, combine the results on rank 0 with ``central``, and return this rank's reply.
 
         Args:
-            what: is being done, for errors.
-            each: called on every rank. The results travel pickled.
-            central: called on rank 0 with all results by rank; returns one value per rank.
+            what: the operation, for error texts.
+            each: called on every rank. Its results are pickled.
+            central: called on rank 0 with all results in rank order. Returns one reply per rank.
 
         Raises:
-            FSDPError: either of them raised anywhere: of the kind that the first rank raised, or else
-                ``CheckpointError``, with the texts of all; or a rank was lost. The same on every rank that is left.
+            FSDPError: ``each`` or ``central`` raised on some rank, or a rank was lost. All remaining ranks raise it,
+                with the texts of all failures. The type is that of the first failed rank if that is an ``FSDPError``,
+                else ``CheckpointError``.
         """
         error: Exception | None = None
         outcome: T | _Failure
@@ -101,49 +102,49 @@ class Ranks:
                 self._reply(replies[peer], peer)
             reply = replies[0]
         else:
-            reply = self._ask(what, outcome)
+            reply = self._ask_rank0(what, outcome)
         if isinstance(reply, _Failure):
             raise reply.kind(f"{what}: {reply.text}") from error
         return cast(R, reply)
 
     def agree(self, what: str, each: Callable[[], object] = lambda: None) -> None:
-        """Calls ``each`` on every rank and goes on when all have returned. Raises as :meth:`exchange` does."""
+        """Call ``each`` on every rank and wait until all calls have returned. Raises as :meth:`exchange` does."""
 
         def act() -> None:
             each()
 
         self.exchange(what, act, lambda results: results)
 
-    def from_first(self, what: str, central: Callable[[], R]) -> R:
-        """What ``central`` returns on rank 0, on all ranks."""
+    def from_rank0(self, what: str, central: Callable[[], R]) -> R:
+        """Call ``central`` on rank 0 and return its result on all ranks."""
         return self.exchange(what, lambda: None, lambda results: [central()] * len(results))
 
     def _receive_outcome(self, peer: int) -> Any:
         try:
             return self._receive(peer)
         except RuntimeError as error:
-            return _Failure(self._lost(error))
+            return _Failure(self._connection_lost(error))
 
     def _reply(self, reply: object, peer: int) -> None:
         try:
             self._send(reply, peer)
-        except RuntimeError as error:  # it cannot be told; the next exchange, if there is one, names it to the others
-            logger.warning("rank %d: %s", peer, self._lost(error))
+        except RuntimeError as error:  # the next exchange reports this rank to the others
+            logger.warning("rank %d: %s", peer, self._connection_lost(error))
 
-    def _ask(self, what: str, outcome: object) -> Any:
+    def _ask_rank0(self, what: str, outcome: object) -> Any:
         try:
             self._send(outcome, 0)
             return self._receive(0)
         except RuntimeError as error:
-            raise CheckpointError(f"{what}: rank 0: {self._lost(error)}") from error
+            raise CheckpointError(f"{what}: rank 0: {self._connection_lost(error)}") from error
 
-    def _lost(self, error: RuntimeError) -> str:
-        """What became of a peer. Notes that the group is of no more use."""
+    def _connection_lost(self, error: RuntimeError) -> str:
+        """Describe a failed connection. The process group is discarded, since it cannot be used again."""
         reason = (str(error).partition("] ")[2] or str(error)).partition(". ")[0]  # gloo: "[file:line] reason. advice"
         world = dist.group.WORLD
-        meetings = _meetings.get(world) if world is not None else None
-        if meetings is not None and meetings.group is self._group:
-            meetings.group = None
+        rendezvous = _rendezvous_states.get(world) if world is not None else None
+        if rendezvous is not None and rendezvous.group is self._group:
+            rendezvous.group = None
         return f"gone, or did not answer within {self._timeout:g} s ({reason})"
 
     def _send(self, value: object, peer: int) -> None:
@@ -162,10 +163,10 @@ class Ranks:
 def _decide(
     outcomes: list[Any], central: Callable[[list[Any]], Sequence[Any]], error: Exception | None
 ) -> tuple[Sequence[Any], Exception | None]:
-    """The replies, and the exception behind them if they are failures and it was raised here."""
+    """Return the replies, and the exception raised on rank 0 if the replies are failures."""
     failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
     if failures:
-        text = joined({rank: failure.text for rank, failure in failures.items()}, len(outcomes))
+        text = join_rank_texts({rank: failure.text for rank, failure in failures.items()}, len(outcomes))
         return [_Failure(text, next(iter(failures.values())).kind)] * len(outcomes), error
     try:
         return central(outcomes), None
@@ -173,58 +174,58 @@ def _decide(
         return [_Failure.of(raised)] * len(outcomes), raised
 
 
-class _Meetings:
-    """Of the ranks of one default process group and its store: how many there were, and the group that they made."""
+class _Rendezvous:
+    """The store of a default process group, the number of rendezvous so far, and the process group for checkpoints."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
         self.number = 0
         self.group: dist.ProcessGroup | None = None
         self.keys: list[str] = []
-        """In the store, of meetings that may be over."""
+        """This rank's store keys that may be obsolete."""
 
 
-_meetings: WeakKeyDictionary[dist.ProcessGroup, _Meetings] = WeakKeyDictionary()
+_rendezvous_states: WeakKeyDictionary[dist.ProcessGroup, _Rendezvous] = WeakKeyDictionary()
 
 
-def meet(call: str, timeout: float) -> Ranks:
-    """Waits until all ranks of the default process group have made the same call, and for the save before it.
+def meet(call: str, timeout: float) -> RankGroup:
+    """Wait until all ranks of the default process group have made the same call and their earlier save has ended.
 
-    An asynchronous save exchanges messages over the same group, in a thread: who has met can be sure that it is over.
+    An asynchronous save exchanges messages over the same group in a thread, so it has to end first.
 
     Args:
-        call: what was called and with what, as errors show it. Must be the same on all ranks.
-        timeout: seconds, for the others to come and for every answer afterwards.
+        call: the call with its arguments, for error texts. Must be equal on all ranks.
+        timeout: seconds to wait for the other ranks, here and in each later exchange.
 
     Raises:
-        CheckpointError: ranks did not come in time, or made another call. They are named, on every rank that came. Or
-            the save before failed, and nobody has seen that yet.
+        CheckpointError: ranks did not come in time or made another call; the text names them on every rank that came.
+            Or the earlier save failed and its error has not been raised yet.
     """
-    ranks = _gathered(call, timeout)
+    ranks = _join(call, timeout)
     ranks.agree(f"the save before {call}", finish_earlier)
     return ranks
 
 
-def _gathered(call: str, timeout: float) -> Ranks:
+def _join(call: str, timeout: float) -> RankGroup:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Ranks(0, 1, None, timeout)
+        return RankGroup(0, 1, None, timeout)
     world = dist.group.WORLD
     assert world is not None
     store = dist.distributed_c10d._get_default_store()
-    meetings = _meetings.get(world)
-    if meetings is None or meetings.store is not store:
-        meetings = _meetings[world] = _Meetings(store)
-    if meetings.group is not None and not _is_registered(meetings.group):
-        meetings.group = None
+    rendezvous = _rendezvous_states.get(world)
+    if rendezvous is None or rendezvous.store is not store:
+        rendezvous = _rendezvous_states[world] = _Rendezvous(store)
+    if rendezvous.group is not None and not _is_registered(rendezvous.group):
+        rendezvous.group = None
     try:
-        verdict = _assemble(meetings, {"call": call, "group": meetings.group is not None}, timeout)
+        verdict = _assemble(rendezvous, {"call": call, "group": rendezvous.group is not None}, timeout)
     except dist.DistError as error:
         raise CheckpointError(f"{call}: the store of rank 0 cannot be reached any more ({error}).") from error
     if "calls" in verdict:
         raise CheckpointError(f"the ranks did not make the same call: {verdict['calls']}.")
     if not verdict["group"]:
-        meetings.group = dist.new_group(backend="gloo", group_desc="composable_fsdp checkpoints")
-    return Ranks(dist.get_rank(), dist.get_world_size(), meetings.group, timeout)
+        rendezvous.group = dist.new_group(backend="gloo", group_desc="composable_fsdp checkpoints")
+    return RankGroup(dist.get_rank(), dist.get_world_size(), rendezvous.group, timeout)
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
@@ -234,39 +235,40 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """What the ranks decided at the first meeting that is not over yet.
+def _assemble(rendezvous: _Rendezvous, note: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """Return what the ranks decided at the first rendezvous that is still open.
 
-    Whoever comes last opens a meeting, whoever waited too long ends it; the store lets only one of them decide, and
-    all go by that. A rank that comes to a meeting that ended without it goes on to the next.
+    The last rank to arrive completes a rendezvous; a rank that has waited too long ends it. The store accepts only one
+    of these decisions, and all ranks follow it. A rank that comes to a rendezvous that ended without it goes to the
+    next one.
     """
-    store, rank = meetings.store, dist.get_rank()
+    store, rank = rendezvous.store, dist.get_rank()
     verdict: dict[str, Any]
-    search = _Search(note["call"], timeout)
+    missing_ranks = _MissingRanks(note["call"], timeout)
     size, deadline = dist.get_world_size(), time.monotonic() + timeout
     while True:
-        place = f"composable_fsdp/checkpoint/{meetings.number}"
-        meetings.number += 1
-        meetings.keys.append(f"{place}/{rank}")
+        prefix = f"composable_fsdp/checkpoint/{rendezvous.number}"
+        rendezvous.number += 1
+        rendezvous.keys.append(f"{prefix}/{rank}")
         if rank == 0:
-            meetings.keys += [f"{place}/arrived", f"{place}/verdict"]
-        store.set(f"{place}/{rank}", json.dumps(note))
-        if store.add(f"{place}/arrived", 1) == size:
-            store.compare_set(f"{place}/verdict", "", json.dumps(_open(store, place, size)))
+            rendezvous.keys += [f"{prefix}/arrived", f"{prefix}/verdict"]
+        store.set(f"{prefix}/{rank}", json.dumps(note))
+        if store.add(f"{prefix}/arrived", 1) == size:
+            store.compare_set(f"{prefix}/verdict", "", json.dumps(_compare_calls(store, prefix, size)))
         pause = 0.001
-        while not store.check([f"{place}/verdict"]):
+        while not store.check([f"{prefix}/verdict"]):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-            if search.is_due():
-                present = [r for r in range(size) if store.check([f"{place}/{r}"])]
-                if reason := search.ask(present, rank, size):
+            if missing_ranks.is_due():
+                present = [r for r in range(size) if store.check([f"{prefix}/{r}"])]
+                if reason := missing_ranks.ask(present, rank, size):
                     verdict = {"missing": [r for r in range(size) if r not in present], "reason": reason}
-                    store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
+                    store.compare_set(f"{prefix}/verdict", "", json.dumps(verdict))
             if time.monotonic() > deadline:
-                missing = [r for r in range(size) if not store.check([f"{place}/{r}"])]
-                verdict = {"missing": missing} if missing else _open(store, place, size)
-                store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
-        verdict = json.loads(store.get(f"{place}/verdict"))
+                missing = [r for r in range(size) if not store.check([f"{prefix}/{r}"])]
+                verdict = {"missing": missing} if missing else _compare_calls(store, prefix, size)
+                store.compare_set(f"{prefix}/verdict", "", json.dumps(verdict))
+        verdict = json.loads(store.get(f"{prefix}/verdict"))
         missing = verdict.get("missing", [])
         if missing and rank not in missing:
             reason = verdict.get("reason", f"{named(missing)} did not make this call within {timeout:g} s. ")
@@ -275,12 +277,12 @@ def _assemble(meetings: _Meetings, note: dict[str, Any], timeout: float) -> dict
                 "have no part of the model."
             )
         if not missing:
-            _forget(store, meetings, place)
+            _delete_old_keys(store, rendezvous, prefix)
             return verdict
 
 
-class _Search:
-    """Finds out where the ranks are that have not come to a meeting."""
+class _MissingRanks:
+    """Finds out where the ranks are that have not come to a rendezvous."""
 
     def __init__(self, call: str, timeout: float) -> None:
         self._call = call
@@ -288,15 +290,13 @@ class _Search:
         self._begin = time.monotonic()
         self._due = self._begin + _ASK_AFTER
         self._suspects: dict[int, OperationId] = {}
-        """Missing ranks that waited for a rank that is here, and in which operation."""
+        """Missing ranks that waited for a rank that is present, with the operation they waited in."""
 
     def is_due(self) -> bool:
         return time.monotonic() >= self._due
 
     def ask(self, present: Sequence[int], rank: int, size: int) -> str:
-        """Why some ranks can no longer come, as far as is known. Warns of those that may be late. The first of
-        ``present`` asks for all.
-        """
+        """Return why ranks cannot come any more, else empty. Warns about late ranks. The first of ``present`` asks."""
         waited = time.monotonic() - self._begin
         self._due += max(waited, _ASK_AFTER)
         missing = [other for other in range(size) if other not in present]
@@ -309,41 +309,41 @@ class _Search:
             other: each.waiting for other, each in found.items() if each.waiting and _waits(each, present, reports)
         }
         gone = [other for other, each in found.items() if each.left]
-        gone += [other for other, place in stuck.items() if self._suspects.get(other) == place]
+        gone += [other for other, operation in stuck.items() if self._suspects.get(other) == operation]
         if gone:
-            lines = "".join(f"\n  {_told(found[other], present)}" for other in sorted(gone))
+            lines = "".join(f"\n  {_report_text(found[other], present)}" for other in sorted(gone))
             return f"{named(sorted(gone))} did not make this call, and cannot any more.{lines}\n"
         self._suspects = stuck
         if stuck:
             self._due = time.monotonic() + _ASK_AGAIN
-        places = "".join(f"\n  {reports.get(other) or _silent(other)}" for other in missing)
+        report_lines = "".join(f"\n  {reports.get(other) or _no_report_text(other)}" for other in missing)
         text = "%s: waiting for %s, for %.1f s so far and up to %g s.%s"
-        logger.warning(text, self._call, named(missing), waited, self._timeout, places)
+        logger.warning(text, self._call, named(missing), waited, self._timeout, report_lines)
         return ""
 
 
 def _waits(report: RankReport, present: Sequence[int], reports: Mapping[int, RankReport]) -> bool:
-    """Whether a rank waits in an operation that one of ``present`` has not done: that one waits in the meeting."""
-    place = report.waiting
-    if place is None:
+    """Return True if a rank waits in an operation that a rank of ``present``, which waits here, has not done."""
+    operation = report.waiting
+    if operation is None:
         return False
-    here = [reports[rank].last for rank in place.ranks if rank in present and rank in reports]
-    return any(last is None or last.line != place.line or last.number < place.number for last in here)
+    here = [reports[rank].last for rank in operation.ranks if rank in present and rank in reports]
+    return any(last is None or last.line != operation.line or last.number < operation.number for last in here)
 
 
-def _told(report: RankReport, present: Sequence[int]) -> str:
+def _report_text(report: RankReport, present: Sequence[int]) -> str:
     if report.left or report.waiting is None:
         return str(report)
     here = [rank for rank in report.waiting.ranks if rank in present]
     return f"{report}, which needs {named(here)}"
 
 
-def _silent(rank: int) -> str:
+def _no_report_text(rank: int) -> str:
     return f"rank {rank} does not answer: its process is gone or stopped, or it has sharded no model so far"
 
 
-def _open(store: dist.Store, place: str, size: int) -> dict[str, Any]:
-    notes = [json.loads(store.get(f"{place}/{rank}")) for rank in range(size)]
+def _compare_calls(store: dist.Store, prefix: str, size: int) -> dict[str, Any]:
+    notes = [json.loads(store.get(f"{prefix}/{rank}")) for rank in range(size)]
     ranks: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
         ranks.setdefault(note["call"], []).append(rank)
@@ -352,8 +352,8 @@ def _open(store: dist.Store, place: str, size: int) -> dict[str, Any]:
     return {"group": all(note["group"] for note in notes)}
 
 
-def _forget(store: dist.Store, meetings: _Meetings, place: str) -> None:
-    """Deletes this rank's keys of earlier meetings. All ranks are at ``place``, so nobody looks at those any more."""
-    for key in [key for key in meetings.keys if not key.startswith(f"{place}/")]:
+def _delete_old_keys(store: dist.Store, rendezvous: _Rendezvous, prefix: str) -> None:
+    """Delete this rank's keys of earlier rendezvous. No rank reads them: all ranks have reached ``prefix``."""
+    for key in [key for key in rendezvous.keys if not key.startswith(f"{prefix}/")]:
         store.delete_key(key)
-        meetings.keys.remove(key)
+        rendezvous.keys.remove(key)

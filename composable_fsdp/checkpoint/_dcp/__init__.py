@@ -1,1 +1,1 @@
-"""Checkpoints on disk in the format of torch.distributed.checkpoint."""
+"""Checkpoint directories in the format of ``torch.distributed.checkpoint`` (DCP)."""

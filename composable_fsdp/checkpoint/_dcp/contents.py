@@ -1,17 +1,17 @@
-"""What is in a checkpoint, and under which keys.
+"""The contents of a checkpoint and their keys.
 
 ========================================  =============================================================
 ``model.<name>``                          parameters, buffers, extra states of modules
-``optimizer.state.<name>.<key>``          state for the parameter of that name
-``optimizer.param_groups``                list of dicts, with names in ``params``
-``averages.values.<name>``                moving averages; ``averages.steps`` how many updates they are made of
-``communication.<name>.residual``         what codecs with error feedback keep; ``.rounds`` beside it
-``ranks.<rank>.extra``, ``….random``      what each rank gave as ``extra``; its random number generators
-``classes.<key>``                         of a tensor of a class of its own, of which the checkpoint has the inner
-                                          tensors under ``<key>.<inner>``: a ``Record`` of ``tensor_classes``
+``optimizer.state.<name>.<key>``          optimizer state of the parameter of that name
+``optimizer.param_groups``                list of dicts, with parameter names in ``params``
+``averages.values.<name>``                moving averages; ``averages.steps`` is the number of updates
+``communication.<name>.residual``         state of codecs with error feedback; ``.rounds`` beside it
+``ranks.<rank>.extra``, ``….random``      the ``extra`` of each rank; its random number generators
+``classes.<key>``                         ``Record`` (``inner_tensors.py``) of a tensor subclass that is saved as inner
+                                          tensors under ``<key>.<inner>``
 ========================================  =============================================================
 
-Names are those of the model before anything wrapped it.
+Names are those of the model without wrappers such as ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 
 from composable_fsdp._runtime.params.sharded_param import alias_of
 from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp.checkpoint._dcp.optimizer_state import Agreed, packed, state_of
-from composable_fsdp.checkpoint._state_dict import inner_tensors as tensor_classes
+from composable_fsdp.checkpoint._dcp.optimizer_state import MergedState, serialize, state_of
+from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.local_state import is_plain
 from composable_fsdp.checkpoint._state_dict.names import tensors_of
@@ -40,78 +40,78 @@ from composable_fsdp.communication_state import CommunicationState
 __all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
 
 Path = tuple[str, ...]
-"""Where something is in a nested state dict. Joined by dots it is the key in the checkpoint."""
+"""The path of a value in a nested state dict. Joined by dots, it is the key in the checkpoint."""
 
 
 @dataclass
 class Contents:
-    """What a rank has to save, by key.
+    """The state that one rank has to save, by key.
 
     Attributes:
-        parts: of tensors. Blocks that several ranks have are written by one of them.
-        objects: anything else, serialised by ``torch.save``. Of a key that several ranks have one rank's is written.
-        aliases: further keys of what is in ``parts``.
-        paths: of all of these.
-        alike: checksums of plain tensors in ``parts`` that must be the same on all ranks, though nothing else says so.
+        parts: local shards of tensors. A block that several ranks hold is written by one of them.
+        objects: all other values, serialized by ``torch.save``. If several ranks have a key, one of them writes it.
+        aliases: further keys of tensors in ``parts``.
+        paths: the paths of all keys.
+        replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-    alike: dict[str, int] = field(default_factory=dict)
+    replicated: dict[str, int] = field(default_factory=dict)
 
     def add_tensor(self, path: Path, part: Part) -> None:
-        self.parts[self._key(path)] = part
+        self.parts[self._add_path(path)] = part
 
     def add_alias(self, path: Path, of: Path) -> None:
-        self.aliases[self._key(path)] = ".".join(of)
+        self.aliases[self._add_path(path)] = ".".join(of)
 
-    def add_alike(self, path: Path, value: torch.Tensor) -> None:
-        """A plain tensor, of which one rank's is saved."""
+    def add_replicated(self, path: Path, value: torch.Tensor) -> None:
+        """Add a plain tensor that all ranks have. It is saved once."""
         self.add_tensor(path, Part(value))
-        self.alike[self._key(path)] = checksum(Part(value).local)
+        self.replicated[self._add_path(path)] = checksum(Part(value).local)
 
     def add_object(self, path: Path, value: object) -> None:
-        self.objects[self._key(path)] = packed(value)
+        self.objects[self._add_path(path)] = serialize(value)
 
-    def inner_offers(self) -> dict[str, tensor_classes.Offer]:
-        """This rank's parts of tensors that a checkpoint holds as inner tensors.
+    def inner_contributions(self) -> dict[str, inner_tensors.Offer]:
+        """Return this rank's contribution to each tensor subclass that is saved as inner tensors.
 
         Raises:
-            CheckpointError: nothing says which ones stand for a tensor.
+            CheckpointError: a tensor subclass does not say which inner tensors it consists of.
         """
         for key, part in self.parts.items():
-            tensor_classes.refuse_unknown(key, part)
-        return {key: tensor_classes.offer_of(p) for key, p in self.parts.items() if tensor_classes.has_inner(p)}
+            inner_tensors.refuse_unknown(key, part)
+        return {key: inner_tensors.offer_of(p) for key, p in self.parts.items() if inner_tensors.has_inner(p)}
 
-    def expand(self, agreed: Mapping[str, tensor_classes.Agreed]) -> None:
-        """Puts inner tensors in the place of those that have any, as all ranks ``agreed``."""
-        of = {alias: key for alias, key in self.aliases.items() if key in agreed}
+    def expand(self, merged: Mapping[str, inner_tensors.Agreed]) -> None:
+        """Replace each tensor in ``merged``, the contributions of all ranks, by its inner tensors and its record."""
+        of = {alias: key for alias, key in self.aliases.items() if key in merged}
         for key in of:
             del self.aliases[key]
-        for key in [key for key in self.parts if key in agreed]:
+        for key in [key for key in self.parts if key in merged]:
             part, path = self.parts.pop(key), self.paths.pop(key)
-            inner = tensor_classes.parts_of(part, agreed[key].inner)
-            self._add_record(key, path, part, agreed[key])
+            inner = inner_tensors.parts_of(part, merged[key].inner)
+            self._add_record(key, path, part, merged[key])
             for suffix, each in inner.items():
-                self.add_tensor(_longer(path, suffix), each)
+                self.add_tensor(_with_suffix(path, suffix), each)
             for alias in (alias for alias, first in of.items() if first == key):
                 other = self.paths.pop(alias)
-                self._add_record(alias, other, part, agreed[key])
+                self._add_record(alias, other, part, merged[key])
                 for suffix in inner:
-                    self.add_alias(_longer(other, suffix), _longer(path, suffix))
+                    self.add_alias(_with_suffix(other, suffix), _with_suffix(path, suffix))
 
-    def _add_record(self, key: str, path: Path, part: Part, agreed: tensor_classes.Agreed) -> None:
-        self.add_object(("classes", key), agreed.record(path, part).encoded())
+    def _add_record(self, key: str, path: Path, part: Part, merged: inner_tensors.Agreed) -> None:
+        self.add_object(("classes", key), merged.record(path, part).encoded())
 
-    def _key(self, path: Path) -> str:
+    def _add_path(self, path: Path) -> str:
         key = ".".join(path)
         self.paths[key] = path
         return key
 
 
-def _longer(path: Path, suffix: str) -> Path:
+def _with_suffix(path: Path, suffix: str) -> Path:
     return (*path[:-1], f"{path[-1]}{suffix}")
 
 
@@ -121,16 +121,17 @@ def contents_of(
     averages: ShardedEMA | None,
     extra: Mapping[str, Any],
     rank: int,
-    agreed: Agreed,
+    merged: MergedState,
 ) -> Contents:
-    """All that this rank has to save. Tensors are not copied.
+    """Return everything that this rank has to save. Tensors are not copied.
 
     Args:
         model: sharded or not.
         optimizer: over parameters of ``model``.
-        extra: of this rank.
-        rank: this one.
-        agreed: what all ranks have of the optimizer.
+        averages: moving averages of ``model``.
+        extra: additional objects of this rank.
+        rank: this process's rank.
+        merged: the optimizer state of all ranks.
 
     Raises:
         CheckpointError: the model is on the meta device.
@@ -144,7 +145,7 @@ def contents_of(
     for entry in others:
         contents.add_object(("model", entry.name), entry.value)
     if optimizer is not None:
-        _add_optimizer(contents, model, optimizer, agreed)
+        _add_optimizer(contents, model, optimizer, merged)
     if averages is not None:
         for entry in averages.entries():
             contents.add_tensor(("averages", "values", entry.name), Part(entry.value, entry.sharding))
@@ -157,27 +158,27 @@ def contents_of(
     return contents
 
 
-def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, agreed: Agreed) -> None:
+def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, merged: MergedState) -> None:
     for member, key, value in state_of(model, optimizer):
         path = ("optimizer", "state", member.name, key)
-        if (member.name, key) in agreed.shards:
+        if (member.name, key) in merged.shards:
             contents.add_tensor(path, Part(alias_of(cast(DTensor, member.parameter), value), member.sharding))
         elif is_plain(value, member) and type(Part(value).local) is torch.Tensor:
-            contents.add_alike(path, value)
+            contents.add_replicated(path, value)
         elif isinstance(value, torch.Tensor):
             contents.add_tensor(path, Part(value, member.sharding))
         else:
             contents.add_object(path, value)
-    contents.add_object(("optimizer", "param_groups"), agreed.groups)
+    contents.add_object(("optimizer", "param_groups"), merged.groups)
 
 
 def communication_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What codecs keep from step to step: ``residual`` and ``rounds`` by name; nothing in a model without shards."""
+    """Return ``residual`` and ``rounds`` of the error-feedback codecs by name; empty if the model is not sharded."""
     return CommunicationState(model).state_dict() if states_below(model) else {}
 
 
 def get_random_state() -> dict[str, Any]:
-    """Of Python, torch on CPU and on the current accelerator, and numpy where it is imported."""
+    """Return the random states of Python, torch (CPU and current accelerator), and numpy if it is imported."""
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     accelerator = _accelerator()
     if accelerator is not None:
@@ -189,7 +190,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Goes on from what :func:`get_random_state` gave, for what there is here."""
+    """Restore the states from :func:`get_random_state`, except those of generators that do not exist here."""
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
     accelerator = _accelerator()

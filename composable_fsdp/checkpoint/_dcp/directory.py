@@ -1,9 +1,9 @@
-"""A folder of checkpoints, of which at every instant the last complete one can be loaded.
+"""A folder of checkpoint directories. Its last complete checkpoint can be loaded at any time, even after a crash.
 
-A checkpoint ``step-00000020`` is written as ``step-00000020.partial`` and renamed when every byte of it is on disk. One
-of that step that is there already is renamed to ``step-00000020.old`` for that moment, and counts while the new one is
-not in its place. What is to be deleted is renamed to ``….deleted`` first. So whenever a process is killed, a name says
-what a directory is, and the next save puts the folder in order.
+A checkpoint ``step-00000020`` is written as ``step-00000020.partial`` and renamed once all of it is on disk. An
+existing checkpoint of the same step is first renamed to ``step-00000020.old``, and is still valid until the new one has
+been renamed. A directory is renamed to ``….deleted`` before it is deleted. If a process is killed, the names show the
+state of each directory, and the next save cleans up the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from pathlib import Path
 
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["MANIFEST", "METADATA", "Writing", "candidates", "complete", "find", "leftovers", "options", "step_of"]
+__all__ = [
+    "MANIFEST",
+    "METADATA",
+    "PartialCheckpoint",
+    "candidates",
+    "checkpoints_at",
+    "complete",
+    "find",
+    "leftovers",
+    "step_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +45,7 @@ def _name(step: int) -> str:
 
 
 def complete(path: str | os.PathLike[str]) -> dict[int, Path]:
-    """The complete checkpoints in the folder ``path``, by step, ascending; none where there is no such folder."""
+    """Return the complete checkpoints in the folder ``path`` by ascending step; empty if there is no such folder."""
     folder = Path(path)
     names = os.listdir(folder) if folder.is_dir() else []
     steps = {int(match[1]) for name in names if (match := _NAME.fullmatch(name.removesuffix(_OLD)))}
@@ -49,9 +59,9 @@ def complete(path: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def candidates(path: str | os.PathLike[str]) -> list[Path]:
-    """All checkpoints in the folder ``path``, damaged ones too, the newest first.
+    """Return all checkpoints in the folder ``path``, the newest first, including damaged ones.
 
-    A save renames a directory only when all is in it, so one that has lost its manifest is damaged too.
+    A save renames a directory only once it is complete, so a directory without a manifest is damaged.
     """
     folder = Path(path)
     found = complete(folder)
@@ -62,35 +72,35 @@ def candidates(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of one of :func:`candidates`."""
+    """Return the step in the name of a checkpoint from :func:`candidates`."""
     match = _NAME.match(checkpoint.name)
     assert match is not None
     return int(match[1])
 
 
 def leftovers(path: str | os.PathLike[str]) -> list[str]:
-    """Names of what killed saves left in the folder ``path``, and the next one puts in order."""
+    """Return the names that killed saves left in the folder ``path``. The next save cleans them up."""
     suffixes = (_PARTIAL, _OLD, _DELETED)
     return sorted(name for name in os.listdir(path) if _NAME.match(name) and name.endswith(suffixes))
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that ``path`` is, or the newest one in it.
+    """Return ``path`` if it is a checkpoint, else the newest checkpoint in the folder ``path``.
 
     Raises:
-        CheckpointError: neither; or it was never finished, or lacks its manifest.
+        CheckpointError: there is no checkpoint, or it is incomplete or has lost its manifest.
     """
-    found = options(path)[0]
+    found = checkpoints_at(path)[0]
     if not (found / MANIFEST).is_file() and not (found == Path(path) and (found / METADATA).is_file()):
         raise CheckpointError(f"{found / MANIFEST} is missing.")
     return found
 
 
-def options(path: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoint that ``path`` is, or those in it, damaged ones too, the newest first.
+def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
+    """Return ``path`` if it is a checkpoint, else all checkpoints in the folder, the newest first, damaged ones too.
 
     Raises:
-        CheckpointError: neither; or ``path`` is one that was never finished, or lacks its manifest.
+        CheckpointError: there is no checkpoint, or ``path`` is one that is incomplete or has lost its manifest.
     """
     given = Path(path)
     if given.name.endswith((_PARTIAL, _DELETED)):
@@ -111,7 +121,7 @@ def options(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _sync_directory(path: Path) -> None:
-    """Makes names in ``path`` durable."""
+    """Write the directory entries of ``path`` to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,11 +129,11 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class Writing:
-    """A checkpoint of ``step`` that is being written into ``partial``, and is at ``final`` after :meth:`commit`.
+class PartialCheckpoint:
+    """A checkpoint of ``step`` that is being written to ``partial``. :meth:`commit` moves it to ``final``.
 
-    One process, that of rank 0, has this. It first removes what killed saves left behind; it holds a lock on the folder
-    meanwhile, so this is never what another process writes.
+    Only rank 0 creates one. The constructor locks the folder and removes what killed saves left behind. With the lock
+    held, no other process can be writing these directories.
 
     Raises:
         CheckpointError: another process is saving into the folder.
@@ -135,16 +145,16 @@ class Writing:
         self.step = step
         self.final = path / _name(step)
         self.partial = path / (_name(step) + _PARTIAL)
-        self._lock: int | None = _locked(path)
+        self._lock: int | None = _acquire_lock(path)
         try:
-            _tidy(path)
+            _clean_up(path)
             self.partial.mkdir()
         except BaseException:
             self._unlock()
             raise
 
     def commit(self, keep_last: int | None = None) -> None:
-        """Puts what has been written, synced files and a manifest, in place; then deletes all but ``keep_last``."""
+        """Move the written files, already synced, to ``final``. Then delete all but the ``keep_last`` highest steps."""
         _sync_directory(self.partial)
         old = self.final.with_name(self.final.name + _OLD)
         replaces = self.final.exists()
@@ -152,19 +162,19 @@ class Writing:
             self.final.rename(old)
         self.partial.rename(self.final)
         _sync_directory(self._path)
-        doomed = [old] if replaces else []
+        obsolete = [old] if replaces else []
         if keep_last is not None:
             others = [found for step, found in complete(self._path).items() if step != self.step]
-            doomed += others[: max(0, len(others) - keep_last + 1)]
+            obsolete += others[: max(0, len(others) - keep_last + 1)]
         try:
-            for each in doomed:
+            for each in obsolete:
                 _remove(each)
-        except OSError as error:  # the checkpoint is complete all the same
-            logger.warning("%s: what is no longer needed could not be deleted: %s", self._path, error)
+        except OSError as error:  # the new checkpoint is complete anyway
+            logger.warning("%s: old checkpoints could not be deleted: %s", self._path, error)
         self._unlock()
 
     def abandon(self) -> None:
-        """Removes what has been written so far, unless it is committed."""
+        """Delete the files written so far, unless they are committed."""
         if self._lock is not None:
             shutil.rmtree(self.partial, ignore_errors=True)
         self._unlock()
@@ -175,7 +185,7 @@ class Writing:
         self._lock = None
 
 
-def _tidy(path: Path) -> None:
+def _clean_up(path: Path) -> None:
     for name in sorted(os.listdir(path)):
         entry = path / name
         if not _NAME.match(name):
@@ -189,16 +199,16 @@ def _tidy(path: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    doomed = directory.with_name(_NAME.match(directory.name)[0] + _DELETED)  # type: ignore[index]
-    shutil.rmtree(doomed, ignore_errors=True)
-    directory.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)  # what resists is left to the next save
+    obsolete = directory.with_name(_NAME.match(directory.name)[0] + _DELETED)  # type: ignore[index]
+    shutil.rmtree(obsolete, ignore_errors=True)
+    directory.rename(obsolete)
+    shutil.rmtree(obsolete, ignore_errors=True)  # the next save retries what could not be deleted
 
 
-def _locked(path: Path) -> int:
-    """The descriptor of a lock on the folder, which the kernel lifts when it is closed or the process ends.
+def _acquire_lock(path: Path) -> int:
+    """Return the descriptor of a lock on the folder. The kernel releases it when it is closed or the process ends.
 
-    Where the file system has no locks there is none. POSIX locks: forked data loaders do not inherit them.
+    It is a POSIX lock, which forked data loaders do not inherit. File systems without locks are not protected.
     """
     descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

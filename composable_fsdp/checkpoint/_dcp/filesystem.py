@@ -1,4 +1,4 @@
-"""The files of ``torch.distributed.checkpoint``: written with checksums, read without running what is in them."""
+"""DCP's file reader and writer, with checksums on writing and a safe unpickler for the metadata on reading."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from composable_fsdp.errors import CheckpointError
 __all__ = ["ChecksummingWriter", "read_metadata", "reader_of"]
 
 
-class _Stream:
-    """A file that takes the checksum of what goes by. Written from the beginning to the end, as DCP does."""
+class _ChecksummingStream:
+    """A file that computes a checksum of the bytes written. Writes must be sequential, as DCP's are."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
         self.checksum = 0
         self.bytes = 0
         self.error: OSError | None = None
-        """That of a write: torch's zip writer turns it into one that does not say what it was."""
+        """The error of a failed write. torch's zip writer replaces it by one that does not say the reason."""
 
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
@@ -53,15 +53,15 @@ class _Stream:
         self._file.flush()
 
     def fileno(self) -> int:
-        self._file.flush()  # DCP asks in order to sync; of the metadata it has not flushed all by then
+        self._file.flush()  # DCP calls this to sync, before it has flushed the metadata
         return cast(int, self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
 
 
-class _ChecksummingFiles(FileSystem):
-    """Keeps a record of every file that it wrote, and names the file of which writing failed."""
+class _ChecksummingFileSystem(FileSystem):
+    """A file system that records size and checksum of every file written, and adds the file name to write errors."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -71,7 +71,7 @@ class _ChecksummingFiles(FileSystem):
         stream = None
         try:
             with super().create_stream(path, mode) as file:
-                stream = _Stream(file)
+                stream = _ChecksummingStream(file)
                 yield stream
         except (OSError, RuntimeError) as error:
             cause = error if isinstance(error, OSError) or stream is None else stream.error
@@ -86,29 +86,31 @@ class _ChecksummingFiles(FileSystem):
 
 
 class ChecksummingWriter(FileSystemWriter):
-    """DCP's writer, one synced file per rank, with the size and checksum of what it wrote."""
+    """DCP's writer with one synced file per rank. It records size and checksum of each file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=True)
-        self.fs = self._files = _ChecksummingFiles()
+        self.fs = self._file_system = _ChecksummingFileSystem()
 
     @property
     def records(self) -> dict[str, FileRecord]:
-        """Of every file that this process wrote, by name."""
-        return self._files.records
+        """Records of all files that this process wrote, by file name."""
+        return self._file_system.records
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Without the checksum that ``torch.save`` puts beside each tensor: no reader of torch's looks at it."""
+        """Write without the checksum that ``torch.save`` computes for each tensor: torch's readers do not check it."""
         with cast(Any, serialization_config).patch({"save.compute_crc32": False}):
             return super().write_data(plan, planner)
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path, which is not where the checkpoint will be, nor can every Python read another's."""
+        """Return the metadata without the path: the directory is renamed later, and pickled paths depend on the Python
+        version.
+        """
         return StorageMeta(save_id=self.save_id)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but what DCP's metadata consists of: no other code can run, whatever is in the file."""
+    """Unpickles only the classes that DCP's metadata consists of, so that a file cannot run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -139,10 +141,10 @@ _ALLOWED = {
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """DCP's description of the checkpoint ``folder``.
+    """Read DCP's metadata of the checkpoint ``folder``.
 
     Raises:
-        CheckpointError: it is damaged, or not what DCP writes.
+        CheckpointError: the metadata is missing or damaged, or was not written by DCP.
     """
     path = folder / METADATA
     try:
@@ -151,13 +153,13 @@ def read_metadata(folder: Path) -> Metadata:
         assert isinstance(metadata, Metadata)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
-    except Exception as error:  # whatever unpickling damaged bytes may raise
+    except Exception as error:  # unpickling damaged bytes may raise anything
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
     return metadata
 
 
 def reader_of(folder: Path, metadata: Metadata) -> FileSystemReader:
-    """DCP's reader, ready to read items that were planned with ``metadata``."""
+    """Return DCP's reader for items that were planned with ``metadata``."""
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     return reader

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are intact, and what is damaged of the others."""
+"""Search for damaged files and for the newest intact checkpoint of a folder."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from composable_fsdp.checkpoint._dcp import directory as folder
 from composable_fsdp.checkpoint._dcp.manifest import FileRecord, Manifest, body_of, check_file
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["latest", "listed", "problem_of", "problems_of", "read_manifest", "share_of"]
+__all__ = ["damage_text", "latest", "problem_of", "problems_of", "read_manifest", "share_of"]
 
 logger = logging.getLogger(__name__)
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
-    """The newest complete checkpoint in the folder ``path``: that of the highest step. ``None`` if there is none.
+    """Return the newest complete checkpoint in the folder ``path``, the one of the highest step; ``None`` if there is
+    none.
 
-    Not collective. Without ``verify`` it costs no more than listing the folder.
+    Not collective. Without ``verify`` it only lists the folder.
 
     Args:
         path: a folder of checkpoints.
-        verify: the newest one whose files are intact, by their sizes and checksums. Damaged ones are logged as a
-            warning. This process reads all of that checkpoint, and of newer ones up to the first damaged file: let one
-            process do it, or call ``load(path, ..., fallback=True)``, where each rank reads a share.
+        verify: return the newest checkpoint whose files have the recorded sizes and checksums. Damaged ones are logged
+            as a warning. This process then reads all of that checkpoint, and newer ones up to their first damaged file.
+            Call it on one process only, or use ``load(path, ..., fallback=True)``, where each rank reads a share.
 
     Raises:
-        CheckpointError: ``verify``, and there are checkpoints, but none is intact. What is damaged is in the text. Or
-            one is of a newer format.
+        CheckpointError: with ``verify``, no checkpoint is intact, though there are some; the text lists the damage. Or
+            one has a newer format.
     """
     if not verify:
         return next(reversed(folder.complete(path).values()), None)
@@ -38,24 +39,24 @@ def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None
         problem = next(problems_of(candidate), "")
         if not problem:
             if damaged:
-                logger.warning("%s is the newest intact checkpoint. Damaged:%s", candidate, listed(damaged))
+                logger.warning("%s is the newest intact checkpoint. Damaged:%s", candidate, damage_text(damaged))
             return candidate
         damaged[candidate.name] = problem
     if damaged:
-        raise CheckpointError(f"no checkpoint in {path} is intact:{listed(damaged)}")
+        raise CheckpointError(f"no checkpoint in {path} is intact:{damage_text(damaged)}")
     return None
 
 
-def listed(damaged: dict[str, str]) -> str:
-    """Checkpoints by name, with what is damaged of each."""
+def damage_text(damaged: dict[str, str]) -> str:
+    """Return one line for each damaged checkpoint, by name."""
     return "".join(f"\n  {name}: {problem}" for name, problem in damaged.items())
 
 
 def read_manifest(checkpoint: Path) -> tuple[Manifest | None, str]:
-    """The manifest of ``checkpoint``, or else what is damaged of it.
+    """Return the manifest of ``checkpoint`` and an empty text, or ``None`` and the damage.
 
     Raises:
-        CheckpointError: it is of a newer format, which is no damage.
+        CheckpointError: the manifest has a newer format, which does not count as damage.
     """
     try:
         body_of(checkpoint)
@@ -65,7 +66,7 @@ def read_manifest(checkpoint: Path) -> tuple[Manifest | None, str]:
 
 
 def share_of(manifest: Manifest, rank: int = 0, ranks: int = 1) -> dict[str, FileRecord]:
-    """The files that one of ``ranks`` checks, so that each is checked once and all have about as many bytes."""
+    """Return the files that ``rank`` of ``ranks`` checks: each file once, about the same number of bytes per rank."""
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     return dict(by_size[rank::ranks])
 
@@ -77,9 +78,9 @@ def problem_of(
 
     Args:
         checkpoint: a directory.
-        files: with their records.
+        files: records of the files by name.
         contents: compare checksums too; otherwise only sizes.
-        done: is told the bytes of each file after it.
+        done: called with the size of each file in bytes after it was checked.
     """
     try:
         for name, record in files.items():
@@ -98,7 +99,7 @@ def problems_of(checkpoint: Path, *, contents: bool = True) -> Iterator[str]:
         contents: compare checksums too, which reads all files; otherwise only their sizes.
 
     Raises:
-        CheckpointError: it is of a newer format.
+        CheckpointError: the manifest has a newer format.
     """
     manifest, problem = read_manifest(checkpoint)
     if manifest is None:

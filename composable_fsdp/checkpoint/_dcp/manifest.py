@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and whether it still does: ``manifest.json``, the last file that a save writes."""
+"""The manifest of a checkpoint: its files, their sizes and checksums. A save writes ``manifest.json`` last."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from composable_fsdp.errors import CheckpointError
 __all__ = ["FORMAT", "FileRecord", "Manifest", "TensorRecord", "body_of", "check_file", "library_version"]
 
 FORMAT = 1
-"""Of the manifest and of the keys in the checkpoint. What reads this also reads all earlier ones."""
+"""Version of the manifest and of the checkpoint's keys. All versions up to this one can be read."""
 
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes, and CRC-32 in hexadecimal digits, of a file."""
+    """Size of a file in bytes, and its CRC-32 in hexadecimal digits."""
 
     bytes: int
     crc32: str
@@ -32,7 +32,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Shape of a whole tensor, and its dtype without ``torch.``."""
+    """Shape of a full tensor, and its dtype without ``torch.``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,13 +40,15 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Attributes:
-    step: of training.
-    ranks: that saved.
-    files: by name; the manifest, which has a checksum in itself, is not among them.
-    tensors: by key, under each of its names.
-    library: version of composable_fsdp that saved.
-    torch: version of torch that saved.
+    """The description of one checkpoint.
+
+    Attributes:
+        step: training step.
+        ranks: number of ranks that saved.
+        files: files by name, except the manifest, which contains its own checksum.
+        tensors: tensors by key, including aliases.
+        library: version of composable_fsdp that saved.
+        torch: version of torch that saved.
     """
 
     step: int
@@ -57,7 +59,7 @@ class Manifest:
     torch: str
 
     def write(self, folder: Path) -> None:
-        """Into ``folder``, and through to the disk."""
+        """Write the manifest into ``folder`` and sync it to disk."""
         body = {"format": FORMAT, **asdict(self)}
         with (folder / MANIFEST).open("w") as file:
             json.dump({"crc32": _checksum(body), "manifest": body}, file, indent=1)
@@ -66,10 +68,10 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """That of the checkpoint ``folder``.
+        """Read the manifest of the checkpoint ``folder``.
 
         Raises:
-            CheckpointError: it is damaged, or of a newer format.
+            CheckpointError: the manifest is missing or damaged, or has a newer format.
         """
         body = body_of(folder)
         version = body.pop("format")
@@ -84,10 +86,10 @@ class Manifest:
 
 
 def body_of(folder: Path) -> dict[str, Any]:
-    """Read the manifest of the checkpoint ``folder``, in any format.
+    """Read the manifest of the checkpoint ``folder``, in any format version, as a dict.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     path = folder / MANIFEST
     try:
@@ -112,10 +114,10 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def check_file(path: Path, record: FileRecord, *, contents: bool = True) -> None:
-    """Compares the file ``path`` with its ``record``; only its size unless ``contents``.
+    """Compare the file ``path`` with its ``record``; only its size unless ``contents``.
 
     Raises:
-        CheckpointError: it is missing, truncated or changed, or cannot be read. Names it.
+        CheckpointError: the file is missing, truncated, changed or unreadable. The text names it.
     """
     try:
         _check(path, record, contents)
@@ -140,7 +142,7 @@ def _check(path: Path, record: FileRecord, contents: bool) -> None:
 
 
 def library_version() -> str:
-    """Of composable_fsdp, as it is installed."""
+    """Return the installed version of composable_fsdp."""
     try:
         return importlib.metadata.version("composable-fsdp")
     except importlib.metadata.PackageNotFoundError:

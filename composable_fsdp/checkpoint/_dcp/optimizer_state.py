@@ -1,7 +1,7 @@
-"""What each rank has of an optimizer to save, and what that is on all of them together.
+"""Each rank's optimizer state, and how it is merged over all ranks for a save.
 
-Ranks may have other parameters, as the stages of a pipeline do. And what one rank holds does not say whether a plain
-tensor is its shard of something larger, or the same on every rank.
+Ranks may hold different parameters, as pipeline stages do. Also, one rank alone cannot tell whether a plain tensor in
+the state is its shard of a larger tensor or a copy that is equal on every rank.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape,
 from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Agreed", "Offer", "agreed", "check_alike", "offer_of", "packed", "state_of"]
+__all__ = ["Contribution", "MergedState", "check_replicated", "contribution_of", "merge", "serialize", "state_of"]
 
 StateKey = tuple[str, str]
-"""Name of a parameter, and of state for it."""
+"""The name of a parameter and the key of a state entry."""
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What one rank has.
+class Contribution:
+    """One rank's contribution to the saved optimizer state.
 
     Attributes:
-        groups: serialised, by names of their members, which stand for the parameters.
-        may_be_shards: whether a plain tensor of the state has the shape of this rank's shard.
+        groups: serialized param groups by the names of their parameters.
+        may_be_shards: for each plain tensor of the state, True if it has the shape of this rank's shard.
     """
 
     groups: Mapping[tuple[str, ...], bytes] = field(default_factory=dict)
@@ -40,80 +40,80 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """What all ranks have.
+class MergedState:
+    """The merged contributions of all ranks.
 
     Attributes:
-        groups: of all of them, with names in ``params``.
-        shards: state that is a shard on every rank that has it.
+        groups: all param groups, with parameter names in ``params``.
+        shards: state entries that are a shard on every rank that has them.
     """
 
     groups: list[dict[str, Any]]
     shards: frozenset[StateKey]
 
 
-def offer_of(model: nn.Module, optimizer: Optimizer | None) -> Offer:
-    """What this rank has.
+def contribution_of(model: nn.Module, optimizer: Optimizer | None) -> Contribution:
+    """Return this rank's contribution.
 
     Raises:
         CheckpointError: the optimizer has parameters that are not the model's.
     """
     if optimizer is None:
-        return Offer()
+        return Contribution()
     groups = {}
     for members, group in zip(members_of(model, optimizer), optimizer.param_groups, strict=True):
         names = [member.name for member in members]
-        groups[tuple(names)] = packed({**group, "params": names})
+        groups[tuple(names)] = serialize({**group, "params": names})
     plain = {
         (member.name, key): has_shards_shape(value, member)
         for member, key, value in state_of(model, optimizer)
         if is_plain(value, member)
     }
-    return Offer(groups, plain)
+    return Contribution(groups, plain)
 
 
-def agreed(offers: Sequence[Offer]) -> Agreed:
-    """Out of the offers of all ranks. Of groups with the same members the first counts."""
+def merge(contributions: Sequence[Contribution]) -> MergedState:
+    """Merge the contributions of all ranks. If ranks have a group of the same parameters, the first rank's is used."""
     groups: dict[tuple[str, ...], bytes] = {}
     may_be_shards: dict[StateKey, bool] = {}
-    for offer in offers:
-        groups = {**offer.groups, **groups}
-        for key, may_be in offer.may_be_shards.items():
+    for contribution in contributions:
+        groups = {**contribution.groups, **groups}
+        for key, may_be in contribution.may_be_shards.items():
             may_be_shards[key] = may_be and may_be_shards.get(key, True)
-    unpacked = [torch.load(io.BytesIO(data), map_location="cpu", weights_only=False) for data in groups.values()]
-    return Agreed(unpacked, frozenset(key for key, are in may_be_shards.items() if are))
+    deserialized = [torch.load(io.BytesIO(data), map_location="cpu", weights_only=False) for data in groups.values()]
+    return MergedState(deserialized, frozenset(key for key, are in may_be_shards.items() if are))
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[Member, str, Any]]:
-    """Everything that the optimizer keeps for a parameter."""
+    """Yield each parameter with each key and value of its optimizer state."""
     for members in members_of(model, optimizer):
         for member in members:
             for key, value in optimizer.state.get(member.parameter, {}).items():
                 yield member, str(key), value
 
 
-def packed(value: object) -> bytes:
-    """As ``torch.save`` serialises it."""
+def serialize(value: object) -> bytes:
+    """Return ``value`` as serialized by ``torch.save``."""
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
 
 
-def check_alike(checksums: Sequence[Mapping[str, int]]) -> None:
-    """That all ranks have the same of what is saved of one of them.
+def check_replicated(checksums: Sequence[Mapping[str, int]]) -> None:
+    """Raise unless the tensors that are saved once are equal on all ranks.
 
     Args:
-        checksums: of each rank, by keys of the checkpoint.
+        checksums: for each rank, checksums by checkpoint key.
 
     Raises:
-        CheckpointError: some have other values.
+        CheckpointError: the values differ between ranks.
     """
     first: dict[str, tuple[int, int]] = {}
-    for rank, of_rank in enumerate(checksums):
-        for key, found in of_rank.items():
-            of, expected = first.setdefault(key, (rank, found))
+    for rank, on_rank in enumerate(checksums):
+        for key, found in on_rank.items():
+            first_rank, expected = first.setdefault(key, (rank, found))
             if found != expected:
                 raise CheckpointError(
-                    f"{key} is a plain tensor with other values on {named([rank])} than on {named([of])}, of which one "
-                    "would be saved. Have the optimizer keep a DTensor, or a tensor of the local shard's shape."
+                    f"{key} is a plain tensor with other values on {named([rank])} than on {named([first_rank])}, but "
+                    "only one is saved. Have the optimizer keep a DTensor, or a tensor of the local shard's shape."
                 )

@@ -1,7 +1,7 @@
-"""What each rank writes and reads, for ``torch.distributed.checkpoint``: blocks of tensors as they are really cut.
+"""Save and load planners for ``torch.distributed.checkpoint``, based on the blocks of tensors that each rank holds.
 
-DCP's own plans follow the placements of DTensors, which cannot describe every cut that ``fully_shard`` makes within a
-tensor-parallel one; these follow the :class:`~composable_fsdp._layout.block.Extent` of what a rank holds.
+DCP's default plans follow the placements of DTensors, which cannot describe every shard that ``fully_shard`` makes of a
+tensor-parallel shard. These plans follow the :class:`~composable_fsdp._layout.block.Extent` of each local shard.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = ["LoadPlanner", "SavePlanner", "add_aliases"]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans the writing of ``contents``. Merging the ranks' plans and validating the result are DCP's.
+    """A planner that writes ``contents``. DCP merges the plans of the ranks and validates the result.
 
     Args:
-        contents: of this rank.
-        written: is told the bytes of each item that is handed to the writer.
+        contents: what this rank has to save.
+        written: called with the size in bytes of each item that is passed to the writer.
     """
 
     def __init__(self, contents: Contents, written: Callable[[int], None] = lambda count: None) -> None:
@@ -72,7 +72,7 @@ class SavePlanner(DefaultSavePlanner):
         return block
 
     def stage(self, plan: SavePlan) -> None:
-        """Takes copies, in host memory, of all that ``plan`` says, and lets go of the rest."""
+        """Copy the tensors in ``plan`` to host memory and release all others."""
         indices = [item.index for item in plan.items if item.type != WriteItemType.BYTE_IO]
         self._blocks = {index: _on_host(self._blocks[index]) for index in indices}
         self.contents = replace(self.contents, parts={})
@@ -80,7 +80,7 @@ class SavePlanner(DefaultSavePlanner):
             torch.accelerator.synchronize()
 
     def nbytes(self, plan: SavePlan) -> int:
-        """Of what ``plan`` says, without headers."""
+        """Return the number of bytes of all items in ``plan``, without file headers."""
         tensors = sum(self._blocks[i.index].nbytes for i in plan.items if i.type != WriteItemType.BYTE_IO)
         objects = (i.index.fqn for i in plan.items if i.type == WriteItemType.BYTE_IO)
         return tensors + sum(len(self.contents.objects[key]) for key in objects)
@@ -97,7 +97,7 @@ def _write_item(index: MetadataIndex, part: Part, block: torch.Tensor) -> WriteI
 
 
 def _on_host(block: torch.Tensor) -> torch.Tensor:
-    """A copy; of what an accelerator holds one that is complete when the accelerator is."""
+    """Return a host copy of ``block``. A copy from an accelerator is complete once the accelerator is synchronized."""
     block = block.detach()
     on_accelerator = block.device.type != "cpu"
     host = torch.empty(block.shape, dtype=block.dtype, pin_memory=on_accelerator)
@@ -105,7 +105,7 @@ def _on_host(block: torch.Tensor) -> torch.Tensor:
 
 
 def add_aliases(metadata: Metadata, results: Iterable[list[WriteResult]], aliases: Mapping[str, str]) -> None:
-    """Lets readers find what was written under one key under its ``aliases`` too."""
+    """Make each tensor readable under its ``aliases`` too."""
     keys: dict[str, list[str]] = {}
     for alias, key in aliases.items():
         if alias not in metadata.state_dict_metadata:
@@ -120,13 +120,13 @@ def add_aliases(metadata: Metadata, results: Iterable[list[WriteResult]], aliase
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads tensors straight to where they belong, and objects as they were serialised.
+    """A planner that reads tensors directly into the given memory, and objects in serialized form.
 
     Args:
-        metadata: of the checkpoint.
-        blocks: of this rank's parts, by key and offsets. All keys are in the metadata.
-        objects: keys to read. What is there is in ``read`` afterwards.
-        done: is told the bytes of each piece that has been copied.
+        metadata: DCP's metadata of the checkpoint.
+        blocks: memory for this rank's blocks, by key and offsets. All keys must be in the metadata.
+        objects: keys of objects to read. Their bytes are in ``read`` afterwards.
+        done: called with the size in bytes of each piece that has been copied.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""From a checkpoint into a model, an optimizer and averages: what goes where, whether it fits, and doing it."""
+"""The plan to load a checkpoint into a model, an optimizer and moving averages: matching, then reading."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from composable_fsdp.checkpoint._state_dict.shard_view import Part
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Restore", "read_objects"]
+__all__ = ["RestorePlan", "read_objects"]
 
 
 def read_objects(folder: Path, metadata: Metadata, keys: Iterable[str], *, weights_only: bool) -> dict[str, Any]:
-    """What is under those ``keys`` that are no tensors.
+    """Read and deserialize the values of ``keys`` that are not tensors.
 
     Raises:
-        CheckpointError: ``weights_only``, and something is of a class that ``torch.load`` does not admit then.
+        CheckpointError: an object has a class that ``torch.load(weights_only=True)`` does not admit.
     """
     saved = metadata.state_dict_metadata
     planner = LoadPlanner(metadata, {}, [key for key in keys if isinstance(saved.get(key), BytesStorageMetadata)])
@@ -58,14 +58,14 @@ def _decoded(key: str, data: bytes, weights_only: bool) -> Any:
         ) from error
 
 
-class Restore:
-    """What ``model``, ``optimizer`` and ``averages`` take from a checkpoint. Nothing changes before :meth:`run`.
+class RestorePlan:
+    """The state that ``model``, ``optimizer`` and ``averages`` load from a checkpoint. Only :meth:`run` changes them.
 
     Attributes:
-        mismatch: how the checkpoint differs from what is wanted.
-        wants_communication: whether codecs of the model keep anything from step to step.
-        fits_communication: whether the checkpoint has that, in its shapes.
-        has_changed: whether :meth:`run` has changed anything so far.
+        mismatch: differences between the checkpoint and the state to load.
+        wants_communication: True if codecs of the model keep state between steps.
+        fits_communication: True if the checkpoint has that state in the right shapes.
+        has_changed: True if :meth:`run` has changed anything so far.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Restore:
         }
         self._parts: dict[str, Part] = {}
         self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
-        """Tensors, with inner tensors that they do not have so far, by attribute."""
+        """Local tensors, with memory for those of their inner tensors that are None so far, by attribute."""
         self._state_memory: dict[str, torch.Tensor] = {}
-        """For state that has inner tensors, by key."""
+        """Memory for optimizer state that has inner tensors, by key."""
         self._by_module: dict[str, Any] = {}
-        """By plain names: what modules take from a state dict rather than from memory."""
+        """Values that modules load through ``load_state_dict``, by plain name."""
         self._members: list[Member] = []
         self._groups: list[dict[str, Any]] = []
         self._communication = communication_of(model)
@@ -108,15 +108,15 @@ class Restore:
         self.fits_communication = self._matches_communication()
 
     def run(self, folder: Path, *, communication: bool, show: bool) -> None:
-        """Reads this rank's parts of everything from the checkpoint ``folder``.
+        """Read this rank's shards of everything from the checkpoint ``folder``.
 
         Args:
             folder: the checkpoint.
-            communication: whether to load the state of codecs.
-            show: whether to show a bar.
+            communication: load the state of codecs too.
+            show: show a progress bar.
 
         Raises:
-            CheckpointError: something cannot be read after all. The model is loaded in part if ``has_changed``.
+            CheckpointError: reading failed. If ``has_changed``, the model is loaded in part.
         """
         try:
             self._run(folder, communication, show)
@@ -136,7 +136,7 @@ class Restore:
                 self.has_changed = True
                 show_done(nbytes)
 
-            with ExitStack() as memory:  # of their own for parts that cannot be written to, such as expanded buffers
+            with ExitStack() as memory:  # parts that cannot be written to, such as expanded buffers, get their own
                 blocks = {k: p.blocks(memory.enter_context(p.plain(write=True))) for k, p in self._parts.items()}
                 planner = LoadPlanner(self._metadata, blocks, done=done)
                 reader_of(folder, self._metadata).read_data(planner.create_local_plan(), planner).wait()
@@ -144,7 +144,7 @@ class Restore:
             for tensor, absent in self._absent:
                 for attribute, value in absent.items():
                     setattr(tensor, attribute, value)
-            self._give_to_modules()
+            self._load_through_modules()
         if self._optimizer is not None:
             self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
         if self._averages is not None:
@@ -162,14 +162,14 @@ class Restore:
                 self.mismatch.missing[entry.name] = "an object"
         for entries in tensors:
             entry = next((e for e in entries if self._has(f"model.{e.name}")), entries[0])
-            is_made = id(entry.value) not in registered  # by a hook, for the state dict
+            is_made = id(entry.value) not in registered  # created by a state dict hook
             value = entry.value.detach().clone() if is_made else entry.value
             if self._match_tensor(f"model.{entry.name}", entry.name, Part(value, entry.sharding)) and is_made:
                 self._by_module[entry.name] = value
         known = {f"model.{entry.name}" for entries in (others, *tensors) for entry in entries}
         for key, saved in self._saved.items():
-            if key.startswith("model.") and key not in known and self._outer_of(key) not in known:
-                self.mismatch.unexpected[key.removeprefix("model.")] = _described(saved)
+            if key.startswith("model.") and key not in known and self._outer_key(key) not in known:
+                self.mismatch.unexpected[key.removeprefix("model.")] = _describe(saved)
 
     def _match_averages(self, averages: ShardedEMA) -> None:
         if "averages.steps" not in self._objects:
@@ -181,13 +181,13 @@ class Restore:
             self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", part)
         for key, saved in self._saved.items():
             if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
-                self.mismatch.unexpected[f"average of {key.removeprefix(prefix)}"] = _described(saved)
+                self.mismatch.unexpected[f"average of {key.removeprefix(prefix)}"] = _describe(saved)
 
     def _has(self, key: str) -> bool:
         return key in self._saved or key in self._records
 
-    def _outer_of(self, key: str) -> str | None:
-        """The key of the tensor of which ``key`` is that of an inner one, if it is."""
+    def _outer_key(self, key: str) -> str | None:
+        """Return the key of the outer tensor if ``key`` is that of an inner tensor, else ``None``."""
         for at, character in enumerate(key):
             record = self._records.get(key[:at]) if character == "." else None
             if record is not None and key[at + 1 :].partition("@")[0] in record.inner:
@@ -195,7 +195,7 @@ class Restore:
         return None
 
     def _match_tensor(self, key: str, name: str, part: Part) -> bool:
-        """Whether the checkpoint has what goes to ``part``, which is noted then."""
+        """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""
         saved, mismatch, wanted = self._saved.get(key), self.mismatch, part.value
         if key in self._records:
             inner = wanted_of(part, self._records[key], name, lambda suffix: self._spec(f"{key}{suffix}"), mismatch)
@@ -220,7 +220,7 @@ class Restore:
         return (tuple(saved.size), saved.properties.dtype) if isinstance(saved, TensorStorageMetadata) else None
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
-        saved_groups, states = _param_groups(self._objects), self._states()
+        saved_groups, states = _saved_param_groups(self._objects), self._states()
         if not saved_groups:
             self.mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
         by_names = {frozenset(group["params"]): group for group in saved_groups}
@@ -234,11 +234,11 @@ class Restore:
                 self.mismatch.others += lacking(optimizer, i, saved)
             elif saved_groups:
                 self.mismatch.others.append(
-                    f"no param_group of the checkpoint has the parameters of group {i}: {_some(own)}"
+                    f"no param_group of the checkpoint has the parameters of group {i}: {_first_names(own)}"
                 )
         wanted = {frozenset(member.name for member in members) for members in groups}
         for names in by_names.keys() - wanted:
-            self.mismatch.unexpected[f"param_group of {_some(sorted(names))}"] = f"members: {len(names)}"
+            self.mismatch.unexpected[f"param_group of {_first_names(sorted(names))}"] = f"members: {len(names)}"
         known = {member.name for member in self._members}
         for name in states.keys() - known:
             self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
@@ -248,7 +248,7 @@ class Restore:
                     self._match_inner_state(optimizer, member, key, full_key)
 
     def _match_inner_state(self, optimizer: Optimizer, member: Member, key: str, full_key: str) -> None:
-        """Finds or makes a tensor for state that has inner tensors: only a class itself can make one of it."""
+        """Find or allocate the tensor for optimizer state that has inner tensors: only its own class can create one."""
         name, kind = f"optimizer state {key} of {member.name}", self._records[full_key].kind
         value = optimizer.state.get(member.parameter, {}).get(key)
         if value is None:
@@ -265,11 +265,11 @@ class Restore:
         self._match_tensor(full_key, name, Part(part, member.sharding))
 
     def _states(self) -> dict[str, dict[str, str]]:
-        """The checkpoint's keys of optimizer state, by parameter and name of the state."""
+        """Return the checkpoint's keys of optimizer state by parameter name and state key."""
         found: dict[str, dict[str, str]] = {}
         for key, path in (self._metadata.planner_data or {}).items():
             is_state = tuple(path[:2]) == ("optimizer", "state") and len(path) == 4 and key in self._saved
-            if is_state and self._outer_of(key) is None:
+            if is_state and self._outer_key(key) is None:
                 found.setdefault(path[2], {})[path[3]] = key
         for key, record in self._records.items():
             if record.path[:2] == ("optimizer", "state"):
@@ -277,7 +277,7 @@ class Restore:
         return found
 
     def _allocate_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-        """State for ``optimizer.load_state_dict``, with memory that is to be read into: its own where that fits."""
+        """Allocate state for ``optimizer.load_state_dict``. The optimizer's own tensors are used where they fit."""
         state: dict[int, dict[str, Any]] = {}
         states = self._states()
         for i, member in enumerate(self._members):
@@ -287,7 +287,7 @@ class Restore:
                 if saved is None:
                     value = self._state_memory[full_key]
                 elif isinstance(saved, TensorStorageMetadata):
-                    value, self._parts[full_key] = _memory_for(key, saved, member, existing.get(key))
+                    value, self._parts[full_key] = _allocate(key, saved, member, existing.get(key))
                 else:
                     value = self._objects[full_key]
                 state.setdefault(i, {})[key] = value
@@ -301,14 +301,14 @@ class Restore:
             for key, residual in wanted.items()
         )
 
-    def _give_to_modules(self) -> None:
+    def _load_through_modules(self) -> None:
         if self._by_module:
             names = {plain_name(name): name for name in self._model.state_dict(keep_vars=True)}
             self._model.load_state_dict({names[n]: v for n, v in self._by_module.items()}, strict=False)
 
 
-def _param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of the checkpoint: one object, or as DCP writes them from a nested state dict an object per setting."""
+def _saved_param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the saved param groups. Ours are one object; DCP writes a nested state dict as one object per setting."""
     prefix = "optimizer.param_groups"
     if prefix in objects:
         return cast(list[dict[str, Any]], objects[prefix])
@@ -320,15 +320,15 @@ def _param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [groups[index] for index in sorted(groups)]
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
-def _memory_for(key: str, saved: TensorStorageMetadata, member: Member, existing: object) -> tuple[torch.Tensor, Part]:
-    """A tensor for state, and what of the saved one goes there.
+def _allocate(key: str, saved: TensorStorageMetadata, member: Member, existing: object) -> tuple[torch.Tensor, Part]:
+    """Return a tensor to read optimizer state into, and the part of the saved tensor that it takes.
 
-    Of the parameter's shape it is placed like it, as a plain shard where the optimizer has that; others are whole, and
-    single numbers on the CPU.
+    State of the parameter's shape is sharded like the parameter: as a plain shard where the optimizer keeps one, else
+    as a DTensor. Other state is unsharded, and scalars are on the CPU.
     """
     dtype, shape, parameter = saved.properties.dtype, saved.size, member.parameter
     if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
@@ -336,24 +336,24 @@ def _memory_for(key: str, saved: TensorStorageMetadata, member: Member, existing
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if shape == parameter.shape and (shape or key != "step"):
         fits = has_shards_shape(existing, member) and existing.dtype == dtype
-        own = cast(torch.Tensor, existing) if fits else _plain_like(local, dtype)
+        own = cast(torch.Tensor, existing) if fits else _empty_like(local, dtype)
         if has_shards_shape(existing, member):
             return own, Part(alias_of(cast(DTensor, parameter), own), member.sharding)
         placed = like(parameter, own) if isinstance(parameter, DTensor) else own
         return placed, Part(placed, member.sharding)
-    whole = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
-    return whole, Part(whole)
+    full = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
+    return full, Part(full)
 
 
-def _plain_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a plain tensor, that lies as ``local`` does where that has memory of its own."""
+def _empty_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a plain tensor, with the strides of ``local`` unless that is a tensor subclass with inner tensors."""
     plain = Part(local).local
     if type(plain) is torch.Tensor:
         return torch.empty_like(plain, dtype=dtype, requires_grad=False)
     return torch.empty(local.shape, dtype=dtype, device=local.device)
 
 
-def _described(saved: object) -> str:
+def _describe(saved: object) -> str:
     if isinstance(saved, TensorStorageMetadata):
         return tensor_text(saved.properties.dtype, saved.size)
     return "an object"

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: ``save`` and ``load``."""
+"""The public functions ``save`` and ``load`` for checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from composable_fsdp.checkpoint._coordination.pending_save import PendingSave
 from composable_fsdp.checkpoint._coordination.progress import wants_progress
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
-from composable_fsdp.checkpoint._dcp.load_directory import Loading
-from composable_fsdp.checkpoint._dcp.save_directory import Saving
+from composable_fsdp.checkpoint._dcp.load_directory import CheckpointLoader
+from composable_fsdp.checkpoint._dcp.save_directory import CheckpointSaver
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.errors import ConfigurationError
 
@@ -34,38 +34,39 @@ def save(
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> PendingSave:
-    """Writes a new checkpoint ``path/step-00000020``. All ranks of the default process group must call it.
+    """Write a new checkpoint ``path/step-00000020``. All ranks of the default process group must call it.
 
-    It is complete or not there: whenever processes are killed or the disk is full, the earlier ones can be loaded, and
-    so can an earlier one of the same step until the new one is complete. Every rank writes what it holds, and of copies
-    one rank each: what differs between ranks must be a DTensor, or have another name on each. Plain state of
-    an optimizer counts as a DTensor where it is every rank's shard of one. The format is that of
-    ``torch.distributed.checkpoint``, whose ``load`` can read it too, with a manifest of checksums.
+    The save is atomic: if a process is killed or the disk is full, the earlier checkpoints stay valid, including one of
+    the same step until the new one is complete. Every rank writes the shards that it holds, and replicated values are
+    written once. So values that differ between ranks must be DTensors, or have different names on each rank. Plain
+    optimizer state counts as a DTensor if on every rank it is the rank's shard of one. The format is that of
+    ``torch.distributed.checkpoint``, whose ``load`` can read it too, with an additional manifest of checksums.
 
-    Besides parameters, buffers, extra states of modules and the state of the optimizer, by parameter names, a
-    checkpoint has each rank's random number generators and what codecs with error feedback keep.
+    A checkpoint contains parameters, buffers, extra states of modules, optimizer state by parameter name, each rank's
+    random number generators, and the state of codecs with error feedback.
 
     Args:
-        path: a folder of checkpoints, which all ranks see. One job at a time may write to it.
+        path: a folder of checkpoints that all ranks can access. Only one job at a time may write to it.
         model: sharded or not.
         optimizer: over parameters of ``model``.
-        extra: what else training goes on from, such as the position in the data or the state of a scheduler: each
-            rank's own. Of numbers, texts, lists, dicts and tensors, or ``load`` needs ``weights_only=False``.
-        averages: of ``model``, from :func:`~composable_fsdp.sharded_ema`.
-        step: of the checkpoint; if left out ``extra["step"]`` where that is an int, else one more than the newest.
-        keep_last: delete all but so many of the highest steps once this one is complete, which stays in any case.
-        asynchronous: copy to host memory and write in a thread, so that only the copying holds up training. The next
-            save or load waits for it, and so does the end of the interpreter.
-        progress: show a bar on rank 0. If left out, where stderr is a terminal, unless ``asynchronous``.
-        timeout: seconds that ranks wait for each other, here and wherever they exchange what they have.
+        extra: further state of this rank, such as the position in the data or the state of a scheduler. Use numbers,
+            strings, lists, dicts and tensors; for other classes ``load`` needs ``weights_only=False``.
+        averages: moving averages of ``model``, from :func:`~composable_fsdp.sharded_ema`.
+        step: step of the checkpoint. Default: ``extra["step"]`` if that is an int, else one more than the newest step.
+        keep_last: number of checkpoints to keep. Once this one is complete, all but the highest steps are deleted; this
+            one is always kept.
+        asynchronous: copy to host memory and write in a thread, so that training waits only for the copy. The next save
+            or load waits for the thread, and so does the exit of the interpreter.
+        progress: show a progress bar on rank 0. Default: if stderr is a terminal and the save is not ``asynchronous``.
+        timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
-        The path of the checkpoint, with ``wait()``; complete already unless ``asynchronous``.
+        The path of the checkpoint, with ``wait()``. The checkpoint is complete unless ``asynchronous``.
 
     Raises:
-        CheckpointError: it could not be written, or ranks are missing, or an earlier asynchronous save failed. The same
-            on all ranks. Or ranks have different values of what is plain optimizer state for a DTensor.
-        ConfigurationError: arguments that make no sense.
+        CheckpointError: writing failed, ranks are missing, an earlier asynchronous save failed, or plain optimizer
+            state of a DTensor differs between ranks. All ranks raise the same error.
+        ConfigurationError: an argument is invalid.
     """
     extra, show = dict(extra or {}), wants_progress(False if progress is None and asynchronous else progress)
     if step is None and type(extra.get("step")) is int:
@@ -75,14 +76,14 @@ def save(
     if step is not None and step < 0:
         raise ConfigurationError(f"step must not be negative, but is {step}.")
     ranks = meet(f"save({os.fspath(path)!r}, step={step})", timeout)
-    saving = Saving(ranks, Path(path), step, keep_last)
-    saving.plan(model, optimizer, averages, extra)
-    pending = PendingSave(saving.final, saving.step)
+    saver = CheckpointSaver(ranks, Path(path), step, keep_last)
+    saver.plan(model, optimizer, averages, extra)
+    pending = PendingSave(saver.final, saver.step)
     if asynchronous:
-        saving.stage()
-        pending.start(lambda: saving.write(show))
+        saver.stage()
+        pending.start(lambda: saver.write(show))
     else:
-        saving.write(show)
+        saver.write(show)
     return pending
 
 
@@ -100,54 +101,53 @@ def load(
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> dict[str, Any]:
-    """Loads a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
+    """Load a checkpoint into ``model`` and ``optimizer``, on any mesh and any number of ranks.
 
-    Each rank reads its part straight into its shards. The state of the optimizer is allocated as the checkpoint has it,
-    and goes through ``optimizer.load_state_dict``; an optimizer that never stepped needs no step first, unless it keeps
-    local shards as plain tensors, of which nothing else tells.
+    Each rank reads directly into its shards. Optimizer state is allocated as the checkpoint describes it and passed to
+    ``optimizer.load_state_dict``. An optimizer that has not stepped yet needs no step first, unless it keeps local
+    shards as plain tensors, which the checkpoint does not show.
 
-    Everything is checked before anything is changed: if a file is damaged or does not fit, model and optimizer are what
-    they were. Only what no checksum was compared for, by ``verify=False`` or without a manifest, can turn out to be
-    damaged while it is read; the error says then that the model is loaded in part.
+    Everything is checked before anything is changed: if a file is damaged or does not fit, model and optimizer stay as
+    they are. Damage can be found during reading only if no checksums were compared, with ``verify=False`` or without a
+    manifest; the error then says that the model is loaded in part.
 
-    Random number generators, and what codecs with error feedback keep, are about single ranks. They are restored on as
-    many ranks as saved them; on others they are left as they are.
+    Random number generators and the state of error-feedback codecs belong to single ranks. They are restored only if
+    the number of ranks is that of the save, and are unchanged otherwise.
 
     Args:
-        path: a checkpoint, or a folder of them of which the newest one is loaded. Also one that
-            ``torch.distributed.checkpoint`` wrote of ``{"model": ..., "optimizer": ...}``: without a manifest,
-            there is nothing to verify then, which is logged.
+        path: a checkpoint, or a folder of them, of which the newest is loaded. Also one that
+            ``torch.distributed.checkpoint`` wrote of ``{"model": ..., "optimizer": ...}``. That has no manifest, so it
+            cannot be verified, which is logged.
         model: sharded or not.
-        optimizer: over parameters of ``model``, which may be grouped in another order than when they were saved.
-        averages: to be filled too; of ``model``. Without them those of the checkpoint are left alone.
-        strict: refuse any difference between the checkpoint and what is to be loaded, also settings that the optimizer
-            has defaults for and the saved one, of another class perhaps, lacks. Otherwise what is in both is loaded,
-            in the model's dtypes, and the differences are logged; another shape is refused all the same.
-        verify: compare checksums; otherwise only whether files are there, and their sizes. Each file is read by one
-            of the ranks for that.
-        fallback: if checkpoints of the folder ``path`` are damaged, load the newest one that is intact, with a warning
-            that says what is damaged. What was trained since then is lost. Without it that is an error, which says
-            which one is intact. All ranks decide together, and each checks a share of the files; every checkpoint from
-            the newest to the first intact one is read for that. ``verify=False`` sees only what is missing or of
-            another size.
+        optimizer: over parameters of ``model``. Its groups may be in another order than when they were saved.
+        averages: moving averages of ``model`` to load. Default: those of the checkpoint are ignored.
+        strict: raise on any difference between the checkpoint and the state to load, including optimizer settings that
+            have defaults and are missing in the checkpoint. Otherwise what both have is loaded, converted to the
+            model's dtypes, and the differences are logged; a different shape or tensor class is always an error.
+        verify: compare checksums; otherwise only the presence and sizes of files. Each file is read by one rank.
+        fallback: if checkpoints in the folder ``path`` are damaged, load the newest intact one and log the damage.
+            Training since then is lost. Without it, a damaged newest checkpoint is an error that names the newest
+            intact one. All ranks decide together and each checks a share of the files, from the newest checkpoint to
+            the first intact one. With ``verify=False`` only missing files and wrong sizes are detected.
         restore_rng: restore the random number generators.
-        weights_only: admit only what ``torch.load(weights_only=True)`` does: no code in the checkpoint can run then.
-        progress: show a bar on rank 0. If left out, where stderr is a terminal.
-        timeout: seconds that ranks wait for each other, here and wherever they exchange what they have.
+        weights_only: admit only the classes that ``torch.load(weights_only=True)`` admits, so that no code in the
+            checkpoint can run.
+        progress: show a progress bar on rank 0. Default: if stderr is a terminal.
+        timeout: seconds that ranks wait for each other, here and in each exchange.
 
     Returns:
-        What this rank gave as ``extra`` to ``save``; what rank 0 gave, if the number of ranks is another now.
+        The ``extra`` that this rank passed to ``save``, or that of rank 0 if the number of ranks has changed.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, newer than this library, or of another model, or ranks
-            are missing, or an earlier asynchronous save failed. The same on all ranks. Names the file, or lists the
-            differences.
+        CheckpointError: there is no checkpoint; it is damaged, of a newer format, or of another model; ranks are
+            missing; or an earlier asynchronous save failed. All ranks raise the same error, which names the file or
+            lists the differences.
     """
     show = wants_progress(progress)
     ranks = meet(f"load({os.fspath(path)!r})", timeout)
-    loading = Loading(ranks, Path(path), contents=verify, fallback=fallback, show=show)
-    loading.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
-    loading.read()
+    loader = CheckpointLoader(ranks, Path(path), contents=verify, fallback=fallback, show=show)
+    loader.prepare(model, optimizer, averages, strict=strict, weights_only=weights_only)
+    loader.read()
     if restore_rng:
-        loading.restore_random_state()
-    return loading.extra
+        loader.restore_random_state()
+    return loader.extra

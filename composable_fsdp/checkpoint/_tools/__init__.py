@@ -1,1 +1,1 @@
-"""Commands that inspect, verify and convert checkpoints."""
+"""Command-line tools that inspect, verify and convert checkpoints."""

@@ -1,6 +1,6 @@
-"""The commands of ``python -m composable_fsdp.checkpoint``.
+"""Inspect, verify and convert checkpoints.
 
-Exit codes: 0, 1 where a checkpoint is damaged or is none, 2 where the command makes no sense.
+Exit codes: 0 on success, 1 if a checkpoint is missing or damaged, 2 if the command is invalid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ P = ParamSpec("P")
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 _WIDTH = 200
-"""In columns, of tables that no terminal shows."""
+"""Table width in columns if stdout is not a terminal."""
 
 _SUFFIXES = {".pt": Kind.TORCH, ".pth": Kind.TORCH, ".bin": Kind.TORCH, ".ckpt": Kind.TORCH}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -40,21 +40,21 @@ Source = Annotated[Path, typer.Argument(help="a checkpoint of any kind, or a fol
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-def _explained(command: Callable[P, None]) -> Callable[P, None]:
-    """Errors as a line on stderr, and the exit code."""
+def _report_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Print errors as one line on stderr and set the exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **options: P.kwargs) -> None:
         try:
             command(*args, **options)
         except (FSDPError, OSError) as error:
-            _say(f"error: {error}")
+            _print_stderr(f"error: {error}")
             raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
 
     return run
 
 
-def _say(text: str) -> None:
+def _print_stderr(text: str) -> None:
     typer.echo(text, err=True)
 
 
@@ -62,13 +62,13 @@ def _say(text: str) -> None:
 
 
 @app.command("inspect")
-@_explained
+@_report_errors
 def _inspect(
     path: Source,
     as_json: Json = False,
     verify: Annotated[bool, typer.Option("--verify", help="compare checksums too, which reads all files")] = False,
 ) -> None:
-    """Shows what is in a checkpoint, or which checkpoints are in a folder, and which files are missing or damaged."""
+    """Show the contents of a checkpoint, or the checkpoints in a folder, and which files are missing or damaged."""
     is_folder = kind_of(path) is Kind.FOLDER
     found = describe_folder(path, verify=verify) if is_folder else describe(path, verify=verify)
     if as_json:
@@ -144,21 +144,21 @@ def _summary(found: Description) -> list[str]:
 
 
 @app.command("verify")
-@_explained
+@_report_errors
 def _verify(path: Source, as_json: Json = False) -> None:
-    """Checks whether files are complete and checksums hold. Exit code 1 if not."""
-    verdict = verify_files(path)
+    """Check that files are complete and checksums match. Exit code 1 if not."""
+    result = verify_files(path)
     if as_json:
-        problems: dict[str, Any] = {"problems": verdict.problems, "files": verdict.files, "nbytes": verdict.nbytes}
-        typer.echo(json.dumps({**problems, "unchecked": verdict.unchecked}, indent=2))
+        problems: dict[str, Any] = {"problems": result.problems, "files": result.files, "nbytes": result.nbytes}
+        typer.echo(json.dumps({**problems, "unchecked": result.unchecked}, indent=2))
     else:
-        for problem in verdict.problems:
-            _say(problem)
-        if not verdict.problems:
-            typer.echo(f"{path} is intact: {_count(verdict.files, 'file')}, {_size(verdict.nbytes)}")
-        if verdict.unchecked:
-            _say(f"note: {verdict.unchecked}")
-    if verdict.problems:
+        for problem in result.problems:
+            _print_stderr(problem)
+        if not result.problems:
+            typer.echo(f"{path} is intact: {_count(result.files, 'file')}, {_size(result.nbytes)}")
+        if result.unchecked:
+            _print_stderr(f"note: {result.unchecked}")
+    if result.problems:
         raise typer.Exit(1)
 
 
@@ -166,7 +166,7 @@ def _verify(path: Source, as_json: Json = False) -> None:
 
 
 @app.command("convert")
-@_explained
+@_report_errors
 def _convert(
     source: Source,
     target: Annotated[Path, typer.Argument(help="a directory, or a file with --to torch", show_default=False)],
@@ -174,15 +174,15 @@ def _convert(
         str | None, typer.Option(metavar="KIND", help="dcp, torch or safetensors; torch if TARGET is a .pt file")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="of floating-point tensors of the model: bfloat16, float32, …")
+        str | None, typer.Option(help="dtype of the model's floating-point tensors: bfloat16, float32, …")
     ] = None,
-    max_file_bytes: Annotated[int, typer.Option(help="in one file; not for torch")] = MAX_FILE_BYTES,
+    max_file_bytes: Annotated[int, typer.Option(help="maximum bytes per file; not for torch")] = MAX_FILE_BYTES,
     model_only: Annotated[bool, typer.Option("--model-only", help="leave out the optimizer and the rest")] = False,
-    force: Annotated[bool, typer.Option("--force", help="replace a checkpoint that is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing checkpoint")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="do not compare checksums of SOURCE first")] = False,
     trust: Annotated[bool, typer.Option("--trust", help="admit any class, which can run any code in SOURCE")] = False,
 ) -> None:
-    """Converts between directories of torch.distributed.checkpoint, files of torch.save and safetensors."""
+    """Convert between directories of torch.distributed.checkpoint, files of torch.save and safetensors."""
     left_out = convert(
         source,
         target,
@@ -196,7 +196,7 @@ def _convert(
     )
     typer.echo(f"{target} is complete")
     if left_out:
-        _say(f"left out: {', '.join(left_out)}")
+        _print_stderr(f"left out: {', '.join(left_out)}")
 
 
 def _kind(to: str | None, target: Path) -> Kind:
@@ -205,7 +205,7 @@ def _kind(to: str | None, target: Path) -> Kind:
         return _SUFFIXES[target.suffix]
     names = ", ".join(kind.value for kind in known)
     if to is None:
-        raise ConfigurationError(f"{target} does not say what it is to be. Pass --to with one of {names}.")
+        raise ConfigurationError(f"{target} has no suffix that says its kind. Pass --to with one of {names}.")
     for kind in known:
         if kind.value == to:
             return kind

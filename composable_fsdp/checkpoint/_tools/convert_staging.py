@@ -1,4 +1,4 @@
-"""What is to be converted, and a place for it until it is complete."""
+"""The data of one conversion, and a staging directory for incomplete output."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._tools.sources import Source, Spec
 
-__all__ = ["Work", "aside_of", "aside_path", "sync"]
+__all__ = ["Conversion", "staging_directory", "staging_path", "sync"]
 
 
 @dataclass
-class Work:
-    """What is to be written.
+class Conversion:
+    """The tensors and objects to write in one conversion.
 
     Attributes:
-        source: has it.
-        tensors: as they are to be.
-        aliases: further paths of these.
-        objects: what else.
-        done: is told the bytes of each block.
+        source: the checkpoint to read.
+        tensors: shapes and dtypes to write, by path.
+        aliases: further paths of these tensors.
+        objects: values that are not tensors.
+        done: called with the size in bytes of each block that was written.
     """
 
     source: Source
@@ -37,12 +37,12 @@ class Work:
     done: Callable[[int], None] = field(default=lambda count: None)
 
     @property
-    def is_model(self) -> bool:
-        """Whether there is nothing else."""
+    def is_model_only(self) -> bool:
+        """True if there is nothing but the model."""
         return all(path[0] == "model" for path in (*self.tensors, *self.objects))
 
     def fill(self, path: contents.Path, out: torch.Tensor) -> None:
-        """Copies a whole tensor to ``out``."""
+        """Copy a full tensor into ``out``."""
         for box in self.source.boxes(path):
             part = out
             for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -51,24 +51,22 @@ class Work:
             self.done(part.nbytes)
 
 
-def aside_path(target: Path) -> Path:
-    """Where what is to be at ``target`` is while it is not complete. It is there only during a conversion, or after one
-    that was killed.
-    """
+def staging_path(target: Path) -> Path:
+    """Return the path of incomplete output for ``target``. It exists during a conversion, or after a killed one."""
     return target.parent / f".{target.name}.incomplete"
 
 
 @contextmanager
-def aside_of(target: Path) -> Iterator[Path]:
-    """A directory on the same disk, for what is not complete yet. What killed conversions left in it goes."""
-    aside = aside_path(target)
+def staging_directory(target: Path) -> Iterator[Path]:
+    """Create a directory on the target's disk for incomplete output. Output of killed conversions is deleted first."""
+    staging = staging_path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
     try:
-        yield aside
+        yield staging
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

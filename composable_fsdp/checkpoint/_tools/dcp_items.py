@@ -1,4 +1,4 @@
-"""Single items in the files of ``torch.distributed.checkpoint``: each is an archive as of ``torch.save``."""
+"""Access to single items in DCP's files. Each item is an archive in the format of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["archive_in", "mapped_item"]
 
 
 class _Window(io.RawIOBase):
-    """``length`` bytes of ``file`` from ``offset`` on."""
+    """A read-only view of ``length`` bytes of ``file`` from ``offset`` on."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file = file
@@ -45,16 +45,17 @@ class _Window(io.RawIOBase):
 
 
 def archive_in(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """The archive of an item in ``file``, as a file."""
+    """Return the archive of one item in ``file`` as a file object."""
     return io.BufferedReader(_Window(file, offset, length))
 
 
 def mapped_item(folder: Path, item: _StorageInfo) -> torch.Tensor:
-    """The tensor that is ``item``, in the mapped file. DCP's reader makes copies, and of many large ones in turn the
-    heap grows beyond what is alive.
+    """Return the tensor ``item`` as a view of the memory-mapped file.
+
+    DCP's own reader copies, and copying many large tensors in turn makes the heap grow beyond the memory in use.
 
     Raises:
-        CheckpointError: an extension of DCP, such as compression, has changed how it is stored.
+        CheckpointError: the item was written with an extension of DCP, such as compression.
     """
     path = folder / item.relative_path
     if item.transform_descriptors:
@@ -62,7 +63,7 @@ def mapped_item(folder: Path, item: _StorageInfo) -> torch.Tensor:
             f"{path} was written with {', '.join(item.transform_descriptors)}, which is not read here."
         )
     with path.open("rb") as file:
-        with FakeTensorMode():  # reads where the elements are, and not the elements
+        with FakeTensorMode():  # reads the positions of the elements only
             described = torch.load(archive_in(file, item.offset, item.length), map_location="cpu", weights_only=True)
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     storage = described.untyped_storage()

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, in words and numbers: the work of ``inspect``."""
+"""Summaries of checkpoints and of folders of them, as the ``inspect`` command prints them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from composable_fsdp.checkpoint._dcp.intact import problems_of, read_manifest
 from composable_fsdp.checkpoint._tools.sources import Kind, Source, Spec, open_source
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Description", "FolderDescription", "Listed", "OptimizerSummary", "Tensor", "describe", "describe_folder"]
+__all__ = ["Description", "FolderDescription", "FolderRow", "OptimizerSummary", "Tensor", "describe", "describe_folder"]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Name, dtype without ``torch.``, and size of a tensor. ``same_as`` names the tensor that it is tied to."""
+    """Name, shape, dtype without ``torch.``, and bytes of a tensor. ``same_as`` names the tensor that it is tied to."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,11 +29,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """Attributes:
-    parameters: that have state.
-    groups: of parameters; ``None`` if it does not say.
-    keys: of the state, with how many parameters have each.
-    nbytes: of all tensors.
+    """A summary of optimizer state.
+
+    Attributes:
+        parameters: number of parameters with state.
+        groups: number of param groups; ``None`` if it is not known.
+        keys: keys of the state, with the number of parameters that have each.
+        nbytes: bytes of all tensors.
     """
 
     parameters: int
@@ -44,16 +46,18 @@ class OptimizerSummary:
 
 @dataclass(frozen=True)
 class Description:
-    """Attributes:
-    path: of the checkpoint.
-    kind: ``dcp``, ``torch`` or ``safetensors``.
-    saved: step, number of ranks and versions, as the manifest has them; empty without one.
-    tensors: of the model, under each of their names.
-    optimizer: in short.
-    extra: the keys of what each rank gave as ``extra``; ``None`` where that has classes that are not admitted.
-    others: what else there is, with its bytes.
-    nbytes: of all tensors.
-    problems: a sentence for each file that is missing or damaged, as far as was looked.
+    """A summary of one checkpoint.
+
+    Attributes:
+        path: path of the checkpoint.
+        kind: ``dcp``, ``torch`` or ``safetensors``.
+        saved: step, number of ranks and versions from the manifest; empty without one.
+        tensors: tensors of the model, including tied names.
+        optimizer: summary of the optimizer state.
+        extra: keys of each rank's ``extra``; ``None`` if that has classes that are not admitted.
+        others: bytes of tensors by other top-level key.
+        nbytes: bytes of all tensors.
+        problems: a sentence for each file that is missing or damaged, as far as checked.
     """
 
     path: str
@@ -71,14 +75,14 @@ class Description:
 
 
 def describe(path: Path, *, verify: bool = False) -> Description:
-    """The checkpoint at ``path``, of any kind.
+    """Return a summary of the checkpoint at ``path``, of any kind.
 
     Args:
-        path: of the checkpoint.
-        verify: compare the checksums of the manifest, where there is one; otherwise only sizes of files.
+        path: path of the checkpoint.
+        verify: compare the checksums of the manifest, if there is one; otherwise only file sizes.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     source = open_source(path)
     manifest = source.manifest
@@ -152,8 +156,8 @@ def _keys(source: Source, path: tuple[str, ...]) -> list[str] | None:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A checkpoint in a folder. ``problem`` says what is damaged; without its manifest there are no numbers."""
+class FolderRow:
+    """A checkpoint in a folder. ``problem`` describes its damage. ``ranks`` and ``nbytes`` are 0 without a manifest."""
 
     step: int
     name: str
@@ -164,16 +168,18 @@ class Listed:
 
 @dataclass(frozen=True)
 class FolderDescription:
-    """Attributes:
-    path: of the folder.
-    checkpoints: all, by step, damaged ones too.
-    newest: the name of the newest one.
-    newest_intact: the name of the newest one of which nothing is known to be damaged.
-    leftovers: names of what killed saves left, which the next save removes.
+    """A summary of a folder of checkpoints.
+
+    Attributes:
+        path: path of the folder.
+        checkpoints: all checkpoints by ascending step, including damaged ones.
+        newest: name of the newest checkpoint.
+        newest_intact: name of the newest checkpoint without known damage.
+        leftovers: names that killed saves left, which the next save removes.
     """
 
     path: str
-    checkpoints: tuple[Listed, ...]
+    checkpoints: tuple[FolderRow, ...]
     newest: str
     newest_intact: str | None
     leftovers: tuple[str, ...]
@@ -183,22 +189,22 @@ class FolderDescription:
 
 
 def describe_folder(path: Path, *, verify: bool = False) -> FolderDescription:
-    """The folder of checkpoints at ``path``. Arguments are those of :func:`describe`."""
+    """Return a summary of the folder of checkpoints at ``path``. Arguments are those of :func:`describe`."""
     found = folder.candidates(path)[::-1]
-    listed = tuple(_listed(each, verify) for each in found)
-    intact = [each.name for each in listed if each.problem is None]
+    rows = tuple(_folder_row(each, verify) for each in found)
+    intact = [each.name for each in rows if each.problem is None]
     names = {each.name for each in found}
     left = [name for name in folder.leftovers(path) if name not in names]
-    return FolderDescription(str(path), listed, listed[-1].name, intact[-1] if intact else None, tuple(left))
+    return FolderDescription(str(path), rows, rows[-1].name, intact[-1] if intact else None, tuple(left))
 
 
-def _listed(path: Path, verify: bool) -> Listed:
+def _folder_row(path: Path, verify: bool) -> FolderRow:
     step = folder.step_of(path)
     try:
         manifest, _ = read_manifest(path)
         problem = " ".join(problems_of(path, contents=verify)) or None
-    except CheckpointError as error:  # of a newer format
-        return Listed(step, path.name, problem=str(error))
+    except CheckpointError as error:  # a newer format
+        return FolderRow(step, path.name, problem=str(error))
     if manifest is None:
-        return Listed(step, path.name, problem=problem)
-    return Listed(step, path.name, manifest.ranks, sum(each.bytes for each in manifest.files.values()), problem)
+        return FolderRow(step, path.name, problem=problem)
+    return FolderRow(step, path.name, manifest.ranks, sum(each.bytes for each in manifest.files.values()), problem)

@@ -1,4 +1,4 @@
-"""Tensors whose memory is a file, so that a checkpoint of any size can be put together."""
+"""Tensors in memory-mapped files, to assemble checkpoints that are larger than memory."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import torch
 from composable_fsdp.checkpoint._safetensors.atomic_replace import reserve
 from composable_fsdp.checkpoint._tools.sources import Spec
 
-__all__ = ["Mapped", "view_of"]
+__all__ = ["MappedFile", "view_of"]
 
 
-class Mapped:
-    """A file of ``nbytes``, made if it is not there, to be written through tensors. On disk when the context ends.
+class MappedFile:
+    """A file of ``nbytes``, created if missing, that is written through tensors and synced when the context ends.
 
     Raises:
-        OSError: there is no room for it on the disk.
+        OSError: the disk is full.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            reserve(self._file, max(nbytes, 1))  # a disk that is full must not be a bus error later
+            reserve(self._file, max(nbytes, 1))  # a full disk must fail here, not as a bus error later
             self._map = mmap.mmap(self._file, max(nbytes, 1))
         except BaseException:
             os.close(self._file)
             raise
 
-    def __enter__(self) -> Mapped:
+    def __enter__(self) -> MappedFile:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """The mapping itself lasts as long as tensors in it."""
+        """Sync and close the file. The mapping lives as long as tensors that view it."""
         try:
             if error is None:
                 self._map.flush()
@@ -48,12 +48,12 @@ class Mapped:
             os.close(self._file)
 
     def view(self, offset: int, spec: Spec) -> torch.Tensor:
-        """A tensor at ``offset`` bytes."""
+        """Return a tensor at ``offset`` bytes."""
         return view_of(self._map, offset, spec)
 
     @contextmanager
     def tensor(self, offset: int, spec: Spec) -> Iterator[torch.Tensor]:
-        """A tensor at ``offset``, to be written in the body, after which its pages need not be in memory."""
+        """Yield a tensor at ``offset`` bytes to write to. Its memory pages are released afterwards."""
         yield self.view(offset, spec)
         begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
         if spec.nbytes:
@@ -62,7 +62,7 @@ class Mapped:
 
 
 def view_of(memory: mmap.mmap | bytearray, offset: int, spec: Spec) -> torch.Tensor:
-    """A tensor at ``offset`` bytes of ``memory``, with a storage of just its size."""
+    """Return a tensor at ``offset`` bytes of ``memory``, with a storage of exactly its size."""
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
     data = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes, offset=offset)

@@ -1,4 +1,4 @@
-"""The paths of what is in a nested state dict: others' as ours are."""
+"""Paths in nested state dicts, also those of other libraries, converted to the layout of our checkpoints."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch.distributed.checkpoint._traverse import set_element
 from composable_fsdp.checkpoint._dcp.contents import Path
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["canonical", "flat", "nested"]
+__all__ = ["canonical", "flatten", "unflatten"]
 
 _MODEL = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER = ("optimizer", "optimizer_state_dict")
 
 
 def canonical(paths: list[Path]) -> list[Path]:
-    """``paths`` as ours are: what others call model and optimizer has these names, and if there is no model, all that
-    is at the top is one.
+    """Rename ``paths`` to our layout. If none of them is in a model, values at the top level are the model.
+
+    Example: ``("state_dict", "w")`` becomes ``("model", "w")``. So does ``("w",)`` if there is no model.
     """
     renamed: list[Path] = []
     for first, *rest in paths:
@@ -35,9 +36,10 @@ _OTHERS = {"averages": 3, "classes": 2, "communication": 3, "ranks": 3}
 _DEPTHS = {**dict.fromkeys(_MODEL, 2), **dict.fromkeys(_OPTIMIZER, 4), **_OTHERS}
 
 
-def flat(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All in nested mappings, with the paths below ``path``. A mapping that has no place among ours stays one object
-    unless it has tensors.
+def flatten(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield all values in nested mappings, with their paths below ``path``.
+
+    A mapping at a path that our checkpoints do not have stays one object unless it contains tensors.
     """
     if isinstance(value, Mapping) and path in [(name,) for name in _OPTIMIZER]:
         value = _by_name(value)
@@ -49,14 +51,14 @@ def flat(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
         return
     for key, each in value.items():
-        yield from flat(each, (*path, key))
+        yield from flatten(each, (*path, key))
 
 
 def _by_name(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict of an optimizer with names for numbers, where its groups say which is which.
+    """Return an optimizer's state dict with parameter names in place of numbers, if its groups have names.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: the groups have no names.
     """
     groups = state.get("param_groups", [])
     numbers = [number for group in groups for number in group["params"]]
@@ -75,8 +77,8 @@ def _by_name(state: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def nested(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
-    """The state dict in which ``values`` have their paths."""
+def unflatten(values: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """Return the nested state dict with ``values`` at their paths."""
     tree: dict[str, Any] = {}
     for path, value in values:
         set_element(tree, path, value)

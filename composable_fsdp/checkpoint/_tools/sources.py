@@ -1,7 +1,7 @@
-"""What is in a checkpoint of any kind, read block by block, without a model, a process group or a GPU.
+"""Readers for checkpoints of any kind, block by block, without a model, a process group or a GPU.
 
-Whatever the kind, a tensor has a path as in :mod:`~composable_fsdp.checkpoint._dcp.contents`: ``("model", name)``, or
-``("optimizer", "state", name, key)``.
+The paths of tensors are those of :mod:`~composable_fsdp.checkpoint._dcp.contents` for every kind: ``("model", name)``,
+or ``("optimizer", "state", name, key)``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from composable_fsdp.checkpoint._dcp.manifest import Manifest
 from composable_fsdp.checkpoint._dcp.restore import read_objects
 from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensors
 from composable_fsdp.checkpoint._tools.dcp_items import mapped_item
-from composable_fsdp.checkpoint._tools.paths import canonical, flat
+from composable_fsdp.checkpoint._tools.paths import canonical, flatten
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["DcpSource", "Kind", "SafetensorsSource", "Source", "Spec", "TorchSource", "kind_of", "open_source"]
 
 BLOCK_BYTES = 64 << 20
-"""Of a mapped file that is read at once."""
+"""Maximum bytes of a mapped file that are read at once."""
 
 
 class Kind(str, Enum):
-    """Of a checkpoint. ``FOLDER`` has several of ``DCP``, as ``save`` makes them."""
+    """The kind of a checkpoint. ``FOLDER`` is a folder of ``DCP`` checkpoints, as ``save`` creates it."""
 
     FOLDER = "folder"
     DCP = "dcp"
@@ -44,10 +44,10 @@ class Kind(str, Enum):
 
 
 def kind_of(path: Path) -> Kind:
-    """What is at ``path``.
+    """Return the kind of the checkpoint at ``path``.
 
     Raises:
-        CheckpointError: nothing, or no checkpoint.
+        CheckpointError: there is no checkpoint.
     """
     if path.is_dir():
         if (path / MANIFEST).is_file() or (path / METADATA).is_file():
@@ -60,19 +60,19 @@ def kind_of(path: Path) -> Kind:
         return Kind.SAFETENSORS
     elif path.is_file():
         return Kind.TORCH
-    find(path)  # says what it is instead
+    find(path)  # raises if there is no checkpoint
     return Kind.DCP
 
 
 def open_source(path: Path, *, weights_only: bool = True) -> Source:
-    """The checkpoint at ``path``, or the newest one in the folder that it is.
+    """Open the checkpoint at ``path``, or the newest one in the folder ``path``.
 
     Args:
-        path: of any kind.
-        weights_only: admit only what ``torch.load(weights_only=True)`` does.
+        path: a checkpoint of any kind.
+        weights_only: admit only the classes that ``torch.load(weights_only=True)`` admits.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     match kind_of(path):
         case Kind.SAFETENSORS:
@@ -85,7 +85,7 @@ def open_source(path: Path, *, weights_only: bool = True) -> Source:
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape and dtype of a whole tensor."""
+    """Shape and dtype of a full tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -95,18 +95,20 @@ class Spec:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
-    def whole(self) -> Box:
-        """All of it as one block."""
+    def full_box(self) -> Box:
+        """The full tensor as one block."""
         return Box((0,) * len(self.shape), (0,) * len(self.shape), self.shape)
 
 
 class Source(Protocol):
-    """Attributes:
-    path: of the checkpoint.
-    kind: of the checkpoint.
-    tensors: each once, by path.
-    aliases: further paths of tensors, with those that ``tensors`` has.
-    manifest: of one that ``save`` or ``convert`` wrote.
+    """A checkpoint that is open for reading.
+
+    Attributes:
+        path: path of the checkpoint.
+        kind: kind of the checkpoint.
+        tensors: shape and dtype by path. Tied tensors are listed once.
+        aliases: further paths of tied tensors, with the path in ``tensors``.
+        manifest: the manifest, if ``save`` or ``convert`` wrote the checkpoint.
     """
 
     @property
@@ -121,24 +123,24 @@ class Source(Protocol):
     def manifest(self) -> Manifest | None: ...
     @property
     def object_paths(self) -> Iterable[contents.Path]:
-        """Of what is no tensor."""
+        """The paths of values that are not tensors."""
 
     def value(self, path: contents.Path) -> Any:
-        """What is there, which is no tensor.
+        """Return the value at ``path``, which is not a tensor.
 
         Raises:
-            CheckpointError: it has classes that are not admitted.
+            CheckpointError: the value has classes that are not admitted.
         """
 
     def boxes(self, path: contents.Path) -> Iterator[Box]:
-        """Blocks of a tensor that tile it."""
+        """Yield blocks that tile the tensor."""
 
     def read(self, path: contents.Path, box: Box, out: torch.Tensor) -> None:
-        """Copies one of these blocks to ``out``, of its sizes and any dtype."""
+        """Copy one of these blocks to ``out``, which has its shape and any dtype."""
 
 
 class DcpSource:
-    """A directory of ``torch.distributed.checkpoint``, ours or of others."""
+    """A checkpoint directory of ``torch.distributed.checkpoint``, with or without our manifest."""
 
     kind = Kind.DCP
 
@@ -151,11 +153,11 @@ class DcpSource:
         self._keys = dict(zip(canonical([self._path(key) for key in saved]), saved, strict=True))
         self.tensors: dict[contents.Path, Spec] = {}
         self.aliases: dict[contents.Path, contents.Path] = {}
-        places: dict[object, contents.Path] = {}
+        positions: dict[object, contents.Path] = {}
         for at, key in self._keys.items():
             tensor = saved[key]
             if isinstance(tensor, TensorStorageMetadata):
-                first = places.setdefault(self._place(key, tensor), at)
+                first = positions.setdefault(self._positions(key, tensor), at)
                 if first != at:
                     self.aliases[at] = first
                 else:
@@ -187,28 +189,28 @@ class DcpSource:
             yield Box(tuple(chunk.offsets), (0,) * len(chunk.sizes), tuple(chunk.sizes))
 
     def _path(self, key: str) -> contents.Path:
-        """As DCP noted it; keys of others that did not are taken apart where ours would be."""
+        """Return the path that DCP recorded for ``key``. Without one, split ``key`` only after ``model.``."""
         noted = (self._metadata.planner_data or {}).get(key)
         if noted is not None:
             return tuple(noted)
         return tuple(key.split(".", 1)) if key.startswith("model.") else (key,)
 
-    def _place(self, key: str, tensor: TensorStorageMetadata) -> object:
-        """Where it is in files. The same for all names of a tensor that was written once."""
+    def _positions(self, key: str, tensor: TensorStorageMetadata) -> object:
+        """Return the file positions of a tensor. They are equal for all names of a tensor that was written once."""
         stored = self._metadata.storage_data
         infos = [stored[MetadataIndex(key, chunk.offsets)] for chunk in tensor.chunks]
         return tuple((info.relative_path, info.offset) for info in infos)
 
 
 class TorchSource:
-    """A file that ``torch.save`` wrote of a state dict, or of ``{"model": state dict, "optimizer": …, …}``. Mapped."""
+    """A memory-mapped ``torch.save`` file of a state dict, or of ``{"model": state dict, "optimizer": …, …}``."""
 
     kind = Kind.TORCH
     manifest = None
 
     def __init__(self, path: Path, *, weights_only: bool) -> None:
         self.path = path
-        values = dict(flat(_load(path, weights_only)))
+        values = dict(flatten(_load(path, weights_only)))
         values = dict(zip(canonical(list(values)), values.values(), strict=True))
         self._tensors = {at: _checked(at, value) for at, value in values.items() if isinstance(value, torch.Tensor)}
         self._objects = {at: value for at, value in values.items() if at not in self._tensors}
@@ -234,7 +236,7 @@ class TorchSource:
 
 
 class SafetensorsSource:
-    """A file of safetensors, or several with an index: a model."""
+    """A model in one safetensors file, or in several with an index."""
 
     kind = Kind.SAFETENSORS
     manifest = None
@@ -266,7 +268,7 @@ class SafetensorsSource:
 
 
 def _mapped_boxes(spec: Spec) -> Iterator[Box]:
-    return spec.whole.pieces(spec.shape, BLOCK_BYTES // spec.dtype.itemsize)
+    return spec.full_box.pieces(spec.shape, BLOCK_BYTES // spec.dtype.itemsize)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -274,10 +276,10 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
-    """The mapping in a file.
+    """Load the mapping in a ``torch.save`` file.
 
     Raises:
-        CheckpointError: there is none, or it has classes that are not admitted.
+        CheckpointError: the file has no mapping, or has classes that are not admitted.
     """
     try:
         value = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
@@ -290,7 +292,7 @@ def _load(path: Path, weights_only: bool) -> Mapping[Any, Any]:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"{path} has a {type(value).__name__}, and no state dict.")
+        raise CheckpointError(f"{path} has a {type(value).__name__} instead of a state dict.")
     return value
 
 
@@ -298,6 +300,6 @@ def _checked(path: contents.Path, tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(
             f"{'.'.join(path)} is a {type(tensor).__name__} of layout {tensor.layout}: only plain tensors can be read, "
-            "whole ones (Full())."
+            "unsharded ones (Full())."
         )
     return tensor.detach()

@@ -1,4 +1,4 @@
-"""The target of a conversion that is a directory of ``torch.distributed.checkpoint``, as ``save`` makes it."""
+"""Conversion to a directory of ``torch.distributed.checkpoint``, in the format of ``save``."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
 from composable_fsdp.checkpoint._dcp.manifest import Manifest, TensorRecord, library_version
 from composable_fsdp.checkpoint._dcp.planner import add_aliases
-from composable_fsdp.checkpoint._tools.convert_staging import Work, aside_of, aside_path, sync
+from composable_fsdp.checkpoint._tools.convert_staging import Conversion, staging_directory, staging_path, sync
 from composable_fsdp.checkpoint._tools.mmap_tensor import view_of
-from composable_fsdp.checkpoint._tools.paths import nested
+from composable_fsdp.checkpoint._tools.paths import unflatten
 from composable_fsdp.checkpoint._tools.sources import Spec
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["tidy", "write_dcp"]
+__all__ = ["recover_interrupted", "write_dcp"]
 
 
-def write_dcp(work: Work, target: Path, max_file_bytes: int) -> None:
-    step, objects = _with_extra(work)
+def write_dcp(conversion: Conversion, target: Path, max_file_bytes: int) -> None:
+    step, objects = _with_extra(conversion)
     ranks = {path[1] for path in objects if path[0] == "ranks"}
-    with aside_of(target) as aside:
-        folder = aside / target.name
+    with staging_directory(target) as staging:
+        folder = staging / target.name
         folder.mkdir()
-        planner = _Planner(work, objects)
+        planner = _Planner(conversion, objects)
         plans, metadata = planner.create_global_plan(planner.plans(max_file_bytes))
         writer = ChecksummingWriter(folder)
-        writer.per_thread_copy_ahead = 0  # each block is written before the next one is asked for, also with CUDA
+        writer.per_thread_copy_ahead = 0  # write each block before the next one is read, also with CUDA
         writer.set_up_storage_writer(is_coordinator=True)
         results = []
         for each in writer.prepare_global_plan(plans):
             written = writer.write_data(each, planner)
             written.wait()
             results.append(written.value())
-        aliases = {_key(alias): _key(of) for alias, of in work.aliases.items()}
+        aliases = {_key(alias): _key(of) for alias, of in conversion.aliases.items()}
         add_aliases(metadata, results, aliases)
         writer.finish(metadata, results)
-        tensors = {_key(path): TensorRecord(spec.shape, dtype_name(spec.dtype)) for path, spec in work.tensors.items()}
+        tensors = {
+            _key(path): TensorRecord(spec.shape, dtype_name(spec.dtype)) for path, spec in conversion.tensors.items()
+        }
         tensors |= {alias: tensors[of] for alias, of in aliases.items()}
         manifest = Manifest(step, max(len(ranks), 1), writer.records, tensors, library_version(), torch.__version__)
         manifest.write(folder)
@@ -59,30 +61,30 @@ def _key(path: contents.Path) -> str:
     return ".".join(map(str, path))
 
 
-def _with_extra(work: Work) -> tuple[int, dict[contents.Path, Any]]:
-    """The step, and objects in which what has no place in our checkpoints is ``extra``, as ``load`` returns it."""
+def _with_extra(conversion: Conversion) -> tuple[int, dict[contents.Path, Any]]:
+    """Return the step and the objects. Objects without a key in our format become ``extra``, as ``load`` returns it."""
     kinds = ("model", "optimizer", "averages", "classes", "communication", "ranks")
-    ours = {path: value for path, value in work.objects.items() if path[0] in kinds}
-    others = nested((path, value) for path, value in work.objects.items() if path not in ours)
+    ours = {path: value for path, value in conversion.objects.items() if path[0] in kinds}
+    others = unflatten((path, value) for path, value in conversion.objects.items() if path not in ours)
     extra = ours.get(("ranks", "0", "extra"))
     if extra is None and others:
         ours["ranks", "0", "extra"] = extra = others
-    if work.source.manifest is not None:
-        return work.source.manifest.step, ours
+    if conversion.source.manifest is not None:
+        return conversion.source.manifest.step, ours
     step = others.get("step", (extra or {}).get("step"))
     return step if type(step) is int else 0, ours
 
 
-def tidy(target: Path) -> None:
-    """Puts in order what a conversion left that was killed while it replaced ``target``.
+def recover_interrupted(target: Path) -> None:
+    """Restore or delete the old ``target`` that a conversion renamed before it was killed.
 
     Raises:
-        CheckpointError: something else has the name that the old one is to have meanwhile.
+        CheckpointError: another file has the name that the old target is renamed to.
     """
     old = _old(target)
     if not old.exists():
         return
-    if not aside_path(target).exists():
+    if not staging_path(target).exists():
         raise CheckpointError(f"{old} is in the way of a conversion to {target}. Rename or delete it.")
     if target.exists():
         shutil.rmtree(old)
@@ -95,7 +97,7 @@ def _old(target: Path) -> Path:
 
 
 def _replace_directory(target: Path, new: Path) -> None:
-    """An old one is ``….old`` for the moment between two renames; in a folder of checkpoints that counts."""
+    """Move ``new`` to ``target``. An old target is first renamed to ``….old``, which stays valid in a folder."""
     old = _old(target)
     replaces = target.exists() and any(target.iterdir())
     if replaces:
@@ -107,25 +109,25 @@ def _replace_directory(target: Path, new: Path) -> None:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans all blocks in one process, and reads each one when it is to be written.
+    """Plans all blocks in one process, and reads each block when it is to be written.
 
-    All into one buffer: DCP holds on to the tensors that it wrote until their file is complete.
+    All blocks share one buffer, because DCP keeps references to the tensors it wrote until their file is complete.
     """
 
-    def __init__(self, work: Work, objects: Mapping[contents.Path, Any]) -> None:
+    def __init__(self, conversion: Conversion, objects: Mapping[contents.Path, Any]) -> None:
         super().__init__()
-        self._work = work
+        self._conversion = conversion
         self._objects = {_key(path): value for path, value in objects.items()}
-        self._paths = {_key(path): path for path in (*work.tensors, *work.aliases, *objects)}
+        self._paths = {_key(path): path for path in (*conversion.tensors, *conversion.aliases, *objects)}
         self._blocks: dict[MetadataIndex, Box] = {}
         self._buffer = bytearray()
 
     def plans(self, max_file_bytes: int) -> list[SavePlan]:
-        """One for each file: DCP gives every rank its own, so these are as if of so many ranks."""
+        """Return one plan for each file. DCP writes one file per rank, so each plan takes the place of a rank."""
         items: list[list[WriteItem]] = [[WriteItem(MetadataIndex(k), WriteItemType.BYTE_IO) for k in self._objects]]
         size = largest = 0
-        for path, spec in self._work.tensors.items():
-            for box in self._work.source.boxes(path):
+        for path, spec in self._conversion.tensors.items():
+            for box in self._conversion.source.boxes(path):
                 block = Spec(box.sizes, spec.dtype)
                 if size and size + block.nbytes > max_file_bytes:
                     items.append([])
@@ -147,7 +149,7 @@ class _Planner(DefaultSavePlanner):
             torch.save(self._objects[key], data)
             return data
         path, box = self._paths[key], self._blocks[write_item.index]
-        block = view_of(self._buffer, 0, Spec(box.sizes, self._work.tensors[path].dtype))
-        self._work.source.read(path, box, block)
-        self._work.done(block.nbytes)
+        block = view_of(self._buffer, 0, Spec(box.sizes, self._conversion.tensors[path].dtype))
+        self._conversion.source.read(path, box, block)
+        self._conversion.done(block.nbytes)
         return block

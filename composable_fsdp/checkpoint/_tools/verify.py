@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are what was written: the work of ``verify``."""
+"""Integrity checks of checkpoint files: the work of the ``verify`` command."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from composable_fsdp.checkpoint._tools.dcp_items import archive_in
 from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Verdict", "verify"]
+__all__ = ["VerifyResult", "verify"]
 
 _NO_CHECKSUMS = "safetensors have no checksums: bytes that changed within a tensor go unseen"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Attributes:
-    problems: a sentence for each file that is missing or damaged. Names it.
-    files: how many were looked at.
-    nbytes: of these.
-    unchecked: what cannot be known, where the format has no checksums; empty if it has.
+class VerifyResult:
+    """The outcome of verifying a checkpoint.
+
+    Attributes:
+        problems: a sentence for each file that is missing or damaged, with its name.
+        files: number of files checked.
+        nbytes: bytes of these files.
+        unchecked: damage that the format cannot detect for lack of checksums; empty if it has them.
     """
 
     problems: tuple[str, ...]
@@ -39,37 +41,37 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Check:
-    """Of one file of ``nbytes``. ``run`` raises ``CheckpointError``."""
+class _FileCheck:
+    """The check of one file of ``nbytes``. ``run`` raises ``CheckpointError``."""
 
     nbytes: int
     run: Callable[[], None]
 
 
-def verify(path: Path, *, progress: bool | None = None) -> Verdict:
-    """Reads all files of the checkpoint at ``path``, or of all in the folder that it is.
+def verify(path: Path, *, progress: bool | None = None) -> VerifyResult:
+    """Read all files of the checkpoint at ``path``, or of all checkpoints in the folder ``path``.
 
-    Those of :func:`~composable_fsdp.checkpoint.save` are compared with the manifest, those of ``torch.save`` and of
-    ``torch.distributed.checkpoint`` with the checksums that their archives have inside. safetensors have none: headers
-    and sizes are looked at.
+    Files of :func:`~composable_fsdp.checkpoint.save` are compared with the manifest, those of ``torch.save`` and of
+    ``torch.distributed.checkpoint`` with the checksums inside their archives. safetensors have no checksums: only
+    headers and sizes are checked.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
     kind = kind_of(path)
     folders = candidates(path)[::-1] if kind is Kind.FOLDER else [path]
-    checks: list[_Check] = []
-    problems = [_problem(partial(_collect, kind, folder, checks)) for folder in folders]
+    checks: list[_FileCheck] = []
+    problems = [_problem(partial(_collect_checks, kind, folder, checks)) for folder in folders]
     with progress_bar(wants_progress(progress), f"verifying {path.name}", sum(c.nbytes for c in checks)) as done:
         for check in checks:
             problems.append(_problem(check.run))
             done(check.nbytes)
     nbytes = sum(c.nbytes for c in checks)
     found = tuple(problem for problem in problems if problem)
-    return Verdict(found, len(checks), nbytes, _NO_CHECKSUMS if kind is Kind.SAFETENSORS else "")
+    return VerifyResult(found, len(checks), nbytes, _NO_CHECKSUMS if kind is Kind.SAFETENSORS else "")
 
 
-def _collect(kind: Kind, path: Path, checks: list[_Check]) -> None:
+def _collect_checks(kind: Kind, path: Path, checks: list[_FileCheck]) -> None:
     checks += _CHECKS[kind](path)
 
 
@@ -81,20 +83,20 @@ def _problem(run: Callable[[], None]) -> str:
     return ""
 
 
-def _of_ours(folder: Path) -> Iterator[_Check]:
+def _manifest_checks(folder: Path) -> Iterator[_FileCheck]:
     for name, record in Manifest.read(folder).files.items():
-        yield _Check(record.bytes, partial(check_file, folder / name, record))
+        yield _FileCheck(record.bytes, partial(check_file, folder / name, record))
 
 
-def _of_dcp(folder: Path) -> Iterator[_Check]:
+def _dcp_checks(folder: Path) -> Iterator[_FileCheck]:
     if (folder / MANIFEST).exists():
-        yield from _of_ours(folder)
+        yield from _manifest_checks(folder)
         return
     items: dict[str, list[tuple[int, int]]] = {}
     for stored in read_metadata(folder).storage_data.values():
         items.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
     for name, spans in items.items():
-        yield _Check(_end(spans), partial(_check_archives, folder / name, sorted(set(spans))))
+        yield _FileCheck(_end(spans), partial(_check_archives, folder / name, sorted(set(spans))))
 
 
 def _end(spans: list[tuple[int, int]]) -> int:
@@ -102,7 +104,7 @@ def _end(spans: list[tuple[int, int]]) -> int:
 
 
 def _check_archives(path: Path, spans: list[tuple[int, int]]) -> None:
-    """Of a file in which DCP put what ``torch.save`` made of each item, one after the other."""
+    """Check a DCP file, in which the archives of ``torch.save`` follow one another."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -124,18 +126,18 @@ def _check_archive(path: Path, archive: Path | IO[bytes], where: str = "") -> No
         raise CheckpointError(f"{path} is damaged{where}: the CRC-32 of its entry {bad} does not hold.")
 
 
-def _of_torch(path: Path) -> Iterator[_Check]:
-    yield _Check(path.stat().st_size, lambda: _check_archive(path, path))
+def _torch_checks(path: Path) -> Iterator[_FileCheck]:
+    yield _FileCheck(path.stat().st_size, lambda: _check_archive(path, path))
 
 
-def _of_safetensors(path: Path) -> Iterator[_Check]:
+def _safetensors_checks(path: Path) -> Iterator[_FileCheck]:
     for file in sorted({found.file for found in StoredTensors.at(path).tensors.values()}):
-        yield _Check(file.stat().st_size, lambda: None)  # its header and size held when it was opened
+        yield _FileCheck(file.stat().st_size, lambda: None)  # StoredTensors.at has checked header and size
 
 
-_CHECKS: dict[Kind, Callable[[Path], Iterator[_Check]]] = {
-    Kind.FOLDER: _of_ours,
-    Kind.DCP: _of_dcp,
-    Kind.TORCH: _of_torch,
-    Kind.SAFETENSORS: _of_safetensors,
+_CHECKS: dict[Kind, Callable[[Path], Iterator[_FileCheck]]] = {
+    Kind.FOLDER: _manifest_checks,
+    Kind.DCP: _dcp_checks,
+    Kind.TORCH: _torch_checks,
+    Kind.SAFETENSORS: _safetensors_checks,
 }
