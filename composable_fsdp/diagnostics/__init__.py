@@ -1,11 +1,11 @@
-"""What each rank did last, written down when something goes wrong, and ranks compared.
+"""Flight recorder: keeps the last events of every rank, writes them to a file on an error, and compares ranks.
 
-Off unless asked for, since to record costs time. Asked for by::
+It is off by default, because recording takes time. To turn it on::
 
     COMPOSABLE_FSDP_DIAGNOSTICS=runs/diagnostics torchrun ...
 
-every rank writes ``rank-00000.jsonl`` there on an error, SIGTERM or SIGUSR1. ``python -m composable_fsdp.diagnostics
-merge runs/diagnostics`` shows them side by side.
+Every rank then writes ``rank-00000.jsonl`` to that folder on an error, SIGTERM or SIGUSR1. ``python -m
+composable_fsdp.diagnostics merge runs/diagnostics`` shows the ranks side by side.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m composable_fsdp.diagnostics``: what ranks wrote down, side by side."""
+"""``python -m composable_fsdp.diagnostics``: shows the diagnostics of ranks side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs the command. ``typer`` and ``rich`` are extras, so they are looked for here."""
+    """Run the command line. ``typer`` and ``rich`` are optional dependencies, so they are imported here."""
     try:
         from composable_fsdp.diagnostics._commands import app
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
 """The commands of ``python -m composable_fsdp.diagnostics``.
 
-Exit codes: 0 where the ranks did the same, 1 where they differ or some left no file, 2 where there is nothing to merge.
+Exit codes: 0 if the ranks did the same, 1 if they differ or a file is missing, 2 if there is no file to merge.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from composable_fsdp.testing._text import format_ranks
 __all__ = ["app"]
 
 _WIDTH = 200
-"""In columns, of tables that no terminal shows."""
+"""The width in columns of tables that are not printed to a terminal."""
 
-app = typer.Typer(help="What ranks did last, as they wrote it down.", add_completion=False, no_args_is_help=True)
+app = typer.Typer(help="Show the last events of every rank.", add_completion=False, no_args_is_help=True)
 
 
 @app.callback()
 def _commands() -> None:
-    """What ranks did last, as they wrote it down."""
+    """Show the last events of every rank."""
 
 
 @app.command()
 def merge(
-    folder: Annotated[Path, typer.Argument(help="with the files of all ranks", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="the folder with the files of all ranks", show_default=False)],
     around: Annotated[int, typer.Option(min=1, help="collectives to show before the first difference")] = 5,
-    stacks: Annotated[bool, typer.Option("--stacks", help="also where the threads of every rank were")] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="also show the stacks of every rank's threads")] = False,
 ) -> None:
-    """Shows ranks side by side, and points at the first difference."""
+    """Show ranks side by side, and mark the first difference."""
     files = read(folder)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False, soft_wrap=False)
     for name, problem in files.damaged.items():
@@ -85,7 +85,7 @@ def _show_sequences(console: Console, found: Sequences, around: int) -> None:
         return
     begin = max(0, first - around)
     rows = found.rows[begin : first + around]
-    columns = _alike(rows)
+    columns = _columns(rows)
     table = Table("", "number", *(format_ranks(ranks) for ranks in columns), title=name, title_justify="left")
     for index, row in enumerate(rows, start=begin):
         mark = "first difference" if index == first else ""
@@ -93,8 +93,8 @@ def _show_sequences(console: Console, found: Sequences, around: int) -> None:
     console.print(table)
 
 
-def _alike(rows: tuple[Row, ...]) -> list[list[int]]:
-    """Ranks that did the same in all ``rows`` share a column."""
+def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
+    """Group the ranks that did the same in all ``rows`` into one column."""
     columns: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(rows[0].labels):
         columns.setdefault(tuple(row.labels[rank] for row in rows), []).append(rank)

@@ -1,4 +1,4 @@
-"""What the files of several ranks say together: where they first differ, and who waited for whom."""
+"""Comparison of the files of several ranks: their first difference, and which rank waited for which."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from composable_fsdp.trace import Position, TraceEvent
 
 __all__ = ["ABSENT", "FORGOTTEN", "Files", "Row", "Sequences", "Wait", "faults_in_order", "read", "sequences", "waits"]
 
-ABSENT = "has not come to it"
+ABSENT = "not launched"
 FORGOTTEN = "…"
-"""Launched so long ago that it is no longer kept."""
+"""A collective that was launched so long ago that it is no longer recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What there is in a folder.
+    """The files of diagnostics in a folder.
 
     Args:
-        dumps: by rank, of the last attempt of the job.
-        missing: ranks of it that left no file.
-        stale: ranks whose file is of an earlier attempt.
-        damaged: by name of the file, what is wrong with it.
+        dumps: the dumps of the job's last attempt, by rank.
+        missing: ranks of the job that left no file.
+        stale: ranks whose file is from an earlier attempt.
+        damaged: the problems of unreadable files, by file name.
     """
 
     dumps: Mapping[int, Dump]
@@ -34,7 +34,7 @@ class Files:
 
 
 def read(folder: Path) -> Files:
-    """The files of all ranks in ``folder``."""
+    """Read the files of all ranks in ``folder``."""
     found: dict[int, Dump] = {}
     damaged = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
@@ -53,37 +53,38 @@ def read(folder: Path) -> Files:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The collective ``number`` of a process group, as each rank called it."""
+    """The collective ``number`` of a process group, with its label on each rank."""
 
     number: int
     labels: Mapping[int, str]
 
     @property
     def differs(self) -> bool:
+        """True if ranks called different operations. Forgotten ones are ignored."""
         return len({label for label in self.labels.values() if label != FORGOTTEN}) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What the ranks of a process group launched over their newest connection, number by number.
+    """The collectives that the ranks of a process group launched over their newest connection, by number.
 
-    Invariant: each row has the same ranks, those of the group that left a file.
+    Invariant: every row has the same ranks: those of the group that left a file.
     """
 
     group: str
     ranks: tuple[int, ...]
     rows: tuple[Row, ...]
     last: float
-    """When the last collective was launched, in seconds since 1970 by the clock of its rank."""
+    """The time at which the last collective was launched, in seconds since 1970 by the clock of its rank."""
 
     @property
     def first_difference(self) -> int | None:
-        """The index of the row, if there is one."""
+        """The index of the first row that differs, or ``None``."""
         return next((index for index, row in enumerate(self.rows) if row.differs), None)
 
 
 def sequences(dumps: Mapping[int, Dump]) -> list[Sequences]:
-    """Of every process group; those first whose ranks differ, in the order in which they stopped."""
+    """Return the sequences of every process group: first those that differ, in the order in which they stopped."""
     launched = {rank: _collectives(dump) for rank, dump in dumps.items()}
     groups = {position.group: position.ranks for own in launched.values() for position in own}
     found = [_sequences(group, ranks, dumps, launched) for group, ranks in groups.items()]
@@ -91,7 +92,7 @@ def sequences(dumps: Mapping[int, Dump]) -> list[Sequences]:
 
 
 def _collectives(dump: Dump) -> dict[Position, TraceEvent]:
-    """All that a rank still knows to have launched."""
+    """Return all recorded collectives of a rank by position."""
     kept = [numbered.event for numbered in dump.events] + list(dump.latest)
     return {event.position: event for event in kept if event.position is not None}
 
@@ -115,7 +116,7 @@ def _sequences(
         for number in sorted({number for own in labels.values() for number in own})
     ]
     last = max(
-        _wall(dumps[rank], event.end)
+        _wall_time(dumps[rank], event.end)
         for rank, own in launched.items()
         for position, event in own.items()
         if position.group == group
@@ -127,13 +128,13 @@ def _label(own: Mapping[int, str], number: int) -> str:
     return own.get(number, FORGOTTEN if number < min(own, default=0) else ABSENT)
 
 
-def _wall(dump: Dump, moment: float) -> float:
+def _wall_time(dump: Dump, moment: float) -> float:
     return dump.header.written - dump.header.clock + moment
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """``rank`` waited in ``label``, the collective ``number`` of ``ranks``, for ``awaited``."""
+    """``rank`` waited for the ranks ``awaited`` in ``label``, the collective ``number`` of ``ranks``."""
 
     rank: int
     label: str
@@ -143,17 +144,17 @@ class Wait:
 
 
 def waits(dumps: Mapping[int, Dump]) -> list[Wait]:
-    """Who waited for whom: in what each rank still was, or what it had just given up.
+    """Find which ranks waited for which, in collectives that they were still in or had just given up.
 
-    It waited for those that had not come to it, or, if all had, for those that failed by themselves.
+    A rank waited for those that had not launched the collective, or, if all had, for those with an error of their own.
     """
     launched = {rank: _collectives(dump) for rank, dump in dumps.items()}
     found = []
     for rank, dump in sorted(dumps.items()):
         for position in _waited_in(dump, launched[rank]):
             others = [other for other in position.ranks if other != rank]
-            late = [other for other in others if not _has_come(launched.get(other, {}), position)]
-            awaited = late or [other for other in others if _failed_by_itself(dumps[other])]
+            late = [other for other in others if not _has_launched(launched.get(other, {}), position)]
+            awaited = late or [other for other in others if _has_own_fault(dumps[other])]
             if awaited:
                 label = launched[rank][position].group
                 found.append(Wait(rank, label, position.number, position.ranks, tuple(awaited)))
@@ -161,7 +162,7 @@ def waits(dumps: Mapping[int, Dump]) -> list[Wait]:
 
 
 def _waited_in(dump: Dump, launched: Mapping[Position, TraceEvent]) -> list[Position]:
-    """What a rank is known not to have completed."""
+    """Return the collectives that a rank is known not to have completed."""
     waiting = dump.report.waiting if dump.report is not None else None
     given_up = dump.faults[-1].position if dump.faults else None
     return [
@@ -176,20 +177,20 @@ def _waited_in(dump: Dump, launched: Mapping[Position, TraceEvent]) -> list[Posi
 
 
 def _newest(launched: Iterable[Position], group: str) -> tuple[int, int]:
-    """Connection and number of the last collective; below all of them if there is none."""
+    """Return the connection and number of the group's last collective, or ``(-1, -1)`` if there is none."""
     return max(((each.connection, each.number) for each in launched if each.group == group), default=(-1, -1))
 
 
-def _has_come(launched: Iterable[Position], position: Position) -> bool:
+def _has_launched(launched: Iterable[Position], position: Position) -> bool:
     return _newest(launched, position.group) >= (position.connection, position.number)
 
 
-def _failed_by_itself(dump: Dump) -> bool:
+def _has_own_fault(dump: Dump) -> bool:
     last = dump.faults[-1].error if dump.faults else ""
     return dump.header.reason == "SIGTERM" or (bool(dump.faults) and last not in ("PeerError", "DivergenceError"))
 
 
 def faults_in_order(dumps: Mapping[int, Dump]) -> list[tuple[float, int, Fault]]:
-    """When, of which rank, and what, oldest first; the clocks of hosts may differ."""
+    """Return the time, the rank and the fault of all faults, oldest first. Clocks of hosts may differ."""
     found = [(fault.time, rank, fault) for rank, dump in dumps.items() for fault in dump.faults]
     return sorted(found, key=lambda each: each[:2])

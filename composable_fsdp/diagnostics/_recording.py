@@ -1,4 +1,4 @@
-"""The last events of this rank, kept in memory, and written down when something goes wrong."""
+"""Recording of this rank's last events in memory, and writing them to a file when something fails."""
 
 from __future__ import annotations
 
@@ -36,43 +36,43 @@ __all__ = ["FOLDER_VARIABLE", "disable", "dump", "enable", "enable_from_environm
 FOLDER_VARIABLE = "COMPOSABLE_FSDP_DIAGNOSTICS"
 
 _DEFAULT_FOLDER = "diagnostics"
-_LAST = 1000
+_KEPT_EVENTS = 1000
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-_FAULTS = 10
+_KEPT_FAULTS = 10
 
 logger = logging.getLogger(__name__)
 
 
 class _Recording:
-    """What there is to write down, and when to do so. Final."""
+    """The recorded events and faults of this rank, and the hooks that write them. Final."""
 
     def __init__(self, folder: Path, last: int) -> None:
         self.folder = folder
         self.events: deque[NumberedEvent] = deque(maxlen=last)
-        self.faults: deque[Fault] = deque(maxlen=_FAULTS)
+        self.faults: deque[Fault] = deque(maxlen=_KEPT_FAULTS)
         self.latest: dict[str, trace.TraceEvent] = {}
-        """By process group, the last collective."""
+        """The last collective of each process group."""
         self.groups: dict[str, None] = {}
         self.count = 0
-        self._told: tuple[str, str, int] | None = None
+        self._last_reported: tuple[str, str, int] | None = None
         self.undo: list[Callable[[], None]] = []
 
     def start(self, *, on_error: bool, signals: Sequence[signal.Signals]) -> None:
-        if signals:  # first, as it is what can be refused
+        if signals:  # first, since only this can raise
             self.undo.append(SignalWatch(signals, self._on_signal).stop)
         trace.listeners.append(self.note)
         self.undo.append(lambda: trace.listeners.remove(self.note))
         if on_error:
             trace.fault_listeners.append(self.on_fault)
             self.undo.append(lambda: trace.fault_listeners.remove(self.on_fault))
-            self.undo.append(_watch_uncaught(self.on_fault))
+            self.undo.append(_hook_uncaught(self.on_fault))
 
     def stop(self) -> None:
         while self.undo:
             self.undo.pop()()
 
     def note(self, event: trace.TraceEvent) -> None:
-        """A listener of the trace."""
+        """Record an event. A trace listener."""
         self.count += 1
         self.events.append(NumberedEvent(self.count, event))
         if event.position is not None:
@@ -81,19 +81,19 @@ class _Recording:
             self.groups.setdefault(event.group)
 
     def on_fault(self, error: BaseException | None, where: str, position: trace.Position | None = None) -> None:
-        """A fault listener: writes once for each fault, though all modules around it tell of it too."""
+        """Write a file once for each fault. A fault listener: every module that the error passes through reports it."""
         watchdog = known_watchdog()
         kind, text = ("", where) if error is None else (type(error).__name__, str(error))
-        told = (kind, text, watchdog.here.steps if watchdog is not None else 0)
-        if told == self._told:
+        fault = (kind, text, watchdog.here.steps if watchdog is not None else 0)
+        if fault == self._last_reported:
             return
-        walked = () if error is None else traceback.extract_tb(error.__traceback__)
-        stack = tuple(_frame(frame.filename, frame.lineno or 0, frame.name) for frame in walked)
+        frames = () if error is None else traceback.extract_tb(error.__traceback__)
+        stack = tuple(_frame(frame.filename, frame.lineno or 0, frame.name) for frame in frames)
         self.faults.append(Fault(kind, text, where, time.time(), position, stack))
         path = write(self.folder, f"{kind}: {text}" if kind else text, self)
         if error is not None and path is not None:
-            _point_to(path, error)
-        self._told = told if error is None else (kind, str(error), told[2])
+            _add_path(path, error)
+        self._last_reported = fault if error is None else (kind, str(error), fault[2])
 
     def _on_signal(self, name: str) -> None:
         write(self.folder, name, self)
@@ -105,24 +105,25 @@ _recording: _Recording | None = None
 def enable(
     folder: str | os.PathLike[str],
     *,
-    last: int = _LAST,
+    last: int = _KEPT_EVENTS,
     on_error: bool = True,
     signals: Iterable[signal.Signals] = _SIGNALS,
 ) -> None:
-    """Records the last events of this rank from now on. Call it on every rank, in the main thread.
+    """Start recording the last events of this rank. Call it on every rank, in the main thread.
 
     The environment variable ``COMPOSABLE_FSDP_DIAGNOSTICS`` with a folder does the same at the first ``fully_shard``.
 
     Args:
-        folder: where :func:`dump` writes; of all ranks, or of each host.
-        last: events to keep. A group of parameters has about ten in a step.
-        on_error: write when an exception ends a pass of a sharded module or the program, or a collective of ours fails.
-            The error then says where the file is.
-        signals: upon which to write. What they did before they do then too: SIGTERM still ends the process. A handler
-            that Python did not set is left alone, and so is the default of SIGUSR1 and SIGUSR2, to end the process.
+        folder: the folder that :func:`dump` writes to, shared by all ranks or one per host.
+        last: the number of events to keep. A parameter group has about ten in a step.
+        on_error: write a file when an exception ends the program or a forward or backward of a sharded module, or when
+            one of our collectives fails. The error then names the file.
+        signals: the signals on which to write a file. Their previous action follows: SIGTERM still ends the process. A
+            handler that was not set by Python is left alone. The default action of SIGUSR1 and SIGUSR2, to end the
+            process, is suppressed.
 
     Raises:
-        ConfigurationError: ``last`` is below 1, or signals are asked for in another thread than the main one.
+        ConfigurationError: ``last`` is below 1, or ``signals`` is not empty outside of the main thread.
     """
     global _recording
     if last < 1:
@@ -130,18 +131,17 @@ def enable(
     wanted = tuple(signal.Signals(each) for each in signals)
     if wanted and threading.current_thread() is not threading.main_thread():
         raise ConfigurationError(
-            "diagnostics.enable: signals can be noticed only where the main thread asks for it. Call it there, or with "
-            "signals=()."
+            "diagnostics.enable: signal handlers can be set only in the main thread. Call it there, or with signals=()."
         )
     disable()
     recording = _Recording(Path(folder), last)
     recording.start(on_error=on_error, signals=wanted)
     _recording = recording
-    _leave_in_forked_processes()
+    _register_at_fork()
 
 
 def disable() -> None:
-    """Records no more, and leaves signals and ``sys.excepthook`` as they were before."""
+    """Stop recording, and restore the previous signal handlers and ``sys.excepthook``."""
     global _recording
     if _recording is not None:
         _recording.stop()
@@ -149,7 +149,7 @@ def disable() -> None:
 
 
 def enable_from_environment() -> None:
-    """What ``COMPOSABLE_FSDP_DIAGNOSTICS`` asks for, once."""
+    """Enable recording if ``COMPOSABLE_FSDP_DIAGNOSTICS`` is set and it is not enabled yet."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and _recording is None:
         in_main = threading.current_thread() is threading.main_thread()
@@ -157,29 +157,29 @@ def enable_from_environment() -> None:
 
 
 def dump(folder: str | os.PathLike[str] | None = None) -> Path | None:
-    """Writes what this rank did last, and where it is, to ``folder/rank-00000.jsonl``, in place of what is there.
+    """Write this rank's last events and current stacks to ``folder/rank-00000.jsonl``, replacing an earlier file.
 
-    It needs no other rank, may be called in any thread, and raises nothing that has to do with files: it is made for
-    programs that are failing. Without :func:`enable` there are no events to write, but all else.
+    It needs no other rank, may be called from any thread, and raises no error about files: it is meant for programs
+    that are failing. Without :func:`enable` the file has no events, but everything else.
 
     Args:
-        folder: if left out, that given to :func:`enable`, else ``diagnostics``.
+        folder: the default is the folder given to :func:`enable`, else ``diagnostics``.
 
     Returns:
-        The file; ``None`` where it could not be written, which is logged.
+        The path of the file, or ``None`` if it could not be written, which is logged.
     """
     chosen = folder or (_recording.folder if _recording is not None else None)
     return write(Path(chosen or os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER), "asked for", _recording)
 
 
 def write(folder: Path, reason: str, recording: _Recording | None) -> Path | None:
-    """The file of this rank, complete or as it was before; ``None`` where it could not be written."""
+    """Write this rank's file atomically, and return its path, or ``None`` if it could not be written."""
     try:
         found = _collect(reason, recording)
         path = folder / file_name(found.header.rank)
         folder.mkdir(parents=True, exist_ok=True)
         _replace(path, "".join(f"{line}\n" for line in encode(found)))
-    except Exception:  # whatever it is, what the program fails for is more important
+    except Exception:  # it must not hide the error for which the program fails
         logger.warning("diagnostics could not be written to %s", folder, exc_info=True)
         return None
     return path
@@ -197,7 +197,7 @@ def _replace(path: Path, text: str) -> None:
 def _collect(reason: str, recording: _Recording | None) -> Dump:
     watchdog = known_watchdog()
     header = Header(
-        *_whoami(),
+        *_rank_and_world_size(),
         attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         host=socket.gethostname(),
         process=os.getpid(),
@@ -218,7 +218,7 @@ def _collect(reason: str, recording: _Recording | None) -> Dump:
     )
 
 
-def _whoami() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -237,9 +237,9 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 def _stacks() -> Iterator[Stack]:
-    """The stacks of all threads, at most 100 frames of each.
+    """Yield the stacks of all threads, at most 100 frames each.
 
-    ``faulthandler`` reads them in C, makes no frame objects, and is meant for threads that run or hang.
+    ``faulthandler`` reads them in C without creating frame objects, also of threads that run or hang.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     with tempfile.TemporaryFile("w+", errors="replace") as file:
@@ -256,34 +256,34 @@ def _frame(path: str, line: int, name: str) -> str:
     return f"{path}:{line} in {name}: {linecache.getline(path, line).strip()}"
 
 
-def _point_to(path: Path, error: BaseException) -> None:
-    """Has the error say where the file is."""
-    told = f"{path} has what this rank did until then; python -m composable_fsdp.diagnostics merge {path.parent}"
+def _add_path(path: Path, error: BaseException) -> None:
+    """Add the path of the file to the error's text."""
+    note = f"{path} has what this rank did until then; python -m composable_fsdp.diagnostics merge {path.parent}"
     if isinstance(error, (PeerError, DivergenceError)):
-        if told not in str(error):
-            error.args = (f"{error}\n{told}", *error.args[1:])
+        if note not in str(error):
+            error.args = (f"{error}\n{note}", *error.args[1:])
     elif hasattr(error, "add_note"):
-        error.add_note(told)
+        error.add_note(note)
 
 
-def _watch_uncaught(tell: Callable[[BaseException, str], None]) -> Callable[[], None]:
-    """Has ``sys.excepthook`` tell of what ends the program. Gives what undoes that."""
+def _hook_uncaught(report: Callable[[BaseException, str], None]) -> Callable[[], None]:
+    """Install a ``sys.excepthook`` that reports uncaught exceptions. Return a function that removes it."""
     before = sys.excepthook
 
-    def told(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
-        tell(error, "the program")
+    def hook(kind: type[BaseException], error: BaseException, stack: TracebackType | None) -> None:
+        report(error, "the program")
         before(kind, error, stack)
 
     def undo() -> None:
-        if sys.excepthook is told:
+        if sys.excepthook is hook:
             sys.excepthook = before
 
-    sys.excepthook = told
+    sys.excepthook = hook
     return undo
 
 
-def _leave_to_parent() -> None:
-    """A forked process, of a data loader say, is no rank."""
+def _stop_in_child() -> None:
+    """Stop recording in a forked child, such as a data loader's worker: it is not a rank."""
     global _recording
     if _recording is not None:
         recording, _recording = _recording, None
@@ -291,6 +291,6 @@ def _leave_to_parent() -> None:
 
 
 @cache
-def _leave_in_forked_processes() -> None:
+def _register_at_fork() -> None:
     if sys.platform != "win32":
-        os.register_at_fork(after_in_child=_leave_to_parent)
+        os.register_at_fork(after_in_child=_stop_in_child)

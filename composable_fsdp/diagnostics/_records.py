@@ -1,4 +1,4 @@
-"""What one rank writes down about itself, and its form on disk: JSON, a line for each part.
+"""The contents of one rank's file of diagnostics, and its format: JSON, one record per line.
 
 Invariant: ``decode(encode(dump)) == dump``.
 """
@@ -20,20 +20,20 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Who wrote, when and why.
+    """The rank that wrote the file, and the time and reason.
 
     Args:
-        rank: in the whole job.
-        world_size: ranks in the job.
-        attempt: how often torchrun has started the job anew.
-        host: its name.
-        process: its id there.
-        reason: for the file.
-        written: seconds since 1970.
-        clock: what ``time.perf_counter`` said then, on which the times of events are.
-        events: how many there were since recording began.
-        groups: of parameters, in the order in which they were first used.
-        versions: by name of what is installed.
+        rank: the global rank.
+        world_size: the number of ranks in the job.
+        attempt: the number of restarts by torchrun.
+        host: the name of the host.
+        process: the process id.
+        reason: the reason for writing.
+        written: the time of writing, in seconds since 1970.
+        clock: ``time.perf_counter`` at that time, to which the times of events relate.
+        events: the number of events since recording began.
+        groups: parameter groups, in the order of their first use.
+        versions: versions of installed packages by name.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What ended a pass or a collective: ``error``, its ``text``, ``where`` it was, when, and the stack of the error.
+    """An error that ended a pass or a collective, with its ``text``, place, time and stack.
 
     ``position`` is that of the collective.
     """
@@ -66,7 +66,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where a thread was, the innermost frame last."""
+    """The stack of a thread, the innermost frame last."""
 
     thread: str
     frames: tuple[str, ...]
@@ -82,15 +82,15 @@ class NumberedEvent:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """All of it.
+    """The contents of a file.
 
     Args:
-        header: who wrote.
-        report: where the rank was, if it is one of several.
-        latest: the last collective that it launched in each process group.
-        faults: oldest first.
-        stacks: of all threads.
-        events: the last ones, oldest first.
+        header: the rank that wrote it.
+        report: the rank report, if the job has several ranks.
+        latest: the last collective that the rank launched in each process group.
+        faults: faults, oldest first.
+        stacks: stacks of all threads.
+        events: the last events, oldest first.
     """
 
     header: Header
@@ -102,12 +102,12 @@ class Dump:
 
 
 def file_name(rank: int) -> str:
-    """Of what ``rank`` writes."""
+    """Return the name of the file of ``rank``."""
     return f"rank-{rank:05d}.jsonl"
 
 
 def encode(dump: Dump) -> Iterator[str]:
-    """The lines, without their ends."""
+    """Yield the lines of the file, without newlines."""
     yield _line("rank", {"format": _FORMAT, **asdict(dump.header)})
     if dump.report is not None:
         yield _line("report", {**json.loads(dump.report.encoded()), "text": str(dump.report)})
@@ -122,9 +122,10 @@ def encode(dump: Dump) -> Iterator[str]:
 
 
 def decode(lines: Iterable[str]) -> Dump:
-    """
+    """Parse the lines of a file.
+
     Raises:
-        ValueError: the lines are not what :func:`encode` gives, or of a newer version of it.
+        ValueError: the lines are not the output of :func:`encode`, or of a newer version of it.
     """
     header: Header | None = None
     report: RankReport | None = None

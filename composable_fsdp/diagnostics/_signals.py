@@ -1,8 +1,8 @@
-"""Signals that are noticed whatever the main thread does, and then do what they did before.
+"""Signal handling that does not depend on the main thread, and chains to the previous handlers.
 
-Python runs a handler in the main thread, between two of its instructions: not while that waits in gloo or NCCL, which
-is when one wants to know. The part of the interpreter that does run at once writes the signal's number to a socket
-(``signal.set_wakeup_fd``); a thread waits at its other end.
+Python runs a handler in the main thread, between two bytecodes: not while that thread waits in gloo or NCCL, when it is
+needed most. The C handler of the interpreter runs at once and writes the signal's number to a socket
+(``signal.set_wakeup_fd``). A thread reads it from the other end.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from types import FrameType
 
 __all__ = ["SignalWatch"]
 
-_SECONDS = 5.0
-"""For which a handler of the user waits until the signal has been told."""
+_REPORT_TIMEOUT = 5.0
+"""Seconds for which the user's handler waits until the signal has been reported."""
 
-_MEANT_FOR_USERS = {getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)}
-"""Their default action, to end the process, is not what who sends them wants."""
+_USER_SIGNALS = {getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)}
+"""Signals whose default action, to end the process, is not what their sender wants."""
 
 
 class SignalWatch:
-    """Tells of signals, then has them do what they did before. Make and stop it in the main thread. Final.
+    """Reports signals, then runs their previous handlers. Create and stop it in the main thread. Final.
 
     Args:
-        signals: which. One whose handler was not set by Python is left alone, since it could not be called.
-        tell: takes the signal's name, in a thread of its own.
+        signals: the signals to handle. One whose handler was not set by Python is ignored, since it could not be
+            called.
+        report: called with the signal's name, in a separate thread.
     """
 
-    def __init__(self, signals: Iterable[signal.Signals], tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, signals: Iterable[signal.Signals], report: Callable[[str], None]) -> None:
+        self._report = report
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._outer_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         found = {each: signal.getsignal(each) for each in signals}
         self._before = {each: handler for each, handler in found.items() if handler is not None}
-        self._told = {each: threading.Event() for each in self._before}
+        self._reported = {each: threading.Event() for each in self._before}
         for each in self._before:
             signal.signal(each, self._handle)
         threading.Thread(target=self._run, name="composable_fsdp signals", daemon=True).start()
         _active.append(self)
-        _leave_in_forked_processes()
+        _register_at_fork()
 
     def stop(self) -> None:
-        """Puts back what was there before, unless somebody has replaced it since. Does nothing the second time."""
+        """Restore the previous handlers, unless they were replaced since. Idempotent."""
         if self not in _active:
             return
         for each, before in self._before.items():
@@ -63,40 +64,40 @@ class SignalWatch:
         _active.remove(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, as soon as that runs Python."""
+        """Run the previous handler, in the main thread, once the signal has been reported."""
         each = signal.Signals(number)
         before = self._before[each]
         if callable(before):
-            self._told[each].wait(_SECONDS)
-            self._told[each].clear()
+            self._reported[each].wait(_REPORT_TIMEOUT)
+            self._reported[each].clear()
             before(number, frame)
 
     def _run(self) -> None:
         with self._reader:
             while numbers := self._reader.recv(64):
                 for number in numbers:
-                    self._come(number)
+                    self._on_signal(number)
 
-    def _come(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if self._outer_fd != -1:
-            with suppress(OSError):  # full, or closed by whoever put it there
+            with suppress(OSError):  # full, or closed by its owner
                 os.write(self._outer_fd, bytes([number]))
         each = next((each for each in self._before if each == number), None)
         if each is None:
             return
-        self._tell(each.name)
-        self._told[each].set()
-        if self._before[each] is signal.SIG_DFL and each not in _MEANT_FOR_USERS:
+        self._report(each.name)
+        self._reported[each].set()
+        if self._before[each] is signal.SIG_DFL and each not in _USER_SIGNALS:
             _do_default(each)
 
-    def leave_to_parent(self) -> None:
-        """In a process forked from this one, whose signals are its own."""
+    def stop_in_child(self) -> None:
+        """Stop in a forked child, which has its own signals."""
         self.stop()
         self._reader.close()
 
 
 def _do_default(number: signal.Signals) -> None:
-    """What happens where nobody handles the signal. ``signal.signal`` would work in the main thread only."""
+    """Perform the signal's default action. ``signal.signal`` would work in the main thread only."""
     set_handler = ctypes.pythonapi.PyOS_setsig
     set_handler.argtypes, set_handler.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     set_handler(number, None)
@@ -107,22 +108,22 @@ _active: list[SignalWatch] = []
 _in_thread = threading.local()
 
 
-def _hold_signals() -> None:
-    """A child that is signalled before it let go of the socket would have its parent told."""
+def _block_signals() -> None:
+    """Block signals during a fork: a child that still has the socket would report its signals to the parent."""
     _in_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() if _active else ())
 
 
-def _release_signals() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _in_thread.mask)
 
 
-def _leave_to_parent() -> None:
-    for watchdog in tuple(_active):
-        watchdog.leave_to_parent()
-    _release_signals()
+def _stop_in_child() -> None:
+    for watch in tuple(_active):
+        watch.stop_in_child()
+    _unblock_signals()
 
 
 @cache
-def _leave_in_forked_processes() -> None:
+def _register_at_fork() -> None:
     if sys.platform != "win32":
-        os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_leave_to_parent)
+        os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_stop_in_child)

@@ -1,4 +1,4 @@
-"""What a model's training puts on the wire."""
+"""Communication volume of a training step, by parameter group and direction."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["CommunicationReport", "CommunicationRow", "communication_report", "s
 
 @dataclass(frozen=True, slots=True)
 class CommunicationRow:
-    """What one group sends in one direction in a training step, in bytes per rank.
+    """The bytes that one parameter group sends in one direction in a training step, per rank.
 
     Attributes:
-        group: its name in the model; ``"root"`` is the model's own.
+        group: the group's name in the model; ``"root"`` is the model's own.
         direction: ``"all-gather"``, ``"all-gather (smaller mesh)"``, ``"reduce-scatter"`` or ``"all-reduce"``.
-        per_step: how many such collectives there are in a step.
-        bytes: what a rank sends to others in all of them, and receives.
+        per_step: the number of such collectives in a step.
+        bytes: the bytes that a rank sends to others in all of them, and receives.
         plain_bytes: the same without codecs and hooks.
     """
 
@@ -53,7 +53,7 @@ class CommunicationReport:
 
     @property
     def bytes(self) -> int:
-        """What a rank sends in a step, in all."""
+        """The total bytes that a rank sends in a step."""
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -77,13 +77,13 @@ def _amounts(nbytes: int, plain: int) -> str:
 
 
 def communication_report(model: nn.Module) -> CommunicationReport:
-    """What ``model`` sends in a training step of one forward and one backward, by group and direction.
+    """Compute the bytes that ``model`` sends in a training step of one forward and one backward.
 
-    Worked out from the groups as they are now, without communicating. All-gathers and reduce-scatters count once per
-    rank that is not the sender; all-reduces, also those in place of either, twice, as ring algorithms send them. What
-    tensors with hooks send counts from their first gather or reduction on. Groups that share a message count as if each
-    had its own, with up to 16 bytes of padding more on each rank. Gathers for modules that borrow parameters of another
-    group, for activation checkpointing and for methods called besides, and microbatches, do not count.
+    It is computed from the current parameter groups, without communication. All-gathers and reduce-scatters count once
+    per rank other than the sender; all-reduces, also those in place of either, count twice, as ring algorithms send
+    them. Tensors with hooks count from their first gather or reduction on. Groups that share a message count as if each
+    had its own, with up to 16 bytes more padding on each rank. Not counted: gathers for modules that use another
+    group's parameters, for activation checkpointing, for methods called outside of forward, and microbatches.
 
     Args:
         model: the outermost sharded module, or one that contains it.
@@ -96,7 +96,7 @@ def communication_report(model: nn.Module) -> CommunicationReport:
 
 
 def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
-    """All units, in the order of modules, each once and with its place in ``model``, which may hold several roots.
+    """Return all FSDP states in the order of modules, each once, with its name in ``model``.
 
     Raises:
         ConfigurationError: there is none.
@@ -108,7 +108,7 @@ def states_of(model: nn.Module) -> list[tuple[str, FSDPState]]:
             places.setdefault(state, []).append(name)
     if not places:
         raise ConfigurationError(f"no module of this {type(model).__name__} is sharded: apply fully_shard first.")
-    for state in places:  # from the outside in, so that the outermost is the root of those within it
+    for state in places:  # outermost first, so that it becomes the root of those within it
         iteration_of(state)
     return list(name_states(places).items())
 
@@ -125,8 +125,8 @@ def _rows(name: str, state: FSDPState) -> Iterator[CommunicationRow]:
     times = 2 if kind is ReshardKind.ALWAYS and state.unshard_in_backward else 1
     yield _row(name, state, "all-gather", times, all_gather_wire_bytes, shard)
     if kind is ReshardKind.SMALLER and state.unshard_in_backward:
-        in_part = partial(smaller_mesh_wire_bytes, size=smaller)
-        yield _row(name, state, "all-gather (smaller mesh)", 1, in_part, lambda pgs: min(smaller, shard(pgs)))
+        wire_bytes = partial(smaller_mesh_wire_bytes, size=smaller)
+        yield _row(name, state, "all-gather (smaller mesh)", 1, wire_bytes, lambda pgs: min(smaller, shard(pgs)))
     if state.group.plan.num_trainable:
         yield _row(name, state, "reduce-scatter", 1, reduce_scatter_wire_bytes, shard)
         yield _row(name, state, "all-reduce", 1, all_reduce_wire_bytes, lambda pgs: pgs.replicate.size)

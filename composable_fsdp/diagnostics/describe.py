@@ -1,4 +1,4 @@
-"""What ``fully_shard`` has made of a model, as a table of groups."""
+"""``describe``: the parameter groups of a sharded model, as a table."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupDescription", "ModelDescription", "describe", "describe_groups"]
 
-_MOST = 0.5
-"""Share of all bytes from which one group is too large: it is in memory in full whenever a module of it computes."""
+_LARGE_FRACTION = 0.5
+"""Fraction of all bytes above which one group is too large: all of it is unsharded while a module of it computes."""
 
 
 @dataclass(frozen=True)
 class GroupDescription:
-    """One group.
+    """One parameter group.
 
     Attributes:
-        names: of its modules in the model; ``""`` is the model itself.
-        classes: of these, as they were before.
-        is_root: no other group's module contains it.
-        parameters: elements of all its parameters in full.
-        bytes: of the same, in the dtypes in which they rest.
-        bytes_per_rank: of this rank's shards, padding included.
-        placements: of its parameters, each once.
-        meshes: on which these are, each once: device type, and sizes by name where dims have names.
-        dtypes: at rest, while modules compute, and while gradients are reduced, for each kind of parameter.
-        after_forward: what becomes of the full parameters.
-        strategy: by name what mesh and ``reshard_after_forward`` come to.
-        tied: for each parameter that has several places, its names, that within the group it belongs to first.
+        names: names of its modules in the model; ``""`` is the model itself.
+        classes: their classes before ``fully_shard``.
+        is_root: True if no other group's module contains it.
+        parameters: the number of elements of its unsharded parameters.
+        bytes: the bytes of its unsharded parameters in the dtypes of their shards.
+        bytes_per_rank: the bytes of this rank's shards, including padding.
+        placements: the distinct placements of its parameters.
+        meshes: the distinct meshes of its parameters: device type, and sizes with the names of mesh dims, if any.
+        dtypes: for each kind of parameter: the dtypes of sharded parameters, of computation and of gradient reduction.
+        after_forward: what happens to the unsharded parameters.
+        strategy: the strategy that mesh and ``reshard_after_forward`` amount to.
+        tied: the names of each parameter with several, the one it belongs to within the group first.
     """
 
     names: tuple[str, ...]
@@ -62,17 +62,18 @@ class GroupDescription:
 
     @property
     def label(self) -> str:
+        """The names of its modules, marked if it is the root."""
         named = ", ".join(name or "(model)" for name in self.names)
         return f"{named} [root]" if self.is_root else named
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What :func:`describe` found. ``str()`` is a plain table; ``rich.print`` makes a coloured one.
+    """The result of :func:`describe`. ``str()`` is a plain table; ``rich.print`` makes a coloured one.
 
     Attributes:
-        groups: in the order of modules.
-        unsharded: bytes of the parameters that are in no group, ignored ones among them, by name.
+        groups: the parameter groups, in the order of modules.
+        unsharded: bytes of the parameters that are in no group, including ignored ones, by name.
     """
 
     groups: tuple[GroupDescription, ...]
@@ -80,7 +81,7 @@ class ModelDescription:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a table cannot say, and what looks like a mistake."""
+        """Totals and probable mistakes that the table does not show."""
         return tuple(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -88,7 +89,7 @@ class ModelDescription:
         per_rank = sum(group.bytes_per_rank for group in self.groups)
         yield f"{len(self.groups)} groups, {_size(total)} in full, {_size(per_rank)} on this rank."
         largest = max(self.groups, key=lambda group: group.bytes)
-        if largest.bytes > _MOST * total:
+        if largest.bytes > _LARGE_FRACTION * total:
             yield (
                 f"Warning: {largest.label} holds {largest.bytes / total:.0%} of all bytes, and is in memory in full "
                 "whenever any of it computes. Make groups of modules in it, for example with "
@@ -114,7 +115,7 @@ class ModelDescription:
         return "\n".join([*lines, *filter(None, [text.common]), *self.notes])
 
     def __rich__(self) -> Table:
-        from rich.markup import escape  # an extra, which only those need who print with it
+        from rich.markup import escape  # an optional dependency
         from rich.table import Table
 
         text = _Text.of(self.groups)
@@ -127,9 +128,10 @@ class ModelDescription:
 
 
 def describe(model: nn.Module) -> ModelDescription:
-    """The groups of ``model`` with sizes, meshes, dtypes and strategies. Communicates nothing, and needs no memory.
+    """Return the parameter groups of ``model`` with their sizes, meshes, dtypes and strategies.
 
-    It can be called as soon as anything is sharded, also where parameters are on meta.
+    It can be called as soon as any module is sharded, also with parameters on the meta device. It does not communicate
+    or allocate tensors.
 
     Args:
         model: the outermost sharded module, or one that contains it.
@@ -147,7 +149,7 @@ def describe(model: nn.Module) -> ModelDescription:
 
 
 def describe_groups(model: nn.Module) -> list[GroupDescription]:
-    """The rows of :func:`describe`."""
+    """Return the rows of :func:`describe`."""
     return list(describe(model).groups)
 
 
@@ -161,8 +163,8 @@ def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupD
         parameters=sum(prod(p.sharding.shape) for p in parameters),
         bytes=sum(prod(p.sharding.shape) * p.dtype.itemsize for p in parameters),
         bytes_per_rank=state.group.plan.shard_bytes,
-        placements=_each_once(" ".join(map(str, p.sharding.placements)) for p in parameters),
-        meshes=_each_once(_mesh(m) for m in [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]),
+        placements=_distinct(" ".join(map(str, p.sharding.placements)) for p in parameters),
+        meshes=_distinct(_mesh(m) for m in [p.sharding.mesh for p in parameters] or [state.group.axes.mesh]),
         dtypes=tuple(dict.fromkeys((s.dtype, s.compute_dtype, s.reduce_dtype) for s in specs)),
         after_forward=_after_forward(state),
         strategy=_strategy(state),
@@ -180,7 +182,7 @@ def _names(parameter: ShardedParameter, places: Mapping[nn.Module, str]) -> tupl
     return tuple(f"{path}.{attribute}" if path else attribute for path, attribute in named)
 
 
-def _each_once(texts: Iterable[str]) -> tuple[str, ...]:
+def _distinct(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
@@ -225,12 +227,12 @@ _COLUMNS = (
     "tied",
 )
 _NUMBERS = {"parameters", "bytes", "per rank"}
-_OFTEN_THE_SAME = ("placement", "mesh", "dtypes (rest, compute, reduce)", "strategy")
+_COMMON_COLUMNS = ("placement", "mesh", "dtypes (rest, compute, reduce)", "strategy")
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A table without empty columns. What those say that say the same in every row is in ``common`` instead."""
+    """A table without empty columns. Columns with one distinct value are in ``common`` instead."""
 
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -238,17 +240,17 @@ class _Text:
 
     @staticmethod
     def of(groups: Sequence[GroupDescription]) -> _Text:
-        rows = list(map(_cells, _folded(groups)))
+        rows = list(map(_cells, _merge_repeated(groups)))
         columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=True))
-        said = {title: set(filter(None, column)) for title, column in columns.items()}
-        same = {title: text for title in _OFTEN_THE_SAME if len(said[title]) == 1 for text in said[title]}
-        shown = {title: column for title, column in columns.items() if said[title] and title not in same}
+        distinct = {title: set(filter(None, column)) for title, column in columns.items()}
+        same = {title: text for title in _COMMON_COLUMNS if len(distinct[title]) == 1 for text in distinct[title]}
+        shown = {title: column for title, column in columns.items() if distinct[title] and title not in same}
         common = "; ".join(f"{title}: {text}" for title, text in same.items())
         return _Text(tuple(shown), tuple(zip(*shown.values(), strict=True)), f"All groups: {common}." if common else "")
 
 
-def _folded(groups: Sequence[GroupDescription]) -> list[GroupDescription]:
-    """Neighbours that differ in nothing but their names as one, named by the first and the last."""
+def _merge_repeated(groups: Sequence[GroupDescription]) -> list[GroupDescription]:
+    """Merge adjacent groups that differ only in their names, and name them by the first and the last."""
     folded = []
     for _, run in groupby(groups, key=lambda group: replace(group, names=())):
         members = list(run)
@@ -277,9 +279,9 @@ def _cells(group: GroupDescription) -> tuple[str, ...]:
 
 
 def _size(nbytes: float) -> str:
-    """With three digits and a decimal prefix."""
-    for state in ("B", "kB", "MB", "GB"):
+    """Format bytes with three digits and a decimal prefix."""
+    for prefix in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
-            return f"{nbytes:.3g} {state}"
+            return f"{nbytes:.3g} {prefix}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"

@@ -1,4 +1,4 @@
-"""Which parameters have gradients, or values, that are nan or infinite, and on which ranks."""
+"""``find_nonfinite``: the parameters with nan or infinite gradients or values, and the ranks that have them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ __all__ = ["find_nonfinite"]
 
 @torch.no_grad()
 def find_nonfinite(module: nn.Module, *, values: bool = False) -> dict[str, tuple[int, ...]]:
-    """Finds the parameters of ``module`` whose gradients have nan or infinite elements, before they are used.
+    """Find the parameters of ``module`` whose gradients have nan or infinite elements, before they are used.
 
-    Call it after backward, on all ranks: one byte for each parameter goes around each mesh, an all-gather for each of
-    its axes. What a rank finds is in its own shard, which is a sum over ranks already: a loss that was nan on one rank
-    shows wherever shards are.
+    Call it after backward, on all ranks. It all-gathers one byte per parameter over each mesh axis. Each rank checks
+    its own shards, which are already reduced: a nan loss on one rank is found on every rank with a shard.
 
     Args:
-        module: sharded, in part or not at all.
-        values: look at the parameters themselves instead of at their gradients.
+        module: a module, sharded, in part or not at all.
+        values: check the parameters themselves instead of their gradients.
 
     Returns:
-        For each such parameter, by its name in the order of the module, the ranks of the job that hold such elements.
-        The same on all ranks of the mesh; empty where everything is finite. Plain parameters are compared over the
-        first mesh.
+        For each such parameter, by its name in the order of the module, the global ranks that have such elements. The
+        same on all ranks of the mesh; empty if everything is finite. Plain parameters are compared over the first mesh.
     """
-    at_rest = {id(p.unsharded): p.sharded for state in states_below(module) for p in state.group.parameters}
-    parameters = {name: at_rest.get(id(p), p) for name, p in module.named_parameters()}
+    sharded = {id(p.unsharded): p.sharded for state in states_below(module) for p in state.group.parameters}
+    parameters = {name: sharded.get(id(p), p) for name, p in module.named_parameters()}
     meshes = dict.fromkeys(p.device_mesh for p in parameters.values() if isinstance(p, DTensor))
     first = next(iter(meshes), None)
     found: dict[str, tuple[int, ...]] = {}
@@ -50,20 +48,20 @@ def find_nonfinite(module: nn.Module, *, values: bool = False) -> dict[str, tupl
 
 
 def _flags(tensors: Sequence[torch.Tensor | None], mesh: DeviceMesh | None) -> torch.Tensor:
-    """``(ranks, tensors)``, the ranks in the order of ``mesh``: whether a rank's part of a tensor is not finite."""
+    """Return a ``(ranks, tensors)`` tensor, in the rank order of ``mesh``, that is 1 where a shard is not finite."""
     device = torch.device(mesh.device_type if mesh is not None else "cpu")
     own = [_is_nonfinite(tensor, device) for tensor in tensors]
     flags = torch.stack(own) if own else torch.empty(0, dtype=torch.uint8, device=device)
     if mesh is None:
         return flags[None]
-    everyones = flags
+    gathered = flags
     for axis in reversed(range(mesh.ndim)):  # the last axis varies fastest
         if mesh.size(axis) > 1:
             communicator = communicator_over(mesh.get_group(axis), mesh.device_type)
-            received = everyones.repeat(communicator.size)
-            communicator.all_gather([Transfer(received, everyones)], "search for gradients that are not finite").wait()
-            everyones = received
-    return everyones.view(-1, len(own)).cpu()
+            received = gathered.repeat(communicator.size)
+            communicator.all_gather([Transfer(received, gathered)], "search for gradients that are not finite").wait()
+            gathered = received
+    return gathered.view(-1, len(own)).cpu()
 
 
 def _is_nonfinite(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Code written for torch's FSDP2, unchanged, on this package.
+"""Support for running code written for torch's FSDP2 on this package, unchanged.
 
-``with patch_torch(): ...`` in a program; around one, ``python -m composable_fsdp.interop script.py``, also below
+Use ``with patch_torch(): ...`` in a program, or run it with ``python -m composable_fsdp.interop script.py``, also under
 ``torchrun``.
 """
 

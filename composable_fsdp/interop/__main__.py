@@ -1,6 +1,6 @@
-"""``python -m composable_fsdp.interop script.py ...`` runs a program in which torch's ``fully_shard`` is ours.
+"""``python -m composable_fsdp.interop script.py ...`` runs a program with torch's ``fully_shard`` replaced by ours.
 
-As with ``python`` itself, ``-m module`` runs a module. Below ``torchrun``: ``torchrun ... -m composable_fsdp.interop
+As with ``python`` itself, ``-m module`` runs a module. With ``torchrun``: ``torchrun ... -m composable_fsdp.interop
 script.py ...``.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Runs what the command line names, as ``__main__``, with the arguments that follow."""
+    """Run the program that the command line names as ``__main__``, with the arguments that follow."""
     _, *program = sys.argv
     as_module = program[:1] == ["-m"]
     sys.argv = program[1:] if as_module else program

@@ -1,8 +1,8 @@
-"""``patch_torch``: who imports ``fully_shard`` from torch gets ours.
+"""``patch_torch``: replaces torch's ``fully_shard`` with ours.
 
-Only the three functions are replaced. Torch's classes need not be: ours inherit from them, or accept their objects, so
-that ``isinstance`` and policies mean the same to code on either side. What stands in for a function is an object of its
-own, not ours itself: so undoing finds it wherever it has been imported to, and leaves alone who imported ours.
+Only three functions are replaced. Torch's classes are not: ours inherit from them or accept their objects, so
+``isinstance`` and policies work for code on either side. Each replacement is a wrapper, not our function itself, so
+that undoing finds it wherever it was imported, and does not change code that imported ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 _PACKAGE = __name__.partition(".")[0]
 
 
-def _stand_in(ours: Function, original: Function) -> Function:
+def _wrap(ours: Function, original: Function) -> Function:
     @functools.wraps(ours)
     def function(*args: Any, **kwargs: Any) -> Any:
         return ours(*args, **kwargs)
@@ -41,29 +41,29 @@ def _stand_in(ours: Function, original: Function) -> Function:
     return function
 
 
-_STAND_INS: Mapping[Function, Function] = {
-    original: _stand_in(ours, original)
+_WRAPPERS: Mapping[Function, Function] = {
+    original: _wrap(ours, original)
     for original, ours in (
         (torch_fully_shard, fully_shard),
         (torch_register_fsdp_forward_method, register_fsdp_forward_method),
         (torch_share_comm_ctx, share_comm_ctx),
     )
 }
-_ORIGINALS: Mapping[Function, Function] = {ours: original for original, ours in _STAND_INS.items()}
+_ORIGINALS: Mapping[Function, Function] = {ours: original for original, ours in _WRAPPERS.items()}
 
 _lock = threading.RLock()
-_in_force: set[TorchPatch] = set()
+_active: set[TorchPatch] = set()
 
 
 class TorchPatch:
-    """Torch's names stand for ours until :meth:`undo`, or until a ``with`` block ends. Made by :func:`patch_torch`."""
+    """Replaces torch's functions until :meth:`undo`, or until a ``with`` block ends. Made by :func:`patch_torch`."""
 
     def undo(self) -> None:
-        """Gives torch's names their own objects back, unless another patch is in force. Twice is once."""
+        """Restore torch's functions, unless another patch is active. Idempotent."""
         with _lock:
-            was_in_force = self in _in_force
-            _in_force.discard(self)
-            if was_in_force and not _in_force:
+            was_active = self in _active
+            _active.discard(self)
+            if was_active and not _active:
                 _replace(_ORIGINALS)
 
     def __enter__(self) -> TorchPatch:
@@ -74,14 +74,14 @@ class TorchPatch:
 
 
 def patch_torch() -> TorchPatch:
-    """Makes ``fully_shard`` and its companions in ``torch.distributed.fsdp`` ours, for the whole process.
+    """Replace ``fully_shard`` and its related functions in ``torch.distributed.fsdp`` with ours, for the whole process.
 
-    Also where they are exported again (``torch.distributed._composable.fsdp``), and where a module has imported them
-    already, ``__main__`` included. Not what lies deeper: default arguments, attributes of classes, local variables.
-    Classes stay torch's. What has been sharded stays ours when the patch is undone.
+    This includes re-exports (``torch.distributed._composable.fsdp``) and modules that have imported the functions
+    already, ``__main__`` too. It does not include default arguments, attributes of classes and local variables. Classes
+    stay torch's. Modules that were sharded stay ours when the patch is undone.
 
-    Patches nest, in any order: the last one undone gives the names back. Every thread sees the change at once.
-    Processes that this one spawns begin without; call it there too.
+    Patches nest in any order: the last one undone restores torch's functions. Every thread sees the change at once.
+    Spawned processes begin without the patch; call it there too.
 
     >>> import torch.distributed.fsdp
     >>> with patch_torch():
@@ -91,17 +91,17 @@ def patch_torch() -> TorchPatch:
     'torch.distributed.fsdp'
 
     Returns:
-        What undoes it: a context manager, with a method ``undo``. Without either it stays.
+        A context manager with a method ``undo``. Unless one of them is used, the patch stays.
 
     Raises:
         ConfigurationError: torch's own ``fully_shard`` has sharded modules that are still in use.
     """
     patch = TorchPatch()
     with _lock:
-        if not _in_force:
+        if not _active:
             _check_unused()
-            _replace(_STAND_INS)
-        _in_force.add(patch)
+            _replace(_WRAPPERS)
+        _active.add(patch)
     return patch
 
 
@@ -116,7 +116,7 @@ def _check_unused() -> None:
 
 
 def _replace(replacements: Mapping[Function, Function]) -> None:
-    """Puts the values in place of the keys in the namespaces of all modules but our own."""
+    """Replace the keys with the values in the namespaces of all modules but our own."""
     by_id = {id(old): new for old, new in replacements.items()}
     for name, module in list(sys.modules.items()):
         if issubclass(type(module), ModuleType) and name.partition(".")[0] != _PACKAGE:

@@ -1,14 +1,15 @@
-"""The test kit, for this library's tests and for yours.
+"""Tools for tests of this library and of programs that use it.
 
-- :func:`run_ranks` runs a function on several gloo processes, which it keeps for the next call, and raises
+- :func:`run_ranks` runs a function on several gloo processes, which are kept for the next call, and raises
   :class:`RanksError` with every rank's traceback or stack. :func:`shutdown` ends the processes before the interpreter's
-  end does.
-- :class:`FakeWorld` simulates all ranks of an axis in one process. Waiting too early is a :class:`DeadlockError`,
-  launching different collectives a :class:`MismatchError`.
-- :func:`inject_faults` gives operations of a model faults: :class:`Delay`, :class:`Drop`, :class:`Corrupt`,
-  :class:`Raise` and :class:`Kill` say what happens, a :class:`Fault` when. :class:`FaultyCommunicator` does so for one
-  communicator, :class:`PartitionableStore` cuts a rank off from the store.
-- :func:`assert_trace` compares what a ``Recorder`` heard with what you expect, line by line.
+  exit.
+- :class:`FakeWorld` simulates all ranks of an axis in one process. Waiting too early raises :class:`DeadlockError`,
+  launching different collectives :class:`MismatchError`.
+- :func:`inject_faults` injects faults into a model's operations. :class:`Delay`, :class:`Drop`, :class:`Corrupt`,
+  :class:`Raise` and :class:`Kill` are the effects, and a :class:`Fault` says when one happens.
+  :class:`FaultyCommunicator` does the same for one communicator, :class:`PartitionableStore` disconnects a rank from
+  the store.
+- :func:`assert_trace` compares the events of a ``Recorder`` with the expected ones, line by line.
 """
 
 from composable_fsdp.testing._assert_trace import assert_trace

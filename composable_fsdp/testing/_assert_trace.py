@@ -1,4 +1,4 @@
-"""Assertions about a trace: which operations happened, in which order."""
+"""Assertions about the operations in a trace and their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["assert_trace"]
 def assert_trace(
     recorder: Iterable[TraceEvent], *lines: str, operations: Collection[Operation | str] | None = None
 ) -> None:
-    """Asserts that the events, as text, are exactly ``lines``.
+    """Assert that the events, as text, are exactly ``lines``.
 
     >>> from composable_fsdp.trace import Recorder, emit
     >>> with Recorder() as recorder:
@@ -24,13 +24,13 @@ def assert_trace(
     >>> assert_trace(recorder, "unshard layers.0", "wait layers.0")
 
     Args:
-        recorder: a ``Recorder``, or any events.
+        recorder: a ``Recorder``, or any iterable of events.
         lines: ``"<operation> <group>"``, in order.
-        operations: the operations to compare; events of others are passed over. By default those that occur in
-            ``lines``, so that an operation can be left out but not forgotten half-way; without lines, all.
+        operations: the operations to compare; events of others are ignored. The default is the operations in ``lines``,
+            so that an operation can be left out, but only everywhere; without lines, all operations.
 
     Raises:
-        AssertionError: the traces differ; its text shows them side by side.
+        AssertionError: the traces differ. The text shows them side by side.
         ConfigurationError: a line does not begin with an operation.
     """
     __tracebackhide__ = True
@@ -54,7 +54,7 @@ def _operation(name: str, line: str) -> Operation:
 
 
 def _side_by_side(expected: Sequence[str], actual: Sequence[str]) -> Iterator[str]:
-    """Both columns, with ``-`` where a line is missing, ``+`` where one is too many, ``!`` where they differ."""
+    """Yield both columns, with ``-`` for a missing line, ``+`` for an extra one and ``!`` for a difference."""
     width = max(map(len, ["expected", *expected]))
     yield f"    {'expected':<{width}}   actual"
     matcher = difflib.SequenceMatcher(None, expected, actual, autojunk=False)

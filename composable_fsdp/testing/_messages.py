@@ -1,4 +1,4 @@
-"""What the caller of ``run_ranks`` and its workers send each other, pickled, over one pipe per worker."""
+"""The messages between the caller of ``run_ranks`` and its workers, pickled over one pipe per worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Call", "Job", "Raised", "Ready", "Returned", "WarningFilter", "apply
 
 @dataclass(frozen=True, slots=True)
 class WarningFilter:
-    """One row of ``warnings.filters``, its patterns as text."""
+    """One row of ``warnings.filters``, with patterns as text."""
 
     action: Any
     message: str
@@ -23,7 +23,7 @@ class WarningFilter:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The function to run, and the caller's warning filters: what is an error in the test is one on its ranks."""
+    """The function to run, and the caller's warning filters: an error in the test is then an error on its ranks."""
 
     function: Callable[..., object]
     args: tuple[object, ...]
@@ -33,7 +33,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """To a worker: run the pickled :class:`Job`, which can be unpickled only where ``path`` is ``sys.path``."""
+    """To a worker: run the pickled :class:`Job`, which can be unpickled only with ``path`` as ``sys.path``."""
 
     path: tuple[str, ...]
     directory: str
@@ -42,12 +42,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From a worker: the default process group is there."""
+    """From a worker: the default process group is initialized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """From a worker: the function's pickled result, and whether the default group outlived it."""
+    """From a worker: the function's pickled result, and whether the default process group still exists."""
 
     result: bytes
     group_alive: bool
@@ -55,14 +55,14 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """From a worker: the function's exception, the first line of its text and its traceback."""
+    """From a worker: the function's exception, as the first line of its text and its traceback."""
 
     error: str
     traceback: str
 
 
 def warning_filters() -> tuple[WarningFilter, ...]:
-    """The filters in force, the strongest first."""
+    """Return the warning filters in effect, the strongest first."""
     return tuple(
         WarningFilter(action, _pattern(message), category, _pattern(module), lineno)
         for action, message, category, module, lineno in warnings.filters
@@ -70,12 +70,12 @@ def warning_filters() -> tuple[WarningFilter, ...]:
 
 
 def apply_warning_filters(filters: tuple[WarningFilter, ...]) -> None:
-    """Puts ``filters`` in place of those in force."""
+    """Replace the warning filters in effect with ``filters``."""
     warnings.resetwarnings()
     for row in reversed(filters):
         warnings.filterwarnings(row.action, row.message, row.category, row.module, row.lineno)
 
 
 def _pattern(matcher: Any) -> str:
-    """``warnings`` keeps a compiled pattern, a text (in its own default filters), or None."""
+    """Return the text of a filter's pattern: compiled, a text (in Python's default filters), or None."""
     return str(getattr(matcher, "pattern", matcher) or "")

@@ -1,4 +1,4 @@
-"""The worker processes of one world size: started once, called often, killed together."""
+"""The worker processes of one world size: started once, called many times, killed together."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from composable_fsdp.testing._template import Template
 __all__ = ["Died", "Outcome", "RankPool", "Stuck", "end_templates"]
 
 _GRACE = 1.0
-"""Seconds that the others get after a first rank failed: enough to fail too, if the error is everybody's."""
+"""Seconds that the other ranks get after a first one failed: enough to fail too, if they have the same error."""
 
 _STACKS_TIMEOUT = 2.0
-"""Seconds for all signal handlers to write their stacks. They need milliseconds."""
+"""Seconds for all signal handlers to write their stacks. They take milliseconds."""
 
 _START_TIMEOUT = 120.0
-"""Seconds for a template to import torch, and for workers to connect. The import takes 4 s on an idle core; busy
-machines have many ranks per core.
-"""
+"""Seconds for a template to import torch, and for workers to connect, also with many ranks per core (idle: 4 s)."""
 
 _TEMPLATES = 2
-"""For each environment: neighbouring ranks differ in what is random in a process, hashes of text above all."""
+"""Templates per environment. Adjacent ranks then differ in per-process randomness, such as hashes of ``str``."""
 
 _BOOT = (
     "import json, sys; requests = int(sys.argv.pop()); sys.path[:] = json.loads(sys.argv.pop()); "
@@ -45,7 +43,7 @@ _BOOT = (
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process ended. ``exit_code`` is negative for a signal; ``stacks`` is faulthandler's text of a crash."""
+    """The process ended, with a negative ``exit_code`` for a signal. ``stacks`` is faulthandler's text of a crash."""
 
     exit_code: int
     stacks: str
@@ -53,7 +51,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """The process had not answered when the call was given up, after ``seconds``; ``stacks`` is faulthandler's text."""
+    """The process had not answered after ``seconds``, when the call was given up. ``stacks`` is faulthandler's text."""
 
     seconds: float
     stacks: str
@@ -63,44 +61,44 @@ Outcome = Ready | Returned | Raised | Died | Stuck
 
 
 class RankPool:
-    """``size`` processes with a gloo process group over the loopback interface, and ``environment`` besides their
-    parent's. Final.
+    """``size`` processes with a gloo process group over the loopback interface. Final.
 
-    Invariant: between calls every worker waits for the next one. Whoever sees anything else than ``Returned`` from all
-    of them must ``kill`` the pool, since a failed collective leaves ranks out of step.
+    They have ``environment`` in addition to their parent's. Invariant: between calls every worker waits for the next
+    one. After any outcome but ``Returned`` the caller must ``kill`` the pool: a failed collective leaves ranks out of
+    step.
     """
 
     def __init__(self, size: int, environment: Mapping[str, str]) -> None:
         self.size = size
-        # The system chooses the port and the server is this process, so concurrent runs have nothing to race for.
+        # The system chooses the port and this process is the server, so concurrent runs cannot race for a port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         self._ready: list[Outcome] = []
-        whole = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback_interface(), **environment}
-        templates = [_template(number, environment, whole) for number in range(min(size, _TEMPLATES))]
+        combined = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": _loopback_interface(), **environment}
+        templates = [_template(number, environment, combined) for number in range(min(size, _TEMPLATES))]
         try:
             for rank in range(size):
                 template = templates[rank % _TEMPLATES]
-                self._workers.append(_Worker(rank, size, self._store.port, template, whole))
+                self._workers.append(_Worker(rank, size, self._store.port, template, combined))
         except BaseException:
             self.kill()
             raise
 
     @property
     def alive(self) -> bool:
-        """Whether all processes run."""
+        """True if all processes run."""
         return not any(worker.process.ended for worker in self._workers)
 
     def wait_until_ready(self) -> list[Outcome]:
-        """``Ready`` from every rank, or what happened instead; asks only once."""
+        """Return ``Ready`` for every rank, or its other outcome. Only the first call waits."""
         if not self._ready:
             self._ready = self._collect(_START_TIMEOUT)
         return self._ready
 
     def run(self, job: bytes, timeout: float, lost: Collection[int] = ()) -> list[Outcome]:
-        """What became of a pickled ``Job`` on every rank, after ``timeout`` seconds and some for stacks at most.
+        """Run a pickled ``Job`` on every rank, and return the outcomes after ``timeout`` seconds plus time for stacks.
 
-        Ranks that are to be ``lost`` are not waited for, and how they end does not hurry the others.
+        Ranks in ``lost`` are not waited for, and their end does not shorten the time of the others.
         """
         call = Call(tuple(sys.path), os.getcwd(), job)
         for worker in self._workers:
@@ -108,7 +106,7 @@ class RankPool:
         return self._collect(timeout, lost)
 
     def kill(self) -> None:
-        """Ends all processes and those that they started, and waits until they are gone."""
+        """Kill all processes and their children, and wait until they have ended."""
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
@@ -148,15 +146,15 @@ class _Worker:
             raise
 
     def send(self, call: Call) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died just now, which receive() will find out
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has just died, which receive() will find
             self.connection.send(call)
 
     def receive(self) -> Outcome:
-        """The answer of a worker that answered or ended."""
+        """Return the answer of a worker that answered or ended."""
         with suppress(EOFError, OSError):
             if self.connection.poll():
                 return cast(Outcome, self.connection.recv())
-        self.kill()  # changes no exit code: a process that closed its pipe is on its way out
+        self.kill()  # does not change the exit code: a process that closed its pipe is exiting
         return Died(self.process.wait(), self.stacks())
 
     def ask_for_stacks(self) -> None:
@@ -164,12 +162,12 @@ class _Worker:
             os.kill(self.process.pid, signal.SIGUSR1)
 
     def stacks(self) -> str:
-        """What faulthandler has written so far."""
+        """Return what faulthandler has written so far."""
         size = os.fstat(self._dump.fileno()).st_size
         return os.pread(self._dump.fileno(), size, 0).decode(errors="replace")
 
     def kill(self) -> None:
-        """Ends the process and those that it started, unless it was collected."""
+        """Kill the process and its children, unless it was collected."""
         self.process.kill()
 
     def close(self) -> None:
@@ -179,11 +177,11 @@ class _Worker:
 
 
 _templates: dict[tuple[int, frozenset[tuple[str, str]]], Template] = {}
-"""By number, and by what the environment of their processes has besides that of this process."""
+"""Templates by number, and by the variables that their processes have in addition to this process's environment."""
 
 
-def _template(number: int, besides: Mapping[str, str], environment: Mapping[str, str]) -> Template:
-    key = (number, frozenset(besides.items()))
+def _template(number: int, extra: Mapping[str, str], environment: Mapping[str, str]) -> Template:
+    key = (number, frozenset(extra.items()))
     if key in _templates and not _templates[key].alive:
         _templates.pop(key).end()
     if key not in _templates:
@@ -192,22 +190,22 @@ def _template(number: int, besides: Mapping[str, str], environment: Mapping[str,
 
 
 def end_templates() -> None:
-    """Ends the processes from which workers are forked; the next pool starts others."""
+    """End the processes from which workers are forked. The next pool starts new ones."""
     while _templates:
         _templates.popitem()[1].end()
 
 
 def _answered(workers: list[_Worker], timeout: float) -> Iterator[_Worker]:
-    """Those that answered or died, after a fraction of a second at most."""
+    """Yield the workers that answered or died within a fraction of a second."""
     ready = wait([worker.connection for worker in workers], max(0.0, min(timeout, 0.2)))
     for worker in workers:
-        # A process that the worker forked may hold the pipe open, so the end of the worker itself counts too.
+        # A child of the worker may keep the pipe open, so the end of the worker itself counts too.
         if worker.connection in ready or worker.process.ended:
             yield worker
 
 
 def _stacks(workers: Sequence[_Worker]) -> list[str]:
-    """Asks running workers where they are. One that cannot even run a signal handler gives an empty text."""
+    """Ask running workers for their stacks. The text is empty for a worker that cannot run a signal handler."""
     for worker in workers:
         worker.ask_for_stacks()
     deadline = time.monotonic() + _STACKS_TIMEOUT
@@ -219,5 +217,5 @@ def _stacks(workers: Sequence[_Worker]) -> list[str]:
 
 
 def _loopback_interface() -> str:
-    """``lo`` on Linux, ``lo0`` on macOS."""
+    """Return ``lo`` on Linux, ``lo0`` on macOS."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

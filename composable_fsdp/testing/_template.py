@@ -1,11 +1,11 @@
-"""Processes that are forked from one that has imported torch: the import takes seconds, a fork milliseconds.
+"""Fork server for processes that need torch: the import takes seconds, a fork milliseconds.
 
-A *template* is a process with one thread that imports what workers need and then does nothing but fork and, when asked,
-collect what it forked. So a process number stays that of its process until whoever asked for it says that it is done
-with it. Templates end when their caller does, and are told so by the end of their socket.
+A *template* is a process with one thread that imports what workers need, and then only forks and, on request, collects
+its children. A process id therefore stays valid until the caller has collected the process. A template ends when its
+caller does, because that closes its socket.
 
-What is forked from one template has its seed for hashes of text, and so the same order in every set of text. Ranks that
-torchrun starts have not: who tests them takes more than one template.
+All children of a template have its hash seed, and so the same order in every set of ``str``. Ranks that torchrun starts
+have different seeds, so tests should use more than one template.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _LENGTH = struct.Struct("=I")
 
 
 class Process(Protocol):
-    """One that was started for a caller, who alone collects it. It leads a process group."""
+    """A child of a template. Only the caller collects it. It leads a process group."""
 
     pid: int
 
     @property
     def ended(self) -> bool:
-        """Asks without collecting the process: until then its number, and with it its group, cannot be another's."""
+        """True if the process has ended. It is not collected, so its id and its process group cannot be reused yet."""
         ...
 
     def kill(self) -> None:
-        """Ends the process and those that it started, unless it was collected."""
+        """Kill the process and its children, unless it was collected."""
         ...
 
     def wait(self) -> int:
-        """Collects the process once it has ended. Its exit code; negative for a signal."""
+        """Collect the process once it has ended, and return its exit code, negative for a signal."""
         ...
 
 
 class Template:
-    """The caller's end. Final.
+    """The caller's end of a template. Final.
 
     Args:
-        boot: a program for Python that calls :func:`serve` with the number that is its last argument.
-        environment: of the template; what libraries read while they are imported stays as it is there.
-        timeout: seconds after which a template that does not answer is given up.
+        boot: a Python program that calls :func:`serve` with the number that is its last argument.
+        environment: the environment of the template. What libraries read from it at import stays as it is.
+        timeout: seconds after which a template that does not answer is abandoned.
     """
 
     def __init__(self, boot: str, environment: Mapping[str, str], timeout: float) -> None:
@@ -70,49 +70,49 @@ class Template:
             )
 
     def fork(self, arguments: Mapping[str, Any], descriptors: Sequence[int], environment: Mapping[str, str]) -> Process:
-        """A process that runs what :func:`serve` was given, with ``arguments`` and its own copies of ``descriptors``.
+        """Fork a process that runs the function of :func:`serve` with ``arguments`` and copies of ``descriptors``.
 
-        Waits for the template to have imported everything. One that could not is what the process is then.
+        Waits until the template has imported everything. If that failed, the returned process is one that has ended.
         """
         request = {"arguments": arguments, "environment": dict(environment)}
         pid = self._ask(request, [*descriptors, 1, 2])
-        return _Never(self._process) if pid is None else _Forked(self, pid)
+        return _FailedFork(self._process) if pid is None else _ForkedProcess(self, pid)
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """True if the template runs."""
         return self._process.poll() is None
 
     def has_ended(self, pid: int) -> bool:
-        """Whether a forked process that was not collected has ended. With the template, all have for their caller."""
+        """Return whether a child that was not collected has ended. All children of a template that has ended count."""
         return self._ask({"ended": pid}, []) != 0
 
     def collect(self, pid: int) -> int:
-        """The exit code of a forked process, once it has ended."""
+        """Wait for a child to end, and return its exit code."""
         code = self._ask({"collect": pid}, [])
         return -signal.SIGKILL if code is None else code
 
     def end(self) -> None:
-        """Ends the template. What was forked from it goes on."""
+        """End the template. Its children continue."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
 
     def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int | None:
-        """The answer; ``None`` where the template is gone."""
+        """Send a request and return the answer, or ``None`` if the template has ended."""
         try:
             _send(self._socket, request, descriptors)
             answer: int | None = _receive(self._socket)[0]
         except OSError:  # it has ended, or does not answer
             self.end()
             return None
-        except BaseException:  # an interrupt: the answer that comes would be taken for that to the next request
+        except BaseException:  # an interrupt: the pending answer would be read as that to the next request
             self.end()
             raise
         return answer
 
 
-class _Forked:
+class _ForkedProcess:
     def __init__(self, template: Template, pid: int) -> None:
         self.pid = pid
         self._template = template
@@ -124,7 +124,7 @@ class _Forked:
 
     def kill(self) -> None:
         if self._code is None:
-            with suppress(ProcessLookupError):  # its template is gone, so others have collected it
+            with suppress(ProcessLookupError):  # its template has ended, so another process has collected it
                 os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
@@ -133,8 +133,8 @@ class _Forked:
         return self._code
 
 
-class _Never:
-    """What could not be forked, as its template ended before."""
+class _FailedFork:
+    """A process that could not be forked, because its template had ended."""
 
     ended = True
 
@@ -143,20 +143,20 @@ class _Never:
         self._template = template
 
     def kill(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no process to kill."""
 
     def wait(self) -> int:
         return self._template.wait()
 
 
 def serve(descriptor: int, run: Callable[..., None]) -> None:
-    """The template: forks processes that call ``run`` until the socket ``descriptor`` is closed at the other end.
+    """Run the template: fork processes that call ``run``, until the other end of the socket ``descriptor`` is closed.
 
     Args:
-        run: gets the arguments of the request, and as ``descriptors`` those that came with it.
+        run: called with the arguments of the request, and as ``descriptors`` with those that came with it.
     """
     gc.collect()
-    gc.freeze()  # or the first collection of every process would write to all pages, and so copy them
+    gc.freeze()  # otherwise the first collection of every child would write to all pages, and so copy them
     with socket.socket(fileno=descriptor) as requests:
         while True:
             request, descriptors = _receive(requests)
@@ -171,22 +171,22 @@ def serve(descriptor: int, run: Callable[..., None]) -> None:
                 answer = os.fork()
                 if answer == 0:
                     requests.close()
-                    _become(request, descriptors, run)
-                _lead_group(answer)  # before anybody knows its number
+                    _run_child(request, descriptors, run)
+                _lead_group(answer)  # before the caller knows its id
                 for each in descriptors:
                     os.close(each)
-            with suppress(BrokenPipeError, ConnectionResetError):  # the caller is gone, as the next request tells
+            with suppress(BrokenPipeError, ConnectionResetError):  # the caller has ended; the next receive sees it
                 _send(requests, answer, [])
 
 
 def _lead_group(pid: int) -> None:
-    """Done by parent and child, since nobody knows which comes first. The child may be gone."""
+    """Make the child lead a process group. Parent and child both call this, as either may be first."""
     with suppress(ProcessLookupError, PermissionError):
         os.setpgid(pid, pid)
 
 
-def _become(request: Mapping[str, Any], descriptors: Sequence[int], run: Callable[..., None]) -> NoReturn:
-    """The forked process, from its beginning to its end."""
+def _run_child(request: Mapping[str, Any], descriptors: Sequence[int], run: Callable[..., None]) -> NoReturn:
+    """Run the forked process from beginning to end."""
     code = 1
     try:
         _lead_group(os.getpid())
@@ -200,7 +200,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], run: Callabl
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # nobody above would print it
+    except BaseException:  # there is no caller to print it
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -217,7 +217,7 @@ def _send(to: socket.socket, what: object, descriptors: Sequence[int]) -> None:
 
 
 def _receive(source: socket.socket) -> tuple[Any, list[int]]:
-    """What was sent, with its descriptors; ``None`` once the other end is closed."""
+    """Return a message with its descriptors, or ``None`` once the other end is closed."""
     header, descriptors, _, _ = socket.recv_fds(source, _LENGTH.size, _MOST_DESCRIPTORS)
     if not header:
         return None, []

@@ -1,4 +1,4 @@
-"""How the test kit puts ranks and stacks into words."""
+"""Formatting of ranks and stacks as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words, runs of them as ranges.
+    """Return a text for ``ranks``, with consecutive ones as ranges.
 
     >>> format_ranks([3])
     'rank 3'
@@ -35,9 +35,9 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def function_stack(dump: str) -> str:
-    """From faulthandler's text for all threads: the stack of the function that ran, as a traceback would show it.
+    """Extract the stack of the function that ran from faulthandler's text, formatted as in a traceback.
 
-    Empty where no thread came through the worker's ``_run``; that frame is also missing if a deep stack was cut short.
+    Empty if no thread has the frame of the worker's ``_run``, which is also missing if a deep stack was truncated.
     """
     for thread in _THREAD.split(dump):
         frames = [match for line in thread.splitlines() if (match := _FRAME.fullmatch(line))]

@@ -1,4 +1,4 @@
-"""One rank of ``run_ranks``: a process that runs one function after another on the same gloo process group."""
+"""A worker of ``run_ranks``: a process that runs one function after another on the same gloo process group."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = ["main"]
 
 
 def main(rank: int, world_size: int, port: int, descriptors: Sequence[int]) -> None:
-    """Serves calls until the other end of the pipe is closed.
+    """Serve calls until the other end of the pipe is closed.
 
     Args:
-        port: of the caller's ``TCPStore`` on the loopback address.
-        descriptors: this end of the pipe, and the file that gets the Python stacks, on ``SIGUSR1`` and on a crash.
+        port: the port of the caller's ``TCPStore`` on the loopback address.
+        descriptors: this end of the pipe, and the file for the Python stacks on ``SIGUSR1`` and on a crash.
     """
     pipe, dump = descriptors
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    # Written by a signal handler in C, so that a rank that waits in a collective, even with the GIL, can be asked.
+    # The handler is in C, so it also writes stacks while the main thread waits in a collective and holds the GIL.
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
     connection = Connection(pipe)
@@ -56,18 +56,19 @@ def main(rank: int, world_size: int, port: int, descriptors: Sequence[int]) -> N
 
 
 def _receive(connection: Connection, calls: SimpleQueue[Call]) -> None:
-    """Runs beside the function, so that a rank that hangs ends too when the caller does, however it died."""
+    """Receive calls in a thread, so that the worker ends with its caller even while a function hangs."""
     try:
         while True:
             calls.put(connection.recv())
     except (EOFError, OSError):
-        os.killpg(os.getpid(), signal.SIGKILL)  # the worker leads a group: whatever it started goes with it
+        os.killpg(os.getpid(), signal.SIGKILL)  # the worker's process group, including its children
 
 
 def _reset() -> None:
-    """Every function starts alike, whichever ran before.
+    """Reset global state, so that every function starts alike.
 
-    It comes before a call and not after one, because then every rank is done with the groups that go away here.
+    This happens before a call and not after one, because by then every rank has finished with the groups destroyed
+    here.
     """
     made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in made:
@@ -84,14 +85,14 @@ def _reset() -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     gc.collect()
-    gc.freeze()  # what is left are modules and caches: torch's alone would make every collection take 0.2 s
+    gc.freeze()  # the rest is modules and caches: torch's alone make a collection take 0.2 s
 
 
 def _separate_store(store: dist.Store, number: int) -> None:
-    """Gives process groups of this call keys of their own.
+    """Give process groups of this call their own keys in the store.
 
-    ``new_group(use_local_synchronization=True)`` names a group by its ranks and the number of groups there are, so one
-    of this call may be named like one of an earlier call, read where that one listened, and wait for it forever.
+    ``new_group(use_local_synchronization=True)`` names a group by its ranks and the number of existing groups. A group
+    could otherwise have the name of an earlier call's group, read its stale address, and wait for it forever.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -100,7 +101,7 @@ def _separate_store(store: dist.Store, number: int) -> None:
 
 
 def _forget_meshes() -> None:
-    """DTensor looks results up by *equal* meshes, and would hand out earlier ones, whose process groups are gone."""
+    """Clear DTensor caches: they are keyed by *equal* meshes, and would return earlier meshes with destroyed groups."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -118,7 +119,7 @@ def _run(call: Call) -> Returned | Raised:
             apply_warning_filters(job.filters)
             result = job.function(*job.args, **job.kwargs)
         return Returned(_pickled(result), group_alive=dist.is_initialized())
-    except BaseException as error:  # exit() and pytest.fail() too must reach the caller
+    except BaseException as error:  # exit() and pytest.fail() must reach the caller too
         own_frame = error.__traceback__
         text = traceback.format_exception(type(error), error, own_frame and own_frame.tb_next)
         first_line = f"{type(error).__name__}: {error}".splitlines()[0]

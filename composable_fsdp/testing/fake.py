@@ -1,6 +1,6 @@
-"""All ranks of an axis in one process, in one thread: for tests of what a communicator is asked to do.
+"""Simulation of all ranks of an axis in one thread, to test how communicators are used.
 
-The simulated ranks take turns. Each launches its collectives and goes on; the data move when the last rank has launched
+The simulated ranks take turns. Each launches its collectives and continues; data move when the last rank has launched
 the same collective. What would hang or corrupt data on real ranks is an error here, which names the ranks.
 """
 
@@ -24,16 +24,16 @@ ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE = "all_gather", "reduce_scatt
 
 
 class DeadlockError(AssertionError):
-    """A rank waits for a collective that other ranks have not launched: on real ranks it would wait for ever."""
+    """A rank waits for a collective that other ranks have not launched. Real ranks would hang."""
 
 
 class MismatchError(AssertionError):
-    """Ranks launched different collectives in the same place: real ones would hang or corrupt each other's data."""
+    """Ranks launched different collectives at the same position. Real ranks would hang or corrupt each other's data."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One transfer as far as ranks must agree on it."""
+class _TransferSpec:
+    """The dtype and the numbers of elements of one transfer, which ranks must agree on."""
 
     dtype: torch.dtype
     input: int
@@ -45,32 +45,32 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What all ranks must agree on in a collective."""
+    """The properties of a collective that all ranks must agree on."""
 
     kind: str
     op: ReduceOp | None
-    parts: tuple[_Part, ...]
+    specs: tuple[_TransferSpec, ...]
 
     def __str__(self) -> str:
         operation = f"{self.op.value}, " if self.op else ""
-        transfers = f"{len(self.parts)} transfer{'s'[: len(self.parts) != 1]}"
-        shown = ", ".join([*map(str, self.parts[:6]), *["..."][: len(self.parts) > 6]])
-        return f"{self.kind}({operation}{transfers}: {shown})" if self.parts else f"{self.kind}({operation}nothing)"
+        transfers = f"{len(self.specs)} transfer{'s'[: len(self.specs) != 1]}"
+        shown = ", ".join([*map(str, self.specs[:6]), *["..."][: len(self.specs) > 6]])
+        return f"{self.kind}({operation}{transfers}: {shown})" if self.specs else f"{self.kind}({operation}nothing)"
 
     @property
     def bytes(self) -> int:
-        return sum(max(part.input, part.output) * part.dtype.itemsize for part in self.parts)
+        return sum(max(spec.input, spec.output) * spec.dtype.itemsize for spec in self.specs)
 
     def difference(self, other: _Signature) -> str:
-        """The first transfer that differs, where that is what differs."""
-        if (self.kind, self.op, len(self.parts)) != (other.kind, other.op, len(other.parts)):
+        """Return a text for the first transfer that differs, or an empty one if something else differs."""
+        if (self.kind, self.op, len(self.specs)) != (other.kind, other.op, len(other.specs)):
             return ""
-        index = next(i for i, pair in enumerate(zip(self.parts, other.parts, strict=True)) if pair[0] != pair[1])
-        return f"\nThe first difference is transfer {index}: {self.parts[index]} against {other.parts[index]}."
+        index = next(i for i, pair in enumerate(zip(self.specs, other.specs, strict=True)) if pair[0] != pair[1])
+        return f"\nThe first difference is transfer {index}: {self.specs[index]} against {other.specs[index]}."
 
 
 class _Collective:
-    """The n-th collective of every rank. Invariant: ``transfers`` is empty from the moment that the data moved."""
+    """The n-th collective of every rank. Invariant: ``transfers`` is empty once the data have moved."""
 
     def __init__(self, number: int, signature: _Signature) -> None:
         self.number = number
@@ -81,16 +81,16 @@ class _Collective:
 
 @dataclass(frozen=True, slots=True)
 class FakeWork:
-    """One rank's view of a launched collective."""
+    """One rank's handle of a launched collective."""
 
     _world: FakeWorld
     _collective: _Collective
     _rank: int
 
     def wait(self) -> None:
-        """Raises :class:`DeadlockError`, which names them, if some ranks have not launched the collective."""
+        """Raise :class:`DeadlockError` if some ranks have not launched the collective. The text names them."""
         collective = self._collective
-        if len(collective.arrived) == self._world.size or not collective.signature.parts:
+        if len(collective.arrived) == self._world.size or not collective.signature.specs:
             return
         missing = set(range(self._world.size)) - collective.arrived
         raise DeadlockError(
@@ -103,16 +103,18 @@ class FakeWork:
 class FakeWorld:
     """The ranks of one mesh axis, simulated. Final.
 
-    A reduction adds up in the order of ranks, floats narrower than fp32 in fp32 and rounded once at the end, everything
-    else in its own dtype. Data are written below autograd, so version counters stay.
+    A reduction adds in rank order. Floats narrower than fp32 are added in fp32 and rounded once at the end, everything
+    else in its own dtype. Data are written below autograd, so version counters do not change.
 
-    Memory does not grow with the square of ``size``: beside the callers' tensors there is one full tensor at a time.
+    Memory does not grow with the square of ``size``: in addition to the callers' tensors, one full tensor exists at a
+    time.
 
     Attributes:
-        launches: collectives by kind (``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"all_reduce"``). A
-            collective counts once, when its first rank launches it; one without transfers does not count.
-        bytes: their sizes by kind: the output of an all-gather, the input of a reduce-scatter or an all-to-all, the
-            tensors of an all-reduce, on one rank.
+        launches: the number of collectives by kind (``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``,
+            ``"all_reduce"``). A collective counts once, when its first rank launches it; one without transfers does not
+            count.
+        bytes: their bytes by kind, on one rank: the output of an all-gather, the input of a reduce-scatter or an
+            all-to-all, the tensors of an all-reduce.
     """
 
     def __init__(
@@ -124,13 +126,14 @@ class FakeWorld:
         whole_bytes: int = NEVER_DIRECT,
         batch_bytes: int = 1 << 19,
     ) -> None:
-        """
+        """Create a world.
+
         Args:
             size: number of ranks.
-            averages: whether the communicators support ``ReduceOp.AVERAGE``.
-            direct_bytes: what the communicators give as their ``direct_bytes``.
-            whole_bytes: what they give as their ``whole_bytes``.
-            batch_bytes: what they give as their ``batch_bytes``.
+            averages: support ``ReduceOp.AVERAGE``.
+            direct_bytes: the ``direct_bytes`` of the communicators.
+            whole_bytes: the ``whole_bytes`` of the communicators.
+            batch_bytes: the ``batch_bytes`` of the communicators.
         """
         if size < 1:
             raise ConfigurationError(f"A world has at least one rank, not {size}.")
@@ -145,7 +148,7 @@ class FakeWorld:
         self._open: dict[int, _Collective] = {}
 
     def communicator(self, rank: int) -> FakeCommunicator:
-        """The end that ``rank`` holds. All of a rank's communicators share one sequence of collectives."""
+        """Return the communicator of ``rank``. All communicators of a rank share one sequence of collectives."""
         if not 0 <= rank < self.size:
             raise ConfigurationError(f"rank {rank} is not in a world of {self.size}: use 0 to {self.size - 1}.")
         return FakeCommunicator(self, rank)
@@ -166,12 +169,12 @@ class FakeWorld:
             del self._open[number]
             in_order = [collective.transfers[r] for r in range(self.size)]
             collective.transfers.clear()
-            for part in zip(*in_order, strict=True):
-                _MOVES[signature.kind](part, signature.op)
+            for of_ranks in zip(*in_order, strict=True):
+                _MOVES[signature.kind](of_ranks, signature.op)
         return FakeWork(self, collective, rank)
 
     def _first_launch(self, number: int, signature: _Signature) -> _Collective:
-        if signature.parts:
+        if signature.specs:
             self.launches[signature.kind] += 1
             self.bytes[signature.kind] += signature.bytes
         collective = self._open[number] = _Collective(number, signature)
@@ -180,11 +183,11 @@ class FakeWorld:
 
 @dataclass(frozen=True, slots=True)
 class FakeCommunicator:
-    """One rank of a :class:`FakeWorld`. Get it from :meth:`FakeWorld.communicator`.
+    """The communicator of one rank, made by :meth:`FakeWorld.communicator`.
 
     Every method raises ``ConfigurationError`` for tensors that the ``Communicator`` protocol does not allow,
     ``UnsupportedError`` for an average that the world does not support, and :class:`MismatchError` if another rank
-    launched something else in the same place.
+    launched something else at the same position.
     """
 
     world: FakeWorld
@@ -236,28 +239,28 @@ class FakeCommunicator:
     def _launch(
         self, kind: str, op: ReduceOp | None, transfers: Sequence[Transfer], *, input_size: int, output_size: int
     ) -> FakeWork:
-        """``input_size`` and ``output_size``: elements of each, in shards."""
+        """Launch a collective. ``input_size`` and ``output_size`` are in shards per transfer."""
         for index, transfer in enumerate(transfers):
             problem = _problem(transfer, input_size, output_size)
             if problem:
                 raise ConfigurationError(f"rank {self.rank}, {kind}, transfer {index}: {problem}")
-        parts = tuple(_Part(t.input.dtype, t.input.numel(), t.output.numel()) for t in transfers)
+        specs = tuple(_TransferSpec(t.input.dtype, t.input.numel(), t.output.numel()) for t in transfers)
         if op is ReduceOp.AVERAGE:
-            self._check_average(kind, parts)
-        return self.world._launch(self.rank, _Signature(kind, op, parts), tuple(transfers))
+            self._check_average(kind, specs)
+        return self.world._launch(self.rank, _Signature(kind, op, specs), tuple(transfers))
 
-    def _check_average(self, kind: str, parts: Iterable[_Part]) -> None:
+    def _check_average(self, kind: str, specs: Iterable[_TransferSpec]) -> None:
         if not self.averages:
             raise UnsupportedError(
                 f"rank {self.rank}, {kind}: this world does not average. Ask its `averages` first, or sum and divide."
             )
-        for part in parts:
-            if not (part.dtype.is_floating_point or part.dtype.is_complex):
-                raise UnsupportedError(f"rank {self.rank}, {kind}: {part.dtype} has no average. Use ReduceOp.SUM.")
+        for spec in specs:
+            if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+                raise UnsupportedError(f"rank {self.rank}, {kind}: {spec.dtype} has no average. Use ReduceOp.SUM.")
 
 
 def _problem(transfer: Transfer, input_size: int, output_size: int) -> str:
-    """What the protocol does not allow about a transfer, or nothing."""
+    """Return how a transfer violates the ``Communicator`` protocol, or an empty text."""
     for name, tensor in transfer._asdict().items():
         if tensor.dim() != 1 or not tensor.is_contiguous():
             return (
@@ -277,7 +280,7 @@ def _problem(transfer: Transfer, input_size: int, output_size: int) -> str:
 
 
 def _gather(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
-    # One full tensor before anything is written, since inputs may lie inside outputs.
+    # Copy all inputs before writing, since inputs may be views of outputs.
     full = torch.cat([transfer.input.data for transfer in ranks])
     for transfer in ranks:
         transfer.output.data.copy_(full)
@@ -293,15 +296,15 @@ def _reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> torch.Tensor:
 
 
 def _reduce_scatter(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
-    for transfer, part in zip(ranks, _reduce(ranks, op).chunk(len(ranks)), strict=True):
-        transfer.output.data.copy_(part)
+    for transfer, shard in zip(ranks, _reduce(ranks, op).chunk(len(ranks)), strict=True):
+        transfer.output.data.copy_(shard)
 
 
 def _all_to_all(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:
     sent = [transfer.input.data.clone().chunk(len(ranks)) for transfer in ranks]
     for rank, transfer in enumerate(ranks):
         if transfer.output.numel():
-            transfer.output.data.copy_(torch.cat([parts[rank] for parts in sent]))
+            transfer.output.data.copy_(torch.cat([chunks[rank] for chunks in sent]))
 
 
 def _all_reduce(ranks: Sequence[Transfer], op: ReduceOp | None) -> None:

@@ -1,8 +1,8 @@
-"""Faults on purpose: what a job does when an operation of one rank comes late, is left out, damaged, or is its last.
+"""Fault injection: an operation of one rank is delayed, dropped, corrupted, or ends the process.
 
-A :class:`Fault` says what happens and when: at the n-th operation of a rank whose label contains a text. Labels are
-what errors call operations, such as ``"all-gather of layers.2 in forward"`` or ``"reduce-scatter of layers.2"``;
-:func:`inject_faults` gives those of a model.
+A :class:`Fault` has an effect and a time: the n-th operation of a rank whose label contains a text. Labels are the
+names of operations in errors, such as ``"all-gather of layers.2 in forward"`` or ``"reduce-scatter of layers.2"``;
+:func:`inject_faults` yields those of a model.
 
     with inject_faults(model, Fault(Kill(), label="all-gather of layers.2 in backward", rank=1)):
         model(batch).sum().backward()
@@ -34,16 +34,16 @@ __all__ = ["Corrupt", "Delay", "Drop", "Effect", "Fault", "FaultyCommunicator", 
 
 
 class Effect(Protocol):
-    """What becomes of an operation."""
+    """Changes what an operation does."""
 
     def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
-        """In place of ``launch``, which begins the operation; ``outputs`` is where its result will be."""
+        """Perform the operation with the effect. ``launch`` launches it, and its results will be in ``outputs``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The rank comes ``seconds`` late."""
+    """Launches the operation ``seconds`` late."""
 
     seconds: float
 
@@ -54,15 +54,15 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The rank leaves the operation out and goes on; where its result would be, nothing changes."""
+    """Skips the operation and continues; the output tensors are unchanged."""
 
     def __call__(self, launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
-        return _Done()
+        return _NoWork()
 
 
 @dataclass(frozen=True, slots=True)
 class Corrupt:
-    """The rank finds ``value`` in the first element of every result."""
+    """Writes ``value`` to the first element of every result."""
 
     value: float = nan
 
@@ -72,7 +72,7 @@ class Corrupt:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """The rank raises ``error``, and does not begin the operation."""
+    """Raises ``error`` in place of the operation."""
 
     error: BaseException
 
@@ -82,7 +82,7 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process gets ``signal``: ``SIGKILL`` ends it without a word, ``SIGSTOP`` stops it until ``SIGCONT``."""
+    """Sends ``signal`` to the process: ``SIGKILL`` ends it without output, ``SIGSTOP`` stops it until ``SIGCONT``."""
 
     signal: signal.Signals = signal.SIGKILL
 
@@ -96,11 +96,10 @@ class Fault:
     """One effect on one operation.
 
     Args:
-        effect: what happens: :class:`Delay`, :class:`Drop`, :class:`Corrupt`, :class:`Raise`, :class:`Kill`, or a
-            callable of yours.
-        label: of the operations that count, or a part of it.
-        number: of the operation among those, from 0.
-        rank: in the whole job, on which it happens; on every one by default.
+        effect: :class:`Delay`, :class:`Drop`, :class:`Corrupt`, :class:`Raise`, :class:`Kill`, or your own callable.
+        label: a text; only operations whose labels contain it are counted.
+        number: the index of the operation among these, from 0.
+        rank: the global rank on which it happens; every rank by default.
     """
 
     effect: Effect
@@ -110,15 +109,15 @@ class Fault:
 
 
 class FaultyCommunicator:
-    """``base``, with faults at some of its operations. Final.
+    """A communicator that forwards to ``base`` and injects faults. Final.
 
-    It counts operations as long as it lives, so each fault happens once. Communicators that are made with the same
-    ``labels`` count together.
+    It counts operations over its whole life, so each fault happens once. Communicators with the same ``labels`` list
+    count together.
 
     Args:
         base: any communicator.
-        faults: those of other ranks are passed over.
-        labels: gets the label of every operation.
+        faults: the faults of all ranks; those of other ranks are ignored.
+        labels: the list to append the label of every operation to.
     """
 
     def __init__(self, base: Communicator, faults: Sequence[Fault], labels: list[str] | None = None) -> None:
@@ -131,7 +130,7 @@ class FaultyCommunicator:
         return f"{type(self).__name__}({self.base})"
 
     def __eq__(self, other: object) -> bool:
-        """Whether what goes over both may go in one launch."""
+        """Return whether transfers of both may share one launch."""
         return isinstance(other, FaultyCommunicator) and self.base == other.base and self.labels is other.labels
 
     def __hash__(self) -> int:
@@ -214,12 +213,12 @@ class FaultyCommunicator:
 
 @contextmanager
 def inject_faults(model: nn.Module, *faults: Fault) -> Iterator[list[str]]:
-    """Inside the block, operations of a model that ``fully_shard`` has sharded have ``faults``.
+    """Inject ``faults`` into operations of a sharded model inside the block.
 
-    Gives the labels of the operations that have begun on this rank, those of all its communicators in one list.
+    Yields the labels of the operations launched on this rank so far: one list for all communicators of the model.
 
     Args:
-        model: the root. All ranks must agree on its operations as always, so call this on every rank, between steps.
+        model: the root module. Call this on every rank, between steps: as always, ranks must agree on operations.
 
     Raises:
         ConfigurationError: ``model`` is not sharded.
@@ -245,7 +244,7 @@ def inject_faults(model: nn.Module, *faults: Fault) -> Iterator[list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
+class _NoWork:
     def wait(self) -> None:
         pass
 

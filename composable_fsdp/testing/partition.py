@@ -1,4 +1,4 @@
-"""A store that stops answering, as one does behind a network that is parted or on a host that is gone."""
+"""A store that stops answering, as after a network partition or the loss of its host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class PartitionableStore(dist.Store):
-    """``base``, until this rank is cut off from it. Give it to ``init_process_group(store=...)``. Final.
+    """A store that forwards to ``base`` until this rank is cut off, for ``init_process_group(store=...)``. Final.
 
-    While cut off, every call waits; once it has waited for ``seconds`` it raises ``dist.DistNetworkError``, a
-    ``RuntimeError``. Clones are cut off together with the store that they are clones of.
+    While cut off, every call waits, and raises ``dist.DistNetworkError``, a ``RuntimeError``, after ``seconds``. Clones
+    are cut off together with their original.
 
     Args:
         base: any store.
-        seconds: for which a call waits for the store to answer again.
+        seconds: the time for which a call waits for the store to answer again.
     """
 
     def __init__(self, base: dist.Store, seconds: float = 300.0) -> None:
@@ -32,11 +32,11 @@ class PartitionableStore(dist.Store):
         self._connected = threading.Event()
         self._connected.set()
         self._clones: list[PartitionableStore] = []
-        """Kept, since the C++ side that uses them does not keep their Python side."""
+        """Kept alive, since the C++ side that uses clones does not keep their Python side."""
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
-        """Inside the block the store does not answer."""
+        """Block all calls to the store inside the block."""
         self._connected.clear()
         try:
             yield
@@ -44,7 +44,7 @@ class PartitionableStore(dist.Store):
             self._connected.set()
 
     def clone(self) -> PartitionableStore:
-        """Another client of the same store, with the same fate."""
+        """Return another client of the same store, which is cut off together with this one."""
         clone = PartitionableStore(cast(Any, self.base).clone(), self.seconds)
         clone._connected = self._connected
         self._clones.append(clone)

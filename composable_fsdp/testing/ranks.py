@@ -1,4 +1,4 @@
-"""``run_ranks``: a function on real processes, and what went wrong there as one readable error."""
+"""``run_ranks``: runs a function on real processes, and reports their failures as one readable error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RanksError(AssertionError):
     """A function given to :func:`run_ranks` failed.
 
     Attributes:
-        failures: what happened, by rank; ranks that returned are left out.
+        failures: descriptions of the failures by rank. Ranks that returned are left out.
     """
 
     def __init__(self, headline: str, failures: Mapping[int, str]) -> None:
@@ -46,29 +46,29 @@ def run_ranks(
     lost: Collection[int] = (),
     **kwargs: object,
 ) -> list[T]:
-    """Runs ``function(*args, **kwargs)`` on ``world_size`` processes at once and returns the results in rank order.
+    """Run ``function(*args, **kwargs)`` on ``world_size`` processes at once, and return the results in rank order.
 
-    Inside, ``torch.distributed`` is initialised with gloo on the loopback interface, torch computes with one thread,
-    all seeds are 0, and the caller's warning filters are in force. The processes are kept for the next call with the
-    same world size and environment, and are forked from others that have imported torch, so that only the first call
-    pays for that; what libraries read from the environment while they are imported, they read then. Before every call
-    dtype, device and grad mode are torch's defaults again, and process groups that earlier functions made are
-    destroyed; module globals stay.
+    In each process ``torch.distributed`` is initialised with gloo on the loopback interface, torch computes with one
+    thread, all seeds are 0, and the caller's warning filters are in effect. Processes are kept for the next call with
+    the same world size and environment. They are forked from processes that have imported torch, so only the first call
+    pays for the import; libraries that read the environment at import read it then. Before every call, the default
+    dtype, device and grad mode are reset, and process groups made by earlier functions are destroyed. Module globals
+    are kept.
 
     Args:
-        function: a function at the top of a module that the workers can import by its name. It, the arguments and the
-            results are pickled. Whatever else its module imports is imported by every worker once.
+        function: a function at the top level of a module that the workers can import by name. The function, its
+            arguments and results are pickled. Every worker imports its module once.
         world_size: number of processes, at least 1.
-        environment: variables that the processes have besides those of the caller when they start.
-        timeout: seconds after which the function must have returned everywhere. Starting the processes does not count.
-        lost: ranks that the function kills, stops or lets raise, to see what becomes of the others: they have no
-            result. Once the others have theirs, all processes are killed.
+        environment: variables to set in the processes, in addition to the caller's environment.
+        timeout: seconds after which the function must have returned on all ranks, without the start of the processes.
+        lost: ranks that the function kills, stops or lets raise, to test the others. They have no result. Once the
+            others have returned, all processes are killed.
 
     Raises:
-        RanksError: the function raised on some other rank, or died there, or did not return in time. All processes of
-            this world size are then killed, since a failed collective leaves ranks out of step. The next call makes
-            others.
-        ConfigurationError: the function or its arguments cannot be sent to other processes.
+        RanksError: on a rank not in ``lost`` the function raised, died, or did not return in time. All processes of
+            this world size are then killed, because a failed collective leaves ranks out of step. The next call starts
+            new ones.
+        ConfigurationError: the function or its arguments cannot be pickled for other processes.
     """
     __tracebackhide__ = True
     if world_size < 1:
@@ -81,7 +81,7 @@ def run_ranks(
 
 
 def shutdown() -> None:
-    """Ends all worker processes, as the end of the interpreter does; the next :func:`run_ranks` starts others."""
+    """End all worker processes, as the interpreter's exit does. The next :func:`run_ranks` starts new ones."""
     with _lock:
         while _pools:
             _pools.popitem()[1].kill()
@@ -101,7 +101,7 @@ def _shut_down_at_exit() -> None:
 
 
 def _on_pool(key: _Key, job: bytes, timeout: float, lost: Collection[int]) -> list[Outcome]:
-    """Runs the job, and keeps the pool only if every rank is fit for another."""
+    """Run the job, and keep the pool only if every rank can run another."""
     _shut_down_at_exit()
     pool = _take(key)
     reusable = False
@@ -122,7 +122,7 @@ def _take(key: _Key) -> RankPool:
     pool = _pools.pop(key, None)
     if pool is not None and pool.alive:
         return pool
-    if pool is not None:  # a worker was killed from outside between calls
+    if pool is not None:  # a worker was killed between calls
         pool.kill()
     world_size, environment = key
     return RankPool(world_size, dict(environment))
@@ -169,7 +169,7 @@ def _describe(outcome: Outcome) -> str:
         case Died(exit_code, stacks):
             return _lines(f"ended with exit code {exit_code}", stacks)
         case Stuck(seconds, stacks):
-            where = function_stack(stacks) or stacks or "(its stack could not be had)"
+            where = function_stack(stacks) or stacks or "(its stack is not available)"
             return _lines(f"killed after {seconds:.1f} s, when it was at", where)
         case _:
             return "returned"

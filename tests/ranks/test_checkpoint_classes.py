@@ -156,7 +156,7 @@ def closed(folder: Path) -> None:
     coded = sharded(["coded"], 1)
     with raising_alike(r"save_safetensors: coded\.weight: a Coded cannot be copied to a plain tensor \(Attrib"):
         save_safetensors(coded, folder / "tensors")
-    with raising_alike(r"^coded\.weight cannot be shown whole: its class Coded does not support it \(NotImplemented"):
+    with raising_alike(r"^coded\.weight cannot be gathered: its class Coded does not support it \(NotImplemented"):
         state_dict(coded, Full())
     pair = sharded(["pair"], 1)
     whole = state_dict(pair, Full())

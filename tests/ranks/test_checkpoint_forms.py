@@ -286,10 +286,10 @@ def from_rank_0(shape: tuple[int, ...]) -> list[str]:
     model = shard(build(), mesh)
     train(model, sgd(model))
     expected = wholes_of(model)
-    spy = OneAtATime(tensor_forms.shown)
+    spy = OneAtATime(tensor_forms.to_form)
     with patch.context() as patches:
         if rank != 0:
-            patches.setattr(forms, "shown", spy)
+            patches.setattr(forms, "to_form", spy)
         full = state_dict(model, Full(rank0_only=True, offload_to_cpu=True))
     distinct = {id(v) for v in model.state_dict(keep_vars=True).values() if isinstance(v, torch.Tensor)}
     assert spy.calls == (len(distinct) if rank else 0)

@@ -156,7 +156,7 @@ def buffers_dtypes_and_errors() -> None:
         with ema.swapped():
             exactly(model.norm.get_buffer("running_mean"), (first + now) / 2, "running_mean")
             with pytest.raises(
-                LifecycleError, match=r"^update\(\) came inside swapped\(\), where the model's values are"
+                LifecycleError, match=r"^update\(\) was called inside swapped\(\), where the model's values are"
             ):
                 ema.update()
             raise ZeroDivisionError

@@ -281,6 +281,5 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert errors == [
-        "diagnostics.enable: signals can be noticed only where the main thread asks for it. Call it there, or with "
-        "signals=()."
+        "diagnostics.enable: signal handlers can be set only in the main thread. Call it there, or with signals=()."
     ]

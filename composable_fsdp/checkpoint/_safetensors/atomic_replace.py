@@ -1,9 +1,9 @@
-"""New safetensors files in a directory in place of old ones, so that at every moment one of the two is there, whole.
+"""Atomic replacement of a safetensors checkpoint: at every moment the directory has the complete old or new one.
 
-Readers take ``model.safetensors``, or else what the index names. So new files come beside the old ones, under names
-that these do not have. The rename of the file or index that readers look at, or the removal of ``model.safetensors``
-where an index is to count, changes from the old to the new, and then what was old goes. Until all is written and on
-disk, files are in a directory of their own, which nobody takes for a checkpoint.
+Readers take ``model.safetensors``, or else the files that the index names. New files therefore get names that the old
+ones do not have. One operation switches from the old checkpoint to the new: the rename of the file or index that
+readers open, or the removal of ``model.safetensors`` if an index replaces it. Old files are deleted after it. Until all
+files are complete and on disk, they are in a hidden directory that readers ignore.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 
 
 def has_parts(folder: Path) -> bool:
-    """Whether files of a checkpoint of several are in ``folder``."""
+    """Return whether ``folder`` has files of a checkpoint that consists of several."""
     return folder.is_dir() and any(_PART.fullmatch(path.name) for path in folder.iterdir())
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """The files of one save into ``folder``. ``token`` distinguishes it from all others."""
+    """The files of one save into ``folder``. ``token`` is unique to the save."""
 
     folder: Path
     token: str
 
     @property
     def aside(self) -> Path:
-        """Where files are until all are complete."""
+        """The directory for files until all are complete."""
         return self.folder / f"{_INCOMPLETE}{self.token}"
 
     def begin(self, files: TensorFiles) -> None:
-        """Makes all files in their full size, with their headers. What saves that were killed have left goes.
+        """Create all files at full size with their headers, and delete what interrupted saves left behind.
 
         Raises:
-            OSError: there is no room for them on the disk, for one.
+            OSError: the files could not be created, for example because the disk is full.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob(f"{_INCOMPLETE}*"):
@@ -57,12 +57,12 @@ class Replacement:
                 reserve(opened.fileno(), file.nbytes)
 
     def sees(self, file: FileLayout) -> bool:
-        """Whether what :meth:`begin` made is visible from here."""
+        """Return whether a file that :meth:`begin` created on rank 0 is visible on this rank."""
         path = self.aside / file.name
         return path.is_file() and path.stat().st_size == file.nbytes
 
     def commit(self, files: TensorFiles) -> None:
-        """Puts the new files, which are complete and on disk, in the place of the old ones."""
+        """Replace the old files with the new ones, which are complete and on disk."""
         if files.indexed:
             for file in files.files:
                 os.replace(self.aside / file.name, self.folder / file.name)
@@ -86,12 +86,12 @@ class Replacement:
                 path.unlink()
 
     def abandon(self) -> None:
-        """Removes what is not complete."""
+        """Delete the incomplete files."""
         shutil.rmtree(self.aside, ignore_errors=True)
 
 
 def reserve(file: int, nbytes: int) -> None:
-    """A disk that is full must be an error here, and not while ranks write."""
+    """Allocate the disk space now, so that a full disk is an error here and not while ranks write."""
     if sys.platform == "linux":
         os.posix_fallocate(file, 0, nbytes)
     else:
@@ -99,7 +99,7 @@ def reserve(file: int, nbytes: int) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Renames reach the disk with the directory that they are in."""
+    """Flush a directory to disk, and with it the renames of files in it."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -1,7 +1,7 @@
-"""How tensors lie in safetensors files, and files in a checkpoint as Hugging Face has it. No file is touched here.
+"""The layout of tensors in safetensors files, and of files in a Hugging Face checkpoint. Pure: touches no file.
 
-A file is the length of its header in 8 bytes, the header in JSON, and the tensors' elements one after the other
-(https://huggingface.co/docs/safetensors, Format). Of several files, an index in JSON says which one has which tensor.
+A file is the length of its header in 8 bytes, the header in JSON, and the values of its tensors, one after the other
+(https://huggingface.co/docs/safetensors, Format). If there are several files, an index in JSON maps tensors to files.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _CODES = {
     "C64": "complex64",
 }
 DTYPES: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, name in _CODES.items()}
-"""By the names that the format has for them."""
+"""Dtypes by their names in the format."""
 
 _BY_DTYPE = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
 def dtype_code(dtype: torch.dtype) -> str:
-    """What the format calls ``dtype``.
+    """Return the format's name for ``dtype``.
 
     Raises:
-        CheckpointError: it has no name for it.
+        CheckpointError: the format has no such dtype.
     """
     if dtype not in _BY_DTYPE:
         raise CheckpointError(f"safetensors files cannot hold {dtype}. They hold {', '.join(map(str, _BY_DTYPE))}.")
@@ -62,7 +62,7 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of a file, without its values."""
+    """The name, dtype and shape of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
@@ -75,9 +75,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file.
+    """The layout of one file.
 
-    Invariant: from ``tensors[0]`` on, each begins where the one before ends, at a multiple of the size of its elements.
+    Invariant: tensors are contiguous, and each begins at a multiple of its element size.
     """
 
     name: str
@@ -86,7 +86,7 @@ class FileLayout:
 
     @cached_property
     def header(self) -> bytes:
-        """All that stands before the tensors."""
+        """The bytes before the first tensor."""
         ends = list(accumulate(spec.nbytes for spec in self.tensors))
         entries: dict[str, Any] = {"__metadata__": dict(self.metadata)}
         for spec, end in zip(self.tensors, ends, strict=True):
@@ -98,13 +98,13 @@ class FileLayout:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Of each tensor's first byte, from the beginning of the file."""
+        """The offset of each tensor's first byte in the file."""
         begins = accumulate((spec.nbytes for spec in self.tensors), initial=len(self.header))
         return {spec.name: begin for spec, begin in zip(self.tensors, begins, strict=False)}
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """The size of the file in bytes."""
         return len(self.header) + sum(spec.nbytes for spec in self.tensors)
 
 
@@ -113,9 +113,9 @@ class TensorFiles:
     """All files of a checkpoint.
 
     Args:
-        files: each tensor is in one of them.
+        files: the layouts of the files. Each tensor is in one of them.
         aliases: other names of tensors, with the name under which the file has it.
-        indexed: whether an index says which file has what. Otherwise there is one file, ``model.safetensors``.
+        indexed: True if an index maps tensors to files. Otherwise there is one file, ``model.safetensors``.
     """
 
     files: tuple[FileLayout, ...]
@@ -126,11 +126,12 @@ class TensorFiles:
     def of(
         tensors: Iterable[TensorSpec], aliases: Mapping[str, str], max_file_bytes: int, generation: str = ""
     ) -> TensorFiles:
-        """In the order of ``tensors``, a new file where one would have more than ``max_file_bytes`` of tensors: only a
-        tensor that is larger by itself is in a larger file.
+        """Assign ``tensors`` to files in their order, with at most ``max_file_bytes`` of tensors in each.
+
+        A tensor larger than that has a file of its own.
 
         Args:
-            generation: is part of the names of several files, so that those of another one can be beside them.
+            generation: part of the names of several files, so that those of another save can be in the same directory.
         """
         groups = _split(tensors, max_file_bytes)
         prefix = f"model-{generation}-" if generation else "model-"
@@ -143,7 +144,7 @@ class TensorFiles:
 
     @property
     def index(self) -> bytes:
-        """Content of the index. Aliases are beside the size, where readers that do not know them pass over them."""
+        """The content of the index. Aliases are in its metadata, which readers that do not know them ignore."""
         metadata: dict[str, Any] = {"total_size": sum(s.nbytes for f in self.files for s in f.tensors)}
         if self.aliases:
             metadata["aliases"] = dict(self.aliases)
@@ -164,9 +165,9 @@ def _split(tensors: Iterable[TensorSpec], max_file_bytes: int) -> list[list[Tens
 
 
 def _file(name: str, tensors: Sequence[TensorSpec], aliases: Mapping[str, str]) -> FileLayout:
-    """Large elements first, so that all are aligned: the library's readers view them where they lie.
+    """Order tensors by decreasing element size, so that all are aligned and readers can view them without a copy.
 
-    Aliases are in the metadata as ``safetensors.torch.save_model`` writes them; transformers wants the ``format``.
+    Aliases are in the metadata, as ``safetensors.torch.save_model`` writes them; transformers requires ``format``.
     """
     held = {spec.name for spec in tensors}
     own = {alias: kept for alias, kept in aliases.items() if kept in held}

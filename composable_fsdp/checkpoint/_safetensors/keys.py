@@ -1,4 +1,4 @@
-"""The tensors of a model under the names that they have in safetensors files."""
+"""The tensors of a model under their names in safetensors files."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from composable_fsdp.checkpoint._state_dict.names import tensors_of
 from composable_fsdp.checkpoint._state_dict.shard_view import Part
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["KeyMap", "Keyed", "keyed_tensors"]
+__all__ = ["KeyMap", "KeyedTensor", "keyed_tensors"]
 
 KeyMap = Callable[[str], str] | Mapping[str, str]
-"""From the names of the model to those in the file. Names that a mapping lacks are the same in both."""
+"""Maps names in the model to names in the files. Names that a mapping lacks are the same in both."""
 
 
 @dataclass(frozen=True)
-class Keyed:
-    """This rank's part of a parameter or buffer.
+class KeyedTensor:
+    """This rank's shard of a parameter or buffer.
 
     Attributes:
-        part: of the tensor.
-        names: all that it has in the model.
-        keys: what files call these, in the same order.
+        part: the shard.
+        names: all names of the tensor in the model.
+        keys: the names in the files, in the same order.
     """
 
     part: Part
@@ -32,20 +32,19 @@ class Keyed:
     keys: list[str]
 
 
-def keyed_tensors(model: nn.Module, key_map: KeyMap | None) -> tuple[list[Keyed], list[str]]:
-    """All parameters and persistent buffers of ``model``, each once, in the order of its state dict; and the names of
-    what else that has: the extra state of modules, which may be anything.
+def keyed_tensors(model: nn.Module, key_map: KeyMap | None) -> tuple[list[KeyedTensor], list[str]]:
+    """Return the parameters and persistent buffers of ``model``, and the names of its extra state.
 
     Raises:
-        CheckpointError: some are on the meta device. Named in the text.
-        ConfigurationError: ``key_map`` is none.
+        CheckpointError: tensors are on the meta device. The text names them.
+        ConfigurationError: ``key_map`` is neither a mapping nor a callable.
     """
     to_key = _as_function(key_map)
     tensors, others = tensors_of(model)
     found = []
     for entries in tensors:
         names = [entry.name for entry in entries]
-        found.append(Keyed(Part(entries[0].value, entries[0].sharding), names, [to_key(name) for name in names]))
+        found.append(KeyedTensor(Part(entries[0].value, entries[0].sharding), names, [to_key(name) for name in names]))
     return found, [entry.name for entry in others]
 
 

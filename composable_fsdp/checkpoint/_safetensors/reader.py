@@ -1,4 +1,4 @@
-"""What is in safetensors files, and its values block by block."""
+"""The contents of safetensors files: headers, and values block by block."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from composable_fsdp._layout.block import Box
 from composable_fsdp.checkpoint._safetensors.file_layout import DTYPES, INDEX, SINGLE
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Reader", "Stored", "StoredTensors"]
+__all__ = ["Reader", "StoredTensor", "StoredTensors"]
 
 _PART = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 WINDOW_BYTES = 16 << 20
-"""Of a mapped file that may be in memory before it is mapped anew. Two such windows are, while one follows another."""
+"""Bytes of a mapped file to read before it is mapped again. At most two such windows are in memory at once."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a tensor is, its dtype as the format calls it, and its shape."""
+class StoredTensor:
+    """A tensor in a file: the file, the format's name for its dtype, and its shape."""
 
     file: Path
     code: str
@@ -33,33 +33,33 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """``None`` for a dtype that torch has no elements of."""
+        """The dtype, or ``None`` if torch has no such dtype."""
         return DTYPES.get(self.code)
 
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """A checkpoint as its headers describe it. Headers say where each tensor ends, so a truncated file is known."""
+    """The tensors of a checkpoint, read from its headers. Headers have the tensors' ends, so truncation is detected."""
 
     path: Path
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
-    """Names that are in no file, with those of the tensors that they stand for."""
+    """Names that are in no file, with the names of their tensors."""
 
     @staticmethod
     def at(path: Path) -> StoredTensors:
-        """A ``.safetensors`` file, an index, or a directory with either.
+        """Read the headers at ``path``: a ``.safetensors`` file, an index, or a directory with either.
 
         Raises:
-            CheckpointError: there is none, or a file is missing or damaged. Named in the text.
+            CheckpointError: there is no checkpoint, or a file is missing or damaged. The text names it.
         """
         main = _main_file(path)
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, StoredTensor] = {}
         aliases: dict[str, str] = {}
         if main.suffix != ".json":
             _add(main, None, tensors, aliases)
         else:
-            index = _index(main)
+            index = _read_index(main)
             aliases |= index["metadata"].get("aliases", {})
             by_file: dict[str, list[str]] = {}
             for name, file in index["weight_map"].items():
@@ -70,16 +70,16 @@ class StoredTensors:
         return StoredTensors(main, tensors, known)
 
     def key(self, name: str) -> str | None:
-        """Of the tensor called ``name`` here; ``None`` if there is none."""
+        """Return the key of the tensor called ``name`` in the files, or ``None`` if there is none."""
         return name if name in self.tensors else self.aliases.get(name)
 
 
 @dataclass
 class Reader:
-    """Reads tensors block by block, one file open at a time.
+    """Reads tensors block by block, with one file open at a time.
 
-    The library maps files, and pages that were read count as memory of the process while they are mapped. So a file is
-    opened anew after every ``WINDOW_BYTES`` of it.
+    The safetensors library maps files, and pages that were read count as memory of the process until they are unmapped.
+    A file is therefore opened again after every ``WINDOW_BYTES``.
     """
 
     stored: StoredTensors
@@ -88,7 +88,7 @@ class Reader:
     _touched: int = 0
 
     def blocks(self, key: str, boxes: Iterable[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The values in ``boxes``, in pieces. Each is a view of the file, to be dropped when the next one comes."""
+        """Yield the values in ``boxes`` in pieces. Each is a view of the file; drop it before taking the next one."""
         found = self.stored.tensors[key]
         itemsize = DTYPES[found.code].itemsize
         for box in boxes:
@@ -97,7 +97,7 @@ class Reader:
                 yield piece, self._open(found.file, _span(piece, found.shape) * itemsize).get_slice(key)[at]
 
     def _open(self, path: Path, nbytes: int) -> Any:
-        """The file, to read a block that spans ``nbytes`` of it."""
+        """Return the file, to read a block that spans ``nbytes`` of it."""
         if path != self._path or self._touched + nbytes > WINDOW_BYTES:
             self._path, self._file, self._touched = path, opened(path), 0
         self._touched += nbytes
@@ -105,10 +105,10 @@ class Reader:
 
 
 def opened(path: Path) -> Any:
-    """The library's view of a file.
+    """Open a file with the safetensors library.
 
     Raises:
-        CheckpointError: it is missing or damaged, or the library is not installed.
+        CheckpointError: the file is missing or damaged, or the library is not installed.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -124,8 +124,8 @@ def opened(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged, or no safetensors file: {error}") from error
 
 
-def _add(path: Path, names: Iterable[str] | None, tensors: dict[str, Stored], aliases: dict[str, str]) -> None:
-    """Adds the tensors called ``names`` in the file at ``path``, or all, and the aliases in its metadata."""
+def _add(path: Path, names: Iterable[str] | None, tensors: dict[str, StoredTensor], aliases: dict[str, str]) -> None:
+    """Add the tensors called ``names`` in the file at ``path``, or all, and the aliases in its metadata."""
     file = opened(path)
     held = set(file.keys())
     absent = [] if names is None else [name for name in names if name not in held]
@@ -133,12 +133,12 @@ def _add(path: Path, names: Iterable[str] | None, tensors: dict[str, Stored], al
         raise CheckpointError(f"{path} lacks tensors that the index says it has: {', '.join(sorted(absent))}")
     for name in sorted(held) if names is None else names:
         view = file.get_slice(name)
-        tensors[name] = Stored(path, view.get_dtype(), tuple(view.get_shape()))
+        tensors[name] = StoredTensor(path, view.get_dtype(), tuple(view.get_shape()))
     aliases |= file.metadata() or {}
 
 
 def _span(box: Box, shape: tuple[int, ...]) -> int:
-    """Elements of the whole from the first of ``box`` to its last."""
+    """Return the number of elements of the full tensor from the first of ``box`` to its last."""
     span, stride = 1, 1
     for size, length in zip(reversed(box.sizes), reversed(shape), strict=True):
         span += (size - 1) * stride
@@ -146,7 +146,7 @@ def _span(box: Box, shape: tuple[int, ...]) -> int:
     return span
 
 
-def _index(path: Path) -> dict[str, Any]:
+def _read_index(path: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_bytes())
         weight_map, metadata = index["weight_map"], index.get("metadata") or {}
@@ -160,9 +160,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 
 def _main_file(path: Path) -> Path:
-    """The file or index that says what is at ``path``. In a directory those that Hugging Face takes come first, in the
-    same order: a file that is there beats an index.
-    """
+    """Return the file or index to open for ``path``. As with Hugging Face, a single file has priority over an index."""
     if not path.is_dir():
         return path
     for name in (SINGLE, INDEX):

@@ -1,9 +1,9 @@
-"""``save_safetensors``: from shards into files in the layout of Hugging Face, without assembling anything.
+"""``save_safetensors``: writes shards directly to Hugging Face checkpoints, without gathering tensors.
 
-The safetensors library writes whole files out of whole tensors. So the headers, of which shapes and dtypes decide, are
-made here; the first rank reserves the files, and every rank writes what it holds to where it belongs. Nothing travels
-between ranks, all of them write at the same time, and a rank needs memory for one block. What it takes is a file
-system that all ranks share, which is checked before anything is written.
+The safetensors library writes complete files from full tensors. Here the headers are built from shapes and dtypes
+alone, rank 0 reserves the files, and every rank writes its shards at their offsets. Ranks exchange no tensors, write
+concurrently, and need memory for one block. All ranks must share a file system, which is checked before anything is
+written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from composable_fsdp.checkpoint._coordination.progress import progress_bar, want
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts
 from composable_fsdp.checkpoint._safetensors.file_layout import FileLayout, TensorFiles, TensorSpec
-from composable_fsdp.checkpoint._safetensors.keys import Keyed, KeyMap, keyed_tensors
+from composable_fsdp.checkpoint._safetensors.keys import KeyedTensor, KeyMap, keyed_tensors
 from composable_fsdp.checkpoint._state_dict.shard_view import Part
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["save_safetensors"]
 
 BLOCK_BYTES = 16 << 20
-"""Of a file that one block spans at most: what a rank may need to copy."""
+"""The most bytes of a file that one block spans: the size of the copy that a rank may need."""
 
 
 def save_safetensors(
@@ -46,41 +46,41 @@ def save_safetensors(
     key_map: KeyMap | None = None,
     timeout: float = TIMEOUT,
 ) -> None:
-    """Writes parameters and persistent buffers of ``model`` as safetensors files. All ranks of the default process
-    group must call it, and what one of them has is in the files: what differs between ranks must be a DTensor, or have
-    another name on each, as in the stages of a pipeline.
+    """Write the parameters and persistent buffers of ``model`` as safetensors files.
 
-    The directory ``path``, made if need be, then has ``model.safetensors``, or several files with
-    ``model.safetensors.index.json``, as ``save_pretrained`` of transformers would have written them. Other files in
-    it, such as ``config.json``, stay. A checkpoint that is there is replaced only when the new one is complete and on
-    disk: whenever a save ends early, even by a kill, readers find the one or the other, whole. Files have no
-    checksums; :func:`composable_fsdp.checkpoint.save` makes checkpoints that do.
+    All ranks of the default process group must call it. The files contain the tensors of all ranks: a tensor that
+    differs between ranks must be a DTensor, or have different names, as in pipeline stages.
 
-    Every rank writes its own part, block by block, with about 32 MB of extra memory; of replicas one writes each
-    tensor. Tied parameters are written once, under the first of their names. The others are in the metadata, where
-    :func:`load_safetensors` finds them; transformers needs none, as it ties them itself. Extra state of modules is left
-    out, with a warning.
+    The directory ``path`` is created if needed. It then has ``model.safetensors``, or several files with
+    ``model.safetensors.index.json``, as ``save_pretrained`` of transformers writes them. Other files in it, such as
+    ``config.json``, are kept. An existing checkpoint is replaced only when the new one is complete and on disk: if a
+    save is interrupted, even by a kill, readers find one of the two, complete. Files have no checksums;
+    :func:`composable_fsdp.checkpoint.save` makes checkpoints that do.
+
+    Every rank writes its own shards block by block, with about 32 MB of extra memory; of replicas one writes. Tied
+    parameters are written once, under the first of their names. The other names are in the metadata, where
+    :func:`load_safetensors` finds them; transformers ties parameters itself. Extra state of modules is left out, with a
+    warning.
 
     Args:
-        model: sharded or not. Of plain tensors the values of the first rank that has them count.
+        model: a module, sharded or not. For plain tensors the values of the first rank that has them are written.
         path: a directory on storage that all ranks share.
-        max_file_bytes: that the tensors of one file may have; a larger tensor has a file of its own.
-        dtype: for tensors with floating-point elements, ``torch.bfloat16`` for instance; that of the model if
-            ``None``.
-        key_map: from names in the model to those in the files, as in :func:`load_safetensors`.
-        timeout: seconds that ranks wait for each other, to come and whenever they exchange what they have.
+        max_file_bytes: the most bytes of tensors in one file. A larger tensor has a file of its own.
+        dtype: the dtype to write floating-point tensors in, such as ``torch.bfloat16``. ``None``: the model's.
+        key_map: maps names in the model to names in the files, as in :func:`load_safetensors`.
+        timeout: seconds for which ranks wait for each other, at the start and at every exchange.
 
     Raises:
-        CheckpointError: the same on all ranks, and what was there before is untouched: tensors are on the meta device;
-            or ranks have different ones of the same name, or not all of one; or they do not share the storage; or it is
-            full or fails; or some did not come; or an earlier asynchronous save failed.
-        ConfigurationError: an argument makes no sense, or two tensors would have one name in the files.
+        CheckpointError: tensors are on the meta device; ranks have different tensors of the same name, or not all
+            shards of one; ranks do not share the storage; it is full or fails; a rank did not call in time; or an
+            earlier asynchronous save failed. The error is the same on all ranks, and the previous files are unchanged.
+        ConfigurationError: an argument is invalid, or two tensors would have the same name in the files.
     """
     what = "save_safetensors"
     ranks = meet(what, timeout)
     save = _Save(Path(path), max_file_bytes)
     try:
-        plan = ranks.exchange(what, lambda: save.offers(model, dtype, key_map), save.begin)
+        plan = ranks.exchange(what, lambda: save.contributions(model, dtype, key_map), save.begin)
         if save.left_out and ranks.rank == 0:
             names = ", ".join(save.left_out)
             warnings.warn(f"save_safetensors leaves out the extra state of modules: {names}", stacklevel=2)
@@ -93,28 +93,28 @@ def save_safetensors(
 
 
 @dataclass(frozen=True)
-class _Offer:
-    """What a rank has of one tensor.
+class _Contribution:
+    """One rank's description of its shard of a tensor.
 
     Attributes:
-        spec: of the tensor.
-        aliases: its other names.
-        place: stands for where the part is in the tensor, in few bytes.
-        numel: of the part.
-        is_distributed: whether it is a DTensor.
+        spec: the full tensor.
+        aliases: other names of the tensor.
+        extent_digest: a digest of the shard's extent in the tensor.
+        numel: the number of elements of the shard.
+        is_distributed: True if the tensor is a DTensor.
     """
 
     spec: TensorSpec
     aliases: Sequence[str]
-    place: bytes
+    extent_digest: bytes
     numel: int
     is_distributed: bool
 
     @staticmethod
-    def of(tensor: Keyed, dtype: torch.dtype) -> _Offer:
+    def of(tensor: KeyedTensor, dtype: torch.dtype) -> _Contribution:
         name, part = tensor.keys[0], tensor.part
         ranges = repr(part.extent.ranges).encode() if part.numel else b""
-        return _Offer(
+        return _Contribution(
             TensorSpec(name, dtype, part.shape),
             [key for key in tensor.keys[1:] if key != name],
             hashlib.blake2b(ranges, digest_size=8).digest(),
@@ -125,7 +125,7 @@ class _Offer:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one rank writes: ``own`` tensors, by name, to ``files`` that are reserved under ``token``."""
+    """One rank's share of the work: write the ``own`` tensors to ``files``, which are reserved under ``token``."""
 
     files: TensorFiles
     token: str
@@ -138,13 +138,13 @@ class _Save:
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         self._folder = folder
         self._max_file_bytes = max_file_bytes
-        self._parts: dict[str, Part] = {}
+        self._shards: dict[str, Part] = {}
         self._begun: Replacement | None = None
-        """On rank 0."""
+        """The reserved files. Only rank 0 has them."""
         self.left_out: list[str] = []
 
-    def offers(self, model: nn.Module, dtype: torch.dtype | None, key_map: KeyMap | None) -> list[_Offer]:
-        """What this rank can write."""
+    def contributions(self, model: nn.Module, dtype: torch.dtype | None, key_map: KeyMap | None) -> list[_Contribution]:
+        """Describe the shards that this rank can write."""
         if self._max_file_bytes < 1:
             raise ConfigurationError(f"max_file_bytes must be at least 1, not {self._max_file_bytes}.")
         if self._folder.suffix == ".safetensors" or self._folder.is_file():
@@ -153,16 +153,16 @@ class _Save:
             raise ConfigurationError(f"dtype must be a floating-point one, not {dtype}.")
         tensors, self.left_out = keyed_tensors(model, key_map)
         _check_keys(tensors)
-        self._parts = {tensor.keys[0]: tensor.part for tensor in tensors}
+        self._shards = {tensor.keys[0]: tensor.part for tensor in tensors}
         own = [tensor.part.value.dtype for tensor in tensors]
         dtypes = [dtype if dtype is not None and each.is_floating_point else each for each in own]
-        return [_Offer.of(tensor, each) for tensor, each in zip(tensors, dtypes, strict=True)]
+        return [_Contribution.of(tensor, each) for tensor, each in zip(tensors, dtypes, strict=True)]
 
-    def begin(self, offers: Sequence[Sequence[_Offer]]) -> list[_Plan]:
-        """Decides for all ranks who writes what, and reserves the files."""
-        first, own = _shares(offers)
-        specs = [offer.spec for offer in first.values()]
-        aliases = {alias: name for name, offer in first.items() for alias in offer.aliases if alias not in first}
+    def begin(self, contributions: Sequence[Sequence[_Contribution]]) -> list[_Plan]:
+        """Decide for all ranks which tensors each writes, and reserve the files."""
+        first, own = _assign_writes(contributions)
+        specs = [entry.spec for entry in first.values()]
+        aliases = {alias: name for name, entry in first.items() for alias in entry.aliases if alias not in first}
         token = secrets.token_hex(4)
         generation = token if has_parts(self._folder) else ""
         files = TensorFiles.of(specs, aliases, self._max_file_bytes, generation)
@@ -171,7 +171,7 @@ class _Save:
         return [_Plan(files, token, frozenset(names)) for names in own]
 
     def check_shared(self, plan: _Plan) -> None:
-        """That what rank 0 has reserved is seen here."""
+        """Check that this rank sees the files that rank 0 has reserved."""
         replacement = Replacement(self._folder, plan.token)
         unseen = [file.name for file in plan.files.files if not replacement.sees(file)]
         if unseen:
@@ -181,34 +181,34 @@ class _Save:
             )
 
     def write(self, plan: _Plan, *, show: bool) -> None:
-        """Writes this rank's parts, and has them on disk."""
+        """Write this rank's shards, and flush them to disk."""
         aside = Replacement(self._folder, plan.token).aside
-        total = sum(self._parts[name].nbytes for name in plan.own)
+        total = sum(self._shards[name].nbytes for name in plan.own)
         with torch.no_grad(), progress_bar(show, "saving", total) as advance:
             for file in plan.files.files:
                 opened = os.open(aside / file.name, os.O_WRONLY)
                 try:
                     for spec in file.tensors:
                         if spec.name in plan.own:
-                            _write_part(opened, file, spec, self._parts[spec.name])
-                            advance(self._parts[spec.name].nbytes)
+                            _write_part(opened, file, spec, self._shards[spec.name])
+                            advance(self._shards[spec.name].nbytes)
                     os.fsync(opened)
                 finally:
                     os.close(opened)
 
     def commit(self, plan: _Plan, written: Sequence[None]) -> Sequence[None]:
-        """Makes what all have written the checkpoint."""
+        """Replace the previous checkpoint, after all ranks have written."""
         assert self._begun is not None
         self._begun.commit(plan.files)
         return written
 
     def abandon(self) -> None:
-        """Removes what is not complete."""
+        """Delete incomplete files."""
         if self._begun is not None:
             self._begun.abandon()
 
 
-def _check_keys(tensors: Iterable[Keyed]) -> None:
+def _check_keys(tensors: Iterable[KeyedTensor]) -> None:
     names: dict[str, str] = {}
     for tensor in tensors:
         for name, key in zip(tensor.names, tensor.keys, strict=True):
@@ -217,31 +217,32 @@ def _check_keys(tensors: Iterable[Keyed]) -> None:
                 raise ConfigurationError(f"key_map gives {key!r} to both {other!r} and {name!r}, which are not tied.")
 
 
-def _shares(offers: Sequence[Sequence[_Offer]]) -> tuple[dict[str, _Offer], list[set[str]]]:
-    """The first offer of every tensor, by name, and what each rank is to write so that every element is written once.
+def _assign_writes(contributions: Sequence[Sequence[_Contribution]]) -> tuple[dict[str, _Contribution], list[set[str]]]:
+    """Return the first description of every tensor by name, and the tensors that each rank writes.
 
-    Several ranks may hold the same part, on a mesh that the tensor knows or, as with parameters that tensor parallelism
-    leaves alone, on one that it does not. Of a DTensor they take turns, so that all have work.
+    Every element is written once. Several ranks may have the same shard, on a mesh that the tensor knows or, for
+    parameters that tensor parallelism replicates, on one that it does not. For DTensors they take turns, to share the
+    work.
     """
-    by_name: dict[str, dict[int, _Offer]] = {}
-    for rank, of_rank in enumerate(offers):
-        for offer in of_rank:
-            by_name.setdefault(offer.spec.name, {})[rank] = offer
+    by_name: dict[str, dict[int, _Contribution]] = {}
+    for rank, of_rank in enumerate(contributions):
+        for entry in of_rank:
+            by_name.setdefault(entry.spec.name, {})[rank] = entry
     first = {name: next(iter(of_ranks.values())) for name, of_ranks in by_name.items()}
-    own: list[set[str]] = [set() for _ in offers]
+    own: list[set[str]] = [set() for _ in contributions]
     problems = []
-    for turn, (name, of_ranks) in enumerate(by_name.items()):
-        holders: dict[tuple[bytes, int], list[int]] = {}
-        for rank, offer in of_ranks.items():
-            holders.setdefault((offer.place, offer.numel), []).append(rank)
-        spec, count = first[name].spec, sum(numel for _, numel in holders)
-        others = [rank for rank, offer in of_ranks.items() if offer.spec != spec]
+    for index, (name, of_ranks) in enumerate(by_name.items()):
+        ranks_by_shard: dict[tuple[bytes, int], list[int]] = {}
+        for rank, entry in of_ranks.items():
+            ranks_by_shard.setdefault((entry.extent_digest, entry.numel), []).append(rank)
+        spec, count = first[name].spec, sum(numel for _, numel in ranks_by_shard)
+        others = [rank for rank, entry in of_ranks.items() if entry.spec != spec]
         if others:
             problems.append(f"{name} has another shape or dtype on {named(others)} than on rank {next(iter(of_ranks))}")
         elif count != prod(spec.shape):
             problems.append(f"of {name} all ranks together have {count} instead of {prod(spec.shape)} elements")
-        for ranks in holders.values():
-            own[ranks[turn % len(ranks) if first[name].is_distributed else 0]].add(name)
+        for ranks in ranks_by_shard.values():
+            own[ranks[index % len(ranks) if first[name].is_distributed else 0]].add(name)
     if problems:
         raise CheckpointError(f"ranks do not hold the parts of one model: {'; '.join(problems)}.")
     return first, own

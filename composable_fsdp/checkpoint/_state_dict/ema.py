@@ -1,7 +1,7 @@
-"""``sharded_ema``: moving averages of a model's weights, of which each rank keeps those of its own shards.
+"""``sharded_ema``: exponential moving averages of a model's weights, sharded like the weights.
 
-Invariants: an average lies where its parameter does, so that updates need no communication. Outside of
-:meth:`ShardedEMA.swapped` the model's values are its own.
+Invariants: an average has the placements of its parameter, so updates need no communication. Outside of
+:meth:`ShardedEMA.swapped` the model holds its own values.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def sharded_ema(
     offload_to_cpu: bool = False,
     average_buffers: bool = False,
 ) -> ShardedEMA:
-    """An exponential moving average of the weights of ``model``, which begins with what they are now.
+    """Return an exponential moving average of the weights of ``model``, initialized with their current values.
 
-    Frozen parameters are not averaged and take no memory: they are their own average. Call it after ``fully_shard``,
-    on every rank.
+    Frozen parameters are not averaged and take no memory: their average is their value. Call this after
+    ``fully_shard``, on every rank.
 
     Args:
-        model: sharded or not.
-        decay: what an update keeps of the average, from 0 to 1, or a function of the number of the update, counted from
-            1: ``lambda step: min(0.999, (1 + step) / (10 + step))`` warms up.
-        dtype: of the averages. ``None``: that of the parameter, but at least float32: what an update adds is mostly
-            less than the last bit of a 16-bit float.
-        offload_to_cpu: keep the averages in host memory, where each update copies the shards.
-        average_buffers: average floating-point buffers too, such as the statistics of a batch norm. Without it the
-            model's own are used with the averages.
+        model: a module, sharded or not.
+        decay: the fraction of the average that an update keeps, from 0 to 1, or a function of the update's number,
+            counted from 1: ``lambda step: min(0.999, (1 + step) / (10 + step))`` warms up.
+        dtype: the dtype of the averages. ``None``: the parameter's dtype, but at least float32, because an update is
+            mostly smaller than the last bit of a 16-bit float.
+        offload_to_cpu: keep the averages in host memory. Each update then copies the shards.
+        average_buffers: average floating-point buffers too, such as the statistics of a batch norm. Without it, the
+            averaged weights are used with the model's own buffers.
 
     Raises:
-        ConfigurationError: ``decay`` or ``dtype`` makes no sense, or shards are of a tensor class of their own.
-        ParameterError: some of what is to be averaged is on the meta device. Named in the text.
+        ConfigurationError: ``decay`` or ``dtype`` is invalid, or some shards are tensor subclasses.
+        ParameterError: tensors to be averaged are on the meta device. The text names them.
     """
     if not callable(decay):
         _check_decay(decay)
@@ -62,15 +62,15 @@ def sharded_ema(
 
 
 class ShardedEMA:
-    """Averages of a model's weights, from :func:`sharded_ema`.
+    """Averages of a model's weights, made by :func:`sharded_ema`.
 
-    ``save(..., averages=...)`` and ``load(..., averages=...)`` of ``composable_fsdp.checkpoint`` have them in the same
-    checkpoint as the model, on any number of ranks. It also has the methods of ``torch.distributed.checkpoint``'s
-    ``Stateful``.
+    ``save(..., averages=...)`` and ``load(..., averages=...)`` of ``composable_fsdp.checkpoint`` keep them in the same
+    checkpoint as the model, for any number of ranks. The methods of ``torch.distributed.checkpoint``'s ``Stateful`` are
+    there too.
 
     Attributes:
-        steps: how many updates there were.
-        averages: by the names of the model, DTensors where the parameters are, of which every rank has its shard.
+        steps: the number of updates so far.
+        averages: the averages by parameter name. Where the parameter is a DTensor, so is its average.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the averages towards what the weights are now: call it after the optimizer's step. No communication.
+        """Move the averages towards the current weights. Call it after the optimizer's step; it does not communicate.
 
         Raises:
-            LifecycleError: inside :meth:`swapped`.
-            ConfigurationError: the function gave a decay that is not from 0 to 1; nothing has changed then.
-            ParameterError: the model lacks a parameter that is averaged.
+            LifecycleError: called inside :meth:`swapped`.
+            ConfigurationError: the decay function returned a value outside of 0 to 1. Nothing has changed then.
+            ParameterError: an averaged parameter is no longer in the model.
         """
-        self._check_own("update()")
+        self._check_not_swapped("update()")
         weight = 1.0 - _check_decay(self._decay(self.steps + 1))
         pairs = list(zip(self._locals(), self._values(), strict=True))
-        alike = [(a, v) for a, v in pairs if a.dtype == v.dtype and a.device == v.device]
-        if alike:
-            averages, values = zip(*alike, strict=True)
+        same_kind = [(a, v) for a, v in pairs if a.dtype == v.dtype and a.device == v.device]
+        if same_kind:
+            averages, values = zip(*same_kind, strict=True)
             torch._foreach_lerp_(averages, values, weight)
         for average, value in pairs:
             if average.dtype != value.dtype or average.device != value.device:
@@ -109,15 +109,15 @@ class ShardedEMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within, the model has the averages in the place of its own weights, for evaluation and export.
+        """Replace the model's weights with the averages inside the block, for evaluation and export.
 
-        Afterwards its own are back, whatever was done to them inside. It takes memory for the model's shards once more.
-        Enter it on all ranks, and outside of passes.
+        On exit the model's own weights are restored, even if they were changed inside. This takes memory for a second
+        copy of the model's shards. Enter it on all ranks, outside of forward and backward.
 
         Raises:
-            LifecycleError: inside another one.
+            LifecycleError: inside another ``swapped`` block.
         """
-        self._check_own("swapped()")
+        self._check_not_swapped("swapped()")
         before = [value.clone() for value in self._values()]
         self._write(self._locals())
         self._is_swapped = True
@@ -128,14 +128,14 @@ class ShardedEMA:
             self._write(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"steps": ..., "averages": {name: tensor}}``, which aliases the averages."""
+        """Return ``{"steps": ..., "averages": {name: tensor}}``, which aliases the averages."""
         return {"steps": self.steps, "averages": dict(self.averages)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies the values of :meth:`state_dict`: full tensors, or DTensors on any mesh, on all ranks together.
+        """Copy the values of :meth:`state_dict`: full tensors, or DTensors on any mesh. Call it on all ranks together.
 
         Raises:
-            CheckpointError: names, shapes or kinds of dtypes are others. Listed in the text; nothing is loaded then.
+            CheckpointError: names, shapes or kinds of dtypes differ. The text lists them, and nothing is loaded then.
         """
         given: Mapping[str, torch.Tensor] = state_dict["averages"]
         mismatch = Mismatch(unexpected={n: type(v).__name__ for n, v in given.items() if n not in self.averages})
@@ -150,13 +150,13 @@ class ShardedEMA:
         self.steps = int(state_dict["steps"])
 
     def entries(self) -> list[Entry]:
-        """The averages with how their parameters are cut, for checkpoints."""
+        """Return the averages with the sharding of their parameters, for checkpoints."""
         return [replace(entry, value=self.averages[entry.name]) for entry in self._averaged()]
 
-    # -- the model, and this rank's part of both
+    # -- the model's tensors, and the local shards of tensors and averages
 
     def _current(self) -> list[Entry]:
-        """What of the model may be averaged, at rest."""
+        """Reshard the model, and return those of its tensors that can be averaged."""
         shardings = at_rest(self._model)
         tensors = [*self._model.named_parameters()]
         if self._averages_buffers:
@@ -168,7 +168,7 @@ class ShardedEMA:
         ]
 
     def _averaged(self) -> list[Entry]:
-        """What is averaged, in the order of the averages."""
+        """Return the model's tensors that are averaged, in the order of the averages."""
         current = {entry.name: entry for entry in self._current()}
         lost = [name for name in self.averages if name not in current]
         if lost:
@@ -186,16 +186,16 @@ class ShardedEMA:
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
-        """Overwrites the model's shards, at rest."""
+        """Overwrite the model's shards, which must be resharded."""
         averaged = self._averaged()
         if averaged:
             torch._foreach_copy_([local_part(entry.value).detach() for entry in averaged], values)
-            increment_version([entry.value for entry in averaged])  # who looks at them sees that they have changed
+            increment_version([entry.value for entry in averaged])  # copies to their local tensors do not
 
-    def _check_own(self, what: str) -> None:
+    def _check_not_swapped(self, what: str) -> None:
         if self._is_swapped:
             raise LifecycleError(
-                f"{what} came inside swapped(), where the model's values are the averages themselves. Leave it first."
+                f"{what} was called inside swapped(), where the model's values are the averages. Leave it first."
             )
 
 
@@ -226,7 +226,7 @@ def _local(entry: Entry) -> torch.Tensor:
 
 @torch.no_grad()
 def _average_of(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None) -> torch.Tensor:
-    """A copy of ``tensor``, placed as it is, on ``device`` if any is said."""
+    """Return a copy of ``tensor`` with its placements, on ``device`` if one is given."""
     local = local_part(tensor).detach()
     kind = dtype or torch.promote_types(local.dtype, torch.float32)
     own = local.to(device or local.device, kind, copy=True)

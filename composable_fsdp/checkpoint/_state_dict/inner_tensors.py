@@ -1,14 +1,13 @@
-"""Tensors of classes of their own in checkpoints: which plain tensors stand for them.
+"""Checkpoints of tensor subclasses: the plain tensors that are saved instead.
 
-A class without ``__torch_dispatch__`` has its values in memory of its own, so a plain view of that is saved. Of any
-other class the *inner tensors* are saved, those that ``__tensor_flatten__`` names, under keys such as
-``model.0.weight.scale``. A *record* under ``classes.model.0.weight`` says which class it was and how each inner tensor
-is cut.
+A subclass without ``__torch_dispatch__`` has its own memory, and a plain view of it is saved. For any other subclass
+the *inner tensors* that ``__tensor_flatten__`` names are saved, under keys such as ``model.0.weight.scale``. A *record*
+under ``classes.model.0.weight`` stores the class, and how each inner tensor is sharded.
 
-An inner tensor can be loaded on another mesh if it is cut as the outer tensor is, or not at all. ``chunk`` of the class
-itself shows which: shapes alone cannot tell a scale per row from a scale per column. An inner tensor that is cut in
-another way, such as packed blocks across rows, is saved shard by shard, under keys that end with ``@`` and the part of
-the outer tensor that the shard is. Only a rank with the same part can load it.
+An inner tensor can be loaded on another mesh if it is sharded like the outer tensor, or replicated. Calling the class's
+own ``chunk`` shows which: from shapes alone, a scale per row looks like a scale per column. An inner tensor that is
+sharded in any other way, such as packed blocks across rows, is saved shard by shard, under keys that end with ``@`` and
+the extent of the shard in the outer tensor. Only a rank with the same extent can load it.
 """
 
 from __future__ import annotations
@@ -42,20 +41,21 @@ __all__ = [
 ]
 
 Ratio = tuple[int, int] | None
-"""How an inner tensor is cut where the outer one is cut along one dim: along which of its own dims, and how many
-indices of that belong to one index of the outer dim. ``UNCUT``: not at all. ``OTHERWISE``: in another way. ``None``:
-the outer tensor has too few indices to tell.
+"""The sharding of an inner tensor when the outer tensor is sharded along one dim.
+
+A pair: the inner dim, and the number of its indices per index of the outer dim. ``REPLICATED``: it is not sharded.
+``IRREGULAR``: it is sharded in some other way. ``None``: unknown, since the outer tensor has too few indices.
 """
-UNCUT, OTHERWISE = (-1, 1), (-1, 0)
+REPLICATED, IRREGULAR = (-1, 1), (-1, 0)
 
 
 def has_inner(part: Part) -> bool:
-    """Whether inner tensors stand for ``part``."""
+    """Return whether ``part`` is saved as inner tensors."""
     return _is_wrapper(part.local)
 
 
 def refuse_unknown(key: str, part: Part) -> None:
-    """Raises if nothing says which plain tensors stand for ``part``.
+    """Raise if the plain tensors that make up ``part`` cannot be found.
 
     Raises:
         CheckpointError: the class has ``__torch_dispatch__``, but no ``__tensor_flatten__``.
@@ -74,7 +74,7 @@ def _is_wrapper(tensor: Any) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-# -- what one rank has
+# -- one rank's view
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,10 @@ class _Inner:
     """One inner tensor on one rank.
 
     Attributes:
-        shape: of the inner tensor.
-        ratios: for each dim of the outer tensor.
-        checksum: of its values where ranks with other parts of the outer tensor may have the same part of this one.
+        shape: the shape of the inner tensor.
+        ratios: one for each dim of the outer tensor.
+        checksum: the checksum of its values, if ranks with other extents of the outer tensor may have the same extent
+            of this one; else ``None``.
     """
 
     shape: tuple[int, ...]
@@ -94,13 +95,13 @@ class _Inner:
 
 @dataclass(frozen=True)
 class Offer:
-    """A tensor with inner tensors on one rank.
+    """One rank's description of a tensor that is saved as inner tensors.
 
     Attributes:
-        kind: name of the class.
-        context: the plain values in what ``__tensor_flatten__`` returns besides names.
-        extent: this rank's part of the outer tensor.
-        inner: by name.
+        kind: the name of the class.
+        context: the plain values that ``__tensor_flatten__`` returns besides names.
+        extent: this rank's extent in the outer tensor.
+        inner: the inner tensors by name.
     """
 
     kind: str
@@ -111,15 +112,15 @@ class Offer:
 
 @torch.no_grad()
 def offer_of(part: Part) -> Offer:
-    """What this rank has of ``part``, which has inner tensors."""
+    """Return this rank's description of ``part``, which has inner tensors."""
     local, extent = part.local, part.extent
     inner = _inner_of(local)
-    along = [_ratios(local, inner, dim) for dim in range(local.ndim)]
+    ratios_by_dim = [_ratios(local, inner, dim) for dim in range(local.ndim)]
     found = {}
     for name, tensor in inner.items():
-        ratios = tuple(by_name[name] for by_name in along)
+        ratios = tuple(by_name[name] for by_name in ratios_by_dim)
         shared = any(
-            ratio in (None, UNCUT) and ranges != (range(size),)
+            ratio in (None, REPLICATED) and ranges != (range(size),)
             for ratio, ranges, size in zip(ratios, extent.ranges, extent.shape, strict=True)
         )
         found[name] = _Inner(tuple(tensor.shape), ratios, checksum(tensor) if shared else None)
@@ -127,10 +128,10 @@ def offer_of(part: Part) -> Offer:
 
 
 def _inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The plain tensors of which ``tensor`` consists, by their attributes, joined by dots where classes are nested.
+    """Return the plain inner tensors of ``tensor`` by attribute. Nested attributes are joined by dots.
 
     Raises:
-        CheckpointError: one is of a class that has no inner tensors, nor memory of its own.
+        CheckpointError: an inner tensor's class has neither inner tensors nor memory of its own.
     """
     found = {}
     for name in _flattened(tensor)[0]:
@@ -157,34 +158,34 @@ _NO_INNER: dict[str, torch.Tensor] = {}
 
 
 def _ratios(tensor: torch.Tensor, inner: Mapping[str, torch.Tensor], dim: int) -> dict[str, Ratio]:
-    """How each of the ``inner`` tensors is cut where ``tensor`` is cut in two along ``dim``."""
+    """Find how each of the ``inner`` tensors is cut when ``tensor`` is cut in two along ``dim``."""
     size = tensor.shape[dim]
     if size < 2:
         return dict.fromkeys(inner)
     try:
         halves = tensor.chunk(2, dim)
         pieces = [_inner_of(half) if _is_wrapper(half) else _NO_INNER for half in halves]
-    except Exception:  # code of the class: whatever it raises says that it cannot be cut along this dim
-        return dict.fromkeys(inner, OTHERWISE)
+    except Exception:  # the class's own code: any error means that it cannot be cut along this dim
+        return dict.fromkeys(inner, IRREGULAR)
     sizes = [half.shape[dim] for half in halves]
     return {name: _ratio(each, [piece.get(name) for piece in pieces], sizes) for name, each in inner.items()}
 
 
-def _ratio(whole: torch.Tensor, pieces: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Ratio:
-    """How ``whole`` is cut into ``pieces``, where the outer tensor is cut into pieces of ``sizes``."""
-    if all(piece is not None and _same(piece, whole) for piece in pieces):
-        return UNCUT
-    for dim, length in enumerate(whole.shape):
+def _ratio(full: torch.Tensor, pieces: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Ratio:
+    """Find how ``full`` was cut into ``pieces``, where the outer tensor was cut into pieces of ``sizes``."""
+    if all(piece is not None and _same(piece, full) for piece in pieces):
+        return REPLICATED
+    for dim, length in enumerate(full.shape):
         count, rest = divmod(length, sum(sizes))
         if count and not rest:
-            expected = whole.split([size * count for size in sizes], dim)
+            expected = full.split([size * count for size in sizes], dim)
             if all(piece is not None and _same(piece, e) for piece, e in zip(pieces, expected, strict=True)):
                 return dim, count
-    return OTHERWISE
+    return IRREGULAR
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have the same bytes; the same memory without a look at it."""
+    """Return whether both tensors have the same bytes. Tensors that share memory are not read."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
@@ -193,56 +194,56 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def class_name(tensor: torch.Tensor) -> str:
-    """Of the class of ``tensor``, with its module."""
+    """Return the qualified class name of ``tensor``, including its module."""
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
 def _context_of(tensor: torch.Tensor) -> Any:
     names, context = _flattened(tensor)
     deeper = {n: _context_of(inner) for n in names if _is_wrapper(inner := getattr(tensor, n))}
-    return [_described(context), deeper] if deeper else _described(context)
+    return [_to_json(context), deeper] if deeper else _to_json(context)
 
 
-def _described(value: Any) -> Any:
-    """``value`` as JSON has it. Of objects only the class: what their texts say may change from run to run."""
+def _to_json(value: Any) -> Any:
+    """Convert ``value`` to JSON values. Objects become their class's name: their ``repr`` may differ between runs."""
     if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
         return value
     if isinstance(value, (torch.dtype, torch.device, Enum)):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _described(each) for key, each in value.items()}
+        return {str(key): _to_json(each) for key, each in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_described(each) for each in value]
+        return [_to_json(each) for each in value]
     return type(value).__qualname__
 
 
-# -- what all ranks have
+# -- the view of all ranks together
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How an inner tensor is saved as one tensor: its whole shape, and a ratio for each dim of the outer one."""
+class _InnerLayout:
+    """The layout of an inner tensor that is saved as one tensor: its global shape, and a ratio for each outer dim."""
 
     shape: tuple[int, ...]
     ratios: tuple[Ratio, ...]
 
     @staticmethod
-    def decoded(shape: Sequence[int], ratios: Sequence[Sequence[int] | None]) -> _Cut:
-        """As JSON has its attributes."""
-        return _Cut(tuple(shape), tuple(None if ratio is None else (ratio[0], ratio[1]) for ratio in ratios))
+    def decoded(shape: Sequence[int], ratios: Sequence[Sequence[int] | None]) -> _InnerLayout:
+        """Make one from its attributes as JSON stores them."""
+        return _InnerLayout(tuple(shape), tuple(None if ratio is None else (ratio[0], ratio[1]) for ratio in ratios))
 
     def extent_at(self, outer: Extent) -> Extent:
-        """The part that belongs to the part ``outer``.
+        """Return the extent of this inner tensor that belongs to the extent ``outer`` of the outer tensor.
 
         Raises:
-            ValueError: the outer tensor is cut along a dim along which this one cannot be.
+            ValueError: the outer tensor is sharded along a dim along which this one cannot be.
         """
         ranges: list[Ranges] = [(range(size),) if size else () for size in self.shape]
         for dim, ratio in enumerate(self.ratios):
-            if ratio is None or ratio == OTHERWISE:
-                if outer.ranges[dim] != _whole(outer, dim):
+            if ratio is None or ratio == IRREGULAR:
+                if outer.ranges[dim] != _full_range(outer, dim):
                     raise ValueError(f"it cannot be cut along dim {dim}")
-            elif ratio != UNCUT:
+            elif ratio != REPLICATED:
                 own, count = ratio
                 ranges[own] = tuple(range(r.start * count, r.stop * count) for r in outer.ranges[dim])
         return Extent(self.shape, tuple(ranges))
@@ -250,16 +251,16 @@ class _Cut:
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint says about a tensor that is saved as inner tensors.
+    """The checkpoint's description of a tensor that is saved as inner tensors.
 
     Attributes:
-        path: of the outer tensor in the nested state dict.
-        kind: name of its class.
-        shape: of the whole outer tensor.
-        dtype: of the outer tensor, without ``torch.``.
-        local_shape: of the part of each rank, if that is the same; else ``None``, and there is no context.
-        context: plain values that belong to such a part.
-        inner: how each one is cut; ``None`` for one that is saved shard by shard.
+        path: the outer tensor's path in the nested state dict.
+        kind: the name of its class.
+        shape: the global shape of the outer tensor.
+        dtype: the dtype of the outer tensor, without ``torch.``.
+        local_shape: the shape of every rank's shard, if they are equal; else ``None``, and there is no context.
+        context: the plain values that belong to a shard of this shape.
+        inner: the layout of each inner tensor; ``None`` for one that is saved shard by shard.
     """
 
     path: tuple[str, ...]
@@ -268,10 +269,10 @@ class Record:
     dtype: str
     local_shape: tuple[int, ...] | None
     context: Any
-    inner: Mapping[str, _Cut | None]
+    inner: Mapping[str, _InnerLayout | None]
 
     def encoded(self) -> str:
-        inner = {name: None if cut is None else [cut.shape, cut.ratios] for name, cut in self.inner.items()}
+        inner = {name: None if layout is None else [layout.shape, layout.ratios] for name, layout in self.inner.items()}
         return json.dumps({**vars(self), "inner": inner})
 
     @staticmethod
@@ -281,17 +282,19 @@ class Record:
             values[name] = tuple(values[name])
         local = values["local_shape"]
         values["local_shape"] = None if local is None else tuple(local)
-        cuts = {name: None if cut is None else _Cut.decoded(*cut) for name, cut in values["inner"].items()}
-        return Record(**values | {"inner": cuts})
+        layouts = {
+            name: None if layout is None else _InnerLayout.decoded(*layout) for name, layout in values["inner"].items()
+        }
+        return Record(**values | {"inner": layouts})
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """Of a tensor with inner tensors, on all ranks together. Attributes are those of :class:`Record`."""
+    """The description of a tensor with inner tensors on all ranks. Attributes are those of :class:`Record`."""
 
     local_shape: tuple[int, ...] | None
     context: Any
-    inner: Mapping[str, _Cut | None]
+    inner: Mapping[str, _InnerLayout | None]
 
     def record(self, path: tuple[str, ...], part: Part) -> Record:
         kind, dtype = class_name(part.local), dtype_name(part.value.dtype)
@@ -299,10 +302,10 @@ class Agreed:
 
 
 def agreed(offers: Sequence[Mapping[str, Offer]]) -> dict[str, Agreed]:
-    """Out of the offers of all ranks, by key of the outer tensor.
+    """Combine the descriptions of all ranks, by key of the outer tensor.
 
     Raises:
-        CheckpointError: ranks have another class under one key.
+        CheckpointError: ranks have different classes under one key.
     """
     by_key: dict[str, list[Offer]] = {}
     for of_rank in offers:
@@ -317,81 +320,81 @@ def _agreed(key: str, offers: Sequence[Offer]) -> Agreed:
         raise CheckpointError(f"{key} is of another class on each rank: {', '.join(kinds)}.")
     filled = [offer for offer in offers if not offer.extent.is_empty] or list(offers)
     names = dict.fromkeys(name for offer in filled for name in offer.inner)
-    cuts = {name: _cut_of(name, filled) for name in names}
+    layouts = {name: _layout_of(name, filled) for name in names}
     first, shape = filled[0], filled[0].extent.local_shape
     if any(offer.extent.local_shape != shape or offer.context != first.context for offer in filled):
-        return Agreed(None, None, cuts)
-    return Agreed(shape, first.context, cuts)
+        return Agreed(None, None, layouts)
+    return Agreed(shape, first.context, layouts)
 
 
-def _cut_of(name: str, offers: Sequence[Offer]) -> _Cut | None:
-    """How the inner tensor ``name`` is cut, if it can be saved as one tensor."""
+def _layout_of(name: str, offers: Sequence[Offer]) -> _InnerLayout | None:
+    """Return how the inner tensor ``name`` is sharded, or ``None`` if it cannot be saved as one tensor."""
     if any(name not in offer.inner for offer in offers):
         return None
     own = [(offer.extent, offer.inner[name]) for offer in offers]
     outer, first = own[0]
-    ratios = tuple(_common([inner.ratios[dim] for _, inner in own]) for dim in range(len(outer.shape)))
+    ratios = tuple(_common_ratio([inner.ratios[dim] for _, inner in own]) for dim in range(len(outer.shape)))
     sizes = list(first.shape)
-    cut_dims = [ratio[0] for ratio in ratios if ratio is not None and ratio[0] >= 0]
-    if len(set(cut_dims)) < len(cut_dims):
+    sharded_dims = [ratio[0] for ratio in ratios if ratio is not None and ratio[0] >= 0]
+    if len(set(sharded_dims)) < len(sharded_dims):
         return None
     for dim, ratio in enumerate(ratios):
         if ratio is not None and ratio[0] >= 0:
             sizes[ratio[0]] = outer.shape[dim] * ratio[1]
-    cut = _Cut(tuple(sizes), ratios)
+    layout = _InnerLayout(tuple(sizes), ratios)
     values: dict[tuple[Ranges, ...], int | None] = {}
     for extent, inner in own:
         try:
-            found = cut.extent_at(extent)
+            found = layout.extent_at(extent)
         except ValueError:
             return None
         if found.local_shape != inner.shape or values.setdefault(found.ranges, inner.checksum) != inner.checksum:
             return None
-    return cut
+    return layout
 
 
-def _common(ratios: Sequence[Ratio]) -> Ratio:
+def _common_ratio(ratios: Sequence[Ratio]) -> Ratio:
     known = {ratio for ratio in ratios if ratio is not None}
-    return None if not known else known.pop() if len(known) == 1 else OTHERWISE
+    return None if not known else known.pop() if len(known) == 1 else IRREGULAR
 
 
-def _whole(extent: Extent, dim: int) -> Ranges:
+def _full_range(extent: Extent, dim: int) -> Ranges:
     size = extent.shape[dim]
     return (range(size),) if size else ()
 
 
-# -- the parts that are saved and loaded
+# -- the tensors that are saved and loaded
 
 
-def parts_of(part: Part, inner: Mapping[str, _Cut | None]) -> dict[str, Part]:
-    """What this rank saves of ``part``: its inner tensors, by what follows the key of the outer one.
+def parts_of(part: Part, inner: Mapping[str, _InnerLayout | None]) -> dict[str, Part]:
+    """Return the inner tensors that this rank saves for ``part``, by the suffix that follows the outer tensor's key.
 
-    A rank without an element of the outer tensor saves nothing. What it has of tensors that are not cut may be stale.
+    A rank without any element of the outer tensor saves nothing: its replicated inner tensors may be stale.
     """
     if part.extent.is_empty:
         return {}
     found = {}
     for name, tensor in _inner_of(part.local).items():
-        cut = inner[name]
-        if cut is not None:
-            found[f".{name}"] = Part(tensor, extent=cut.extent_at(part.extent))
+        layout = inner[name]
+        if layout is not None:
+            found[f".{name}"] = Part(tensor, extent=layout.extent_at(part.extent))
         else:
-            found[f".{name}{_at(part.extent)}"] = Part(tensor)
+            found[f".{name}{_suffix(part.extent)}"] = Part(tensor)
     return found
 
 
-def _at(extent: Extent) -> str:
-    """Which part of the outer tensor a shard is."""
+def _suffix(extent: Extent) -> str:
+    """Return the key suffix for a shard with this extent of the outer tensor."""
     return "@" + ",".join("+".join(f"{r.start}:{r.stop}" for r in ranges) for ranges in extent.ranges)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be loaded into a tensor with inner tensors.
+    """The inner tensors to load into a tensor.
 
     Attributes:
-        parts: by what follows the key of the outer tensor.
-        absent: inner tensors of the checkpoint that are ``None`` here, by attribute, with memory for them.
+        parts: the tensors to fill, by the suffix that follows the outer tensor's key.
+        absent: memory for inner tensors that the checkpoint has but that are ``None`` here, by attribute.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -399,38 +402,38 @@ class Wanted:
 
 
 Spec = tuple[tuple[int, ...], torch.dtype]
-"""Whole shape and dtype of what is saved under a key."""
+"""The global shape and the dtype of what is saved under a key."""
 
 
 def wanted_of(part: Part, record: Record, name: str, saved: Callable[[str], Spec | None], mismatch: Mismatch) -> Wanted:
-    """What of the checkpoint goes to ``part``.
+    """Match the inner tensors of ``part`` with those of the checkpoint.
 
     Args:
-        part: of the model.
-        record: of the checkpoint.
-        name: of the tensor, for ``mismatch``.
-        saved: gives what is under a key, by what follows the key of the outer tensor.
-        mismatch: is told all differences.
+        part: the model's tensor.
+        record: the checkpoint's record of it.
+        name: the name of the tensor in ``mismatch``.
+        saved: returns the spec of what is saved under a key suffix, or ``None``.
+        mismatch: collects all differences.
     """
     wanted = Wanted()
-    if not _fits(part, record, name, mismatch):
+    if not _compare_outer(part, record, name, mismatch):
         return wanted
     inner = _inner_of(part.local)
     for attribute in inner.keys() - record.inner.keys():
         mismatch.classes[f"{name}.{attribute}"] = f"not saved, but this {record.kind} has it"
-    for attribute, cut in record.inner.items():
+    for attribute, layout in record.inner.items():
         label = f"{name}.{attribute}"
         try:
-            extent = None if cut is None else cut.extent_at(part.extent)
+            extent = None if layout is None else layout.extent_at(part.extent)
         except ValueError as error:
             if not part.extent.is_empty:
                 mismatch.classes[label] = f"{error}. {_SAME_MESH}"
             continue
-        suffix = f".{attribute}{_at(part.extent) if extent is None else ''}"
+        suffix = f".{attribute}{_suffix(part.extent) if extent is None else ''}"
         spec = saved(suffix)
         if spec is None:
             if not part.extent.is_empty:
-                mismatch.classes[label] = f"saved as other shards than that of {_at(part.extent)[1:]}. {_SAME_MESH}"
+                mismatch.classes[label] = f"saved as other shards than that of {_suffix(part.extent)[1:]}. {_SAME_MESH}"
             continue
         shape, dtype = spec[0] if extent is None else extent.local_shape, spec[1]
         tensor = inner.get(attribute)
@@ -450,8 +453,8 @@ def wanted_of(part: Part, record: Record, name: str, saved: Callable[[str], Spec
 _SAME_MESH = "Load it on the mesh, and as many ranks, that saved it"
 
 
-def _fits(part: Part, record: Record, name: str, mismatch: Mismatch) -> bool:
-    """Whether the outer tensors are alike."""
+def _compare_outer(part: Part, record: Record, name: str, mismatch: Mismatch) -> bool:
+    """Compare the outer tensors, and return whether they match."""
     local = part.local
     if record.kind != class_name(local):
         mismatch.classes[name] = differ(f"a {record.kind}", f"a {class_name(local)}")

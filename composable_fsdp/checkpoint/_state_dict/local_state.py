@@ -1,4 +1,4 @@
-"""State of optimizers that work on local tensors: plain tensors that are a rank's shard of something larger."""
+"""State of optimizers that work on local tensors: plain tensors that are this rank's shards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["has_shards_shape", "is_plain"]
 
 
 def is_plain(value: object, member: Member) -> TypeGuard[torch.Tensor]:
-    """Whether ``value`` is a plain tensor though its parameter is distributed: a shard, or the same on every rank."""
+    """Return whether ``value`` is a plain tensor but its parameter a DTensor: a local shard, or a replicated value."""
     return isinstance(member.parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
 def has_shards_shape(value: object, member: Member) -> TypeGuard[torch.Tensor]:
-    """Whether ``value`` may be a shard: it is one if this holds on every rank that has it."""
+    """Return whether ``value`` may be a local shard. It is one if this holds on every rank that has it."""
     return is_plain(value, member) and value.ndim > 0 and value.shape == local_part(member.parameter).shape

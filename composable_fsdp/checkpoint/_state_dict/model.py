@@ -1,4 +1,4 @@
-"""State dicts of a model in the three forms, and loading them."""
+"""State dicts of a model in the three forms: full, sharded and local."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse, 
 from composable_fsdp.checkpoint._state_dict.names import Entry, entries_of, on_meta, plain_name
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Sharded
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
-from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, shown
+from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, to_form
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["SHARDED", "comes_from_rank0", "load_state_dict", "state_dict", "state_dict_form", "streams_from_rank0"]
@@ -26,52 +26,52 @@ __all__ = ["SHARDED", "comes_from_rank0", "load_state_dict", "state_dict", "stat
 SHARDED = Sharded()
 
 
-# -- out
+# -- save
 
 
 def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
-    """All that the unsharded model's ``state_dict()`` has, under its names and in its dtypes, in ``form``.
+    """Return what the unsharded model's ``state_dict()`` has, with its names and dtypes, in ``form``.
 
-    Tied weights are one tensor under each of their names. What is not a tensor is as ``get_extra_state`` gave it.
+    Tied weights are one tensor under each of their names. Extra state is as ``get_extra_state`` returned it.
 
     Args:
-        model: any module; what is not sharded shows whole in every form.
+        model: a module. Tensors that are not sharded are full in every form.
         form: :class:`Sharded` and :class:`Local` alias the parameters, as ``model.state_dict()`` does. :class:`Full`
-            has memory of its own, buffers too; all ranks must ask for it together, and each gathers tensor by tensor.
-            With ``rank0_only`` rank 0 has it, or the first of the ranks that hold parts of the model; of parameters
-            that fewer data-parallel ranks hold than others, such as experts, the first of these.
+            copies everything, buffers too. It is collective: all ranks must call it together, and tensors are gathered
+            one by one. With ``rank0_only`` only rank 0 gets it, or the first of the ranks that own shards of the model.
+            Parameters with fewer data-parallel ranks than others, such as experts, go to the first of their ranks.
 
     Raises:
-        CheckpointError: the full form of parameters that are on the meta device.
+        CheckpointError: the full form, while parameters are on the meta device.
     """
     entries = entries_of(model)
     if isinstance(form, Full):
         for problem in _on_meta(entries):
             raise CheckpointError(f"{type(model).__name__} has no full state dict: {problem}")
     tensors = ((entry.value, entry.sharding) for entry in entries.values())
-    holders = OwnerRanks.of(tensors, all_ranks=comes_from_rank0(form))
+    owners = OwnerRanks.of(tensors, all_ranks=comes_from_rank0(form))
     state: dict[str, Any] = OrderedDict()
     known: dict[int, torch.Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for name, entry in entries.items():
-            shows = not comes_from_rank0(form) or holders.is_source_of(entry.value)
+            receives = not comes_from_rank0(form) or owners.is_source_of(entry.value)
             if entry.is_tensor and id(entry.value) not in known:
-                value = shown(name, entry.value, entry.sharding, form)
-                known[id(entry.value)] = value if shows else torch.empty(0)
+                value = to_form(name, entry.value, entry.sharding, form)
+                known[id(entry.value)] = value if receives else torch.empty(0)
                 del value
-            if shows:
+            if receives:
                 state[name] = known[id(entry.value)] if entry.is_tensor else entry.value
     cast(Any, state)._metadata = _versions(model)
     return state
 
 
 def comes_from_rank0(form: Form | None) -> bool:
-    """Whether only sources have values in this form."""
+    """Return whether only the source ranks have values in this form."""
     return isinstance(form, Full) and form.rank0_only
 
 
 def _versions(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Which version of its state each module wrote, where ``nn.Module.load_state_dict`` looks for it."""
+    """Return each module's state version, stored where ``nn.Module.load_state_dict`` looks for it."""
     modules = model.named_modules(remove_duplicate=False)
     return OrderedDict((plain_name(f"{name}.")[:-1], {"version": module._version}) for name, module in modules)
 
@@ -84,7 +84,7 @@ def _described(value: object) -> str:
     return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-# -- in
+# -- load
 
 
 def load_state_dict(
@@ -95,27 +95,29 @@ def load_state_dict(
     strict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> _IncompatibleKeys:
-    """Copies the values of ``state_dict`` to the parameters and buffers of ``model``, in place.
+    """Copy the values of ``state_dict`` to the parameters and buffers of ``model``, in place.
 
-    All ranks must call it together. They agree on every error first, and then nothing has been loaded. Values are cast
-    to the dtypes of the model. Sharded values may lie on another mesh, in other placements or on another device. Of
-    tied weights the first name that is there counts. The model's own ``load_state_dict`` runs last, with values that
-    are in place already, so that hooks and ``set_extra_state`` are called. Names may have what wrappers put in.
+    All ranks must call it together. They agree on errors first, so after an error nothing has been loaded. Values are
+    cast to the model's dtypes. Sharded values may be on another mesh, in other placements or on another device. For
+    tied weights the first name that is present counts. The model's own ``load_state_dict`` runs last, with values that
+    are in place already, so that hooks and ``set_extra_state`` are called. Prefixes that wrappers add to names are
+    ignored.
 
     Args:
-        model: sharded or not.
+        model: a module, sharded or not.
         state_dict: from :func:`state_dict`, or that of the unsharded model.
-        form: that of the values; by default a DTensor is sharded, and a plain tensor full. Local ones must be named.
+        form: the form of the values. By default a DTensor is sharded and a plain tensor full; :class:`Local` must be
+            passed.
         strict: missing and unexpected names are an error.
-        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``. What the others
-            pass is not looked at; they get it tensor by tensor, and hold one at a time.
+        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``, and broadcasts it
+            tensor by tensor. What other ranks pass is ignored; they hold one full tensor at a time.
 
     Returns:
-        Names that are missing and unexpected, as ``nn.Module.load_state_dict`` does.
+        The missing and unexpected names, as ``nn.Module.load_state_dict`` does.
 
     Raises:
-        CheckpointError: the state dict does not fit: a line for each name that is missing, unexpected, of another shape
-            or of another kind of dtype. The same on every rank.
+        CheckpointError: the state dict does not fit. The text has a line for each name that is missing, unexpected, of
+            another shape or of another kind of dtype, and is the same on every rank.
         ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
     streams = streams_from_rank0(form, broadcast_from_rank0)
@@ -125,7 +127,7 @@ def load_state_dict(
 
 
 def streams_from_rank0(form: Form | None, broadcast_from_rank0: bool) -> bool:
-    """Whether one rank has the values, in full."""
+    """Return whether one rank broadcasts full values to the others."""
     if broadcast_from_rank0 and not isinstance(form, Full | None):
         raise ConfigurationError(
             f"broadcast_from_rank0 sends whole tensors, but form is {form!r}. Pass a full state dict on rank 0, or a "
@@ -136,11 +138,11 @@ def streams_from_rank0(form: Form | None, broadcast_from_rank0: bool) -> bool:
 
 @dataclass
 class _Report:
-    """What one rank says about the state dict that it was given."""
+    """One rank's findings about the state dict that it was given."""
 
     mismatch: Mismatch = field(default_factory=Mismatch)
     others: dict[str, Any] = field(default_factory=dict)
-    """Values that are no tensors, where they have to be sent."""
+    """Values that are not tensors, if they must be sent to other ranks."""
     versions: dict[str, Any] | None = None
 
 
@@ -148,7 +150,7 @@ class _Load:
     """One call of :func:`load_state_dict`.
 
     Args:
-        streams: only sources have values. The state dicts of other ranks are not looked at.
+        streams: only source ranks have values. The state dicts of other ranks are ignored.
     """
 
     def __init__(self, model: nn.Module, state_dict: object, form: Form | None, streams: bool) -> None:
@@ -156,12 +158,12 @@ class _Load:
         self._form = form
         self._streams = streams
         self._entries = entries_of(model)
-        self._holders = OwnerRanks.of(((e.value, e.sharding) for e in self._entries.values()), all_ranks=streams)
+        self._owners = OwnerRanks.of(((e.value, e.sharding) for e in self._entries.values()), all_ranks=streams)
         self._given: dict[str, Any] = {}
-        self._reports = self._holders.exchange(self._inspect(state_dict))
+        self._reports = self._owners.exchange(self._inspect(state_dict))
 
     def agree(self, strict: bool) -> None:
-        """Raises on all ranks alike if anything is wrong on one of them."""
+        """Raise the same error on all ranks if any of them found one."""
         mismatches = {rank: report.mismatch for rank, report in self._reports.items()}
         if not strict:
             missing = [] if self._streams else [mismatch.missing for mismatch in mismatches.values()]
@@ -173,15 +175,15 @@ class _Load:
         refuse(f"the state dict does not fit {type(self._model).__name__}", mismatches)
 
     def carry_out(self) -> _IncompatibleKeys:
-        """Fills parameters and buffers, then has the model's own method run with values that are there already."""
-        present = {name: e for name, e in self._entries.items() if name not in self._told(e).mismatch.missing}
+        """Fill parameters and buffers, then run the model's own method with these values."""
+        present = {name: e for name, e in self._entries.items() if name not in self._report_of(e).mismatch.missing}
         filled: set[int] = set()
         values = {}
         with torch.inference_mode(False), torch.no_grad():
             for name, entry in present.items():
                 values[entry.key] = entry.value
                 if not entry.is_tensor:
-                    values[entry.key] = self._told(entry).others[name] if self._streams else self._given[name]
+                    values[entry.key] = self._report_of(entry).others[name] if self._streams else self._given[name]
                 elif id(entry.value) not in filled:
                     filled.add(id(entry.value))
                     self._fill(entry)
@@ -189,16 +191,16 @@ class _Load:
         unexpected = dict.fromkeys(name for report in self._reports.values() for name in report.mismatch.unexpected)
         return _IncompatibleKeys([plain_name(name) for name in missing], list(unexpected))
 
-    def _told(self, entry: Entry | None = None) -> _Report:
-        """The report that counts for ``entry``, or for the whole."""
+    def _report_of(self, entry: Entry | None = None) -> _Report:
+        """Return the report of the rank that has ``entry``, or by default the report for the complete state dict."""
         value = None if entry is None else entry.value
-        return self._reports[self._holders.source_of(value) if self._streams else self._holders.rank]
+        return self._reports[self._owners.source_of(value) if self._streams else self._owners.rank]
 
     def _inspect(self, state_dict: object) -> _Report:
         report = _Report(Mismatch(others=_on_meta(self._entries)))
-        is_speaker = not self._streams or self._holders.is_source_of()
-        mine = [e for e in self._entries.values() if not self._streams or self._holders.is_source_of(e.value)]
-        if not mine and not is_speaker:
+        is_source = not self._streams or self._owners.is_source_of()
+        mine = [e for e in self._entries.values() if not self._streams or self._owners.is_source_of(e.value)]
+        if not mine and not is_source:
             return report
         if not isinstance(state_dict, Mapping):
             report.mismatch.others.append(
@@ -208,7 +210,7 @@ class _Load:
         self._given = {plain_name(str(name)): value for name, value in state_dict.items()}
         for entry in mine:
             self._inspect_entry(entry, report)
-        if is_speaker:
+        if is_source:
             unexpected = {str(n): v for n, v in state_dict.items() if plain_name(str(n)) not in self._entries}
             report.mismatch.unexpected = {name: _described(value) for name, value in unexpected.items()}
             report.versions = getattr(state_dict, "_metadata", None)
@@ -232,19 +234,19 @@ class _Load:
     def _fill(self, entry: Entry) -> None:
         target, value = entry.value, self._given.get(entry.name)
         if self._streams:
-            value = self._holders.send(target, value, target.dtype, target.shape)
+            value = self._owners.send(target, value, target.dtype, target.shape)
         assert value is not None
         fill(target, entry.sharding, value, self._form)
 
     def _load_with_hooks(self, values: dict[str, Any]) -> list[str]:
-        """``nn.Module.load_state_dict``. Returns which names it misses, hooks of modules having had their say."""
-        state, versions = OrderedDict(values), self._told().versions
+        """Call ``nn.Module.load_state_dict``, and return the missing names that hooks of modules left."""
+        state, versions = OrderedDict(values), self._report_of().versions
         if versions is not None:
             by_name = {plain_name(f"{name}."): version for name, version in versions.items()}
             paths = [name for name, _ in self._model.named_modules(remove_duplicate=False)]
             known = {path: by_name[n] for path in paths if (n := plain_name(f"{path}.")) in by_name}
             cast(Any, state)._metadata = OrderedDict(known)
-        # That of the class: the object's own may be what state_dict_form has put there.
+        # The method of the class: state_dict_form may have replaced the instance's.
         missing: list[str] = type(self._model).load_state_dict(self._model, state, strict=False).missing_keys
         return missing
 
@@ -254,16 +256,17 @@ class _Load:
 
 @contextmanager
 def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
-    """Within, ``model.state_dict()`` and ``model.load_state_dict(...)`` are those of this module, in ``form``.
+    """Make ``model.state_dict()`` and ``model.load_state_dict(...)`` use ``form`` inside the block.
 
-    Only of ``model`` itself, also where it is an activation-checkpoint wrapper of the sharded module, and as part of
-    the ``state_dict()`` of a module that contains it. After it, and after one within another, they are what they were.
+    This affects ``model`` itself, also if it is an activation-checkpoint wrapper of the sharded module, and its share
+    of the ``state_dict()`` of a module that contains it. On exit the previous methods are restored; blocks may be
+    nested.
 
     Args:
         model: as for :func:`state_dict`.
         form: as for :func:`state_dict` and :func:`load_state_dict`.
     """
-    inside = {"state_dict": _shows(model, form), "load_state_dict": _loads(model, form)}
+    inside = {"state_dict": _state_dict_method(model, form), "load_state_dict": _load_state_dict_method(model, form)}
     attributes = vars(model)
     before = {name: attributes[name] for name in inside if name in attributes}
     attributes.update(inside)
@@ -275,9 +278,9 @@ def state_dict_form(model: nn.Module, form: Form) -> Iterator[None]:
         attributes.update(before)
 
 
-def _shows(model: nn.Module, form: Form) -> Callable[..., Any]:
+def _state_dict_method(model: nn.Module, form: Form) -> Callable[..., Any]:
     def show(*args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        if args or keep_vars:  # the parameters themselves have no other form
+        if args or keep_vars:  # keep_vars asks for the parameters themselves, which have one form
             return type(model).state_dict(model, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         state = state_dict(model, form)
         if destination is None and not prefix:
@@ -289,7 +292,7 @@ def _shows(model: nn.Module, form: Form) -> Callable[..., Any]:
     return show
 
 
-def _loads(model: nn.Module, form: Form) -> Callable[..., _IncompatibleKeys]:
+def _load_state_dict_method(model: nn.Module, form: Form) -> Callable[..., _IncompatibleKeys]:
     def load(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
         if assign:
             raise ConfigurationError(

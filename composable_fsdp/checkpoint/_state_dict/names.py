@@ -1,4 +1,4 @@
-"""The names under which users know what a model holds: those of the model before anything wrapped it."""
+"""Names of a model's tensors as its user knows them: without the prefixes that wrappers add."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from composable_fsdp.errors import CheckpointError
 __all__ = ["Entry", "at_rest", "entries_of", "on_meta", "parameter_names", "plain_name", "tensors_of"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation-checkpoint wrappers of torch and ``torch.compile`` put into names."""
+"""Prefixes that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
 
 
 def plain_name(name: str) -> str:
-    """``name`` without what wrappers put into it."""
+    """Return ``name`` without the prefixes that wrappers add."""
     for prefix in _WRAPPERS:
         name = name.replace(prefix, "")
     return name
@@ -29,11 +29,11 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a state dict has under one name.
+    """The entry of a state dict under one name.
 
-    ``value`` is the parameter or buffer itself, or whatever a module's ``get_extra_state`` gave. ``sharding`` says how
-    ``fully_shard`` cut it, if it did. ``key`` is the name that the model's own methods have, with what wrappers put in.
-    Shared tensors have an entry under each of their names, with the same ``value``.
+    ``value`` is the parameter or buffer itself, or what a module's ``get_extra_state`` returned. ``sharding`` is its
+    sharding by ``fully_shard``, if any. ``key`` is the name in the model's own methods, with the prefixes of wrappers.
+    Tied tensors have an entry under each of their names, with the same ``value``.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Entry:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a parameter or buffer. Extra state may be a tensor too, but of any shape at any time."""
+        """True for a parameter or buffer, but not for extra state: that may be a tensor of any shape at any time."""
         return isinstance(self.value, torch.Tensor) and self.name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
 
 
 def at_rest(model: nn.Module) -> dict[int, ParameterSharding]:
-    """Has ``model`` show its parameters in their sharded form. Returns how each is cut, by its id."""
+    """Reshard the parameters of ``model``, and return the sharding of each, by its id."""
     states = states_below(model)
     for state in states:
         state.deliver_before_changes()
@@ -58,7 +58,7 @@ def at_rest(model: nn.Module) -> dict[int, ParameterSharding]:
 
 
 def entries_of(model: nn.Module) -> dict[str, Entry]:
-    """All that ``model.state_dict()`` has, by plain names, in its order. Parameters are in their sharded form."""
+    """Return the entries of ``model.state_dict()`` by plain names, in its order, with parameters in sharded form."""
     shardings = at_rest(model)
     state = model.state_dict(keep_vars=True)
     entries = (Entry(plain_name(k), value, shardings.get(id(value)), k) for k, value in state.items())
@@ -66,10 +66,10 @@ def entries_of(model: nn.Module) -> dict[str, Entry]:
 
 
 def tensors_of(model: nn.Module) -> tuple[list[list[Entry]], list[Entry]]:
-    """The entries of each parameter and buffer, several if it is shared, and those of anything else.
+    """Return the entries of each parameter and buffer, several for a shared tensor, and the entries of extra state.
 
     Raises:
-        CheckpointError: some are on the meta device. Named in the text.
+        CheckpointError: tensors are on the meta device. The text names them.
     """
     shared: dict[int, list[Entry]] = {}
     others = []
@@ -84,7 +84,7 @@ def tensors_of(model: nn.Module) -> tuple[list[list[Entry]], list[Entry]]:
 
 
 def on_meta(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """A sentence about those of the named ``tensors`` that are on the meta device, if there are any."""
+    """Return an error text that names those of ``tensors`` that are on the meta device, or an empty list."""
     names = [name for name, tensor in tensors if tensor.is_meta]
     if not names:
         return []
@@ -93,5 +93,5 @@ def on_meta(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """The first plain name of every parameter, by its id, in the order of ``model.parameters()``."""
+    """Return the first plain name of every parameter, by its id, in the order of ``model.parameters()``."""
     return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}

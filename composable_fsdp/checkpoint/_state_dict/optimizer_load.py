@@ -1,4 +1,4 @@
-"""Loading state dicts of optimizers, in which parameters have names."""
+"""Loading of optimizer state dicts, which are keyed by parameter names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
 from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
 from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
-from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, part_for
+from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, shard_for
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
 
 __all__ = ["load_optimizer_state_dict"]
@@ -35,24 +35,26 @@ def load_optimizer_state_dict(
     *,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Has ``optimizer`` go on from what :func:`optimizer_state_dict` gave, on these or other ranks, meshes or forms.
+    """Load what :func:`optimizer_state_dict` returned, from the same or other ranks, meshes or forms.
 
-    It may be fresh: no step is made for its state to exist. Parameters and groups are found by names, in whatever order
-    they are. Hyperparameters of the groups are restored. All ranks must call it together, and agree on errors before
-    anything is loaded. What is there is filled in place; new state is this rank's own memory, DTensors for what lies
-    like a parameter. An optimizer that keeps such state as plain local tensors must have it already, by a step, or be
-    given the local form. ``optimizer.load_state_dict`` runs last, with its hooks and casts.
+    All ranks must call it together, and agree on errors before anything is loaded. A fresh optimizer needs no step
+    first. Parameters and groups are matched by names, in any order, and the groups' hyperparameters are restored.
+    Existing state is filled in place. New state is allocated, as a DTensor if it is sharded like its parameter. An
+    optimizer that keeps such state as plain local tensors must have it already, by a step, or be given the local form.
+    ``optimizer.load_state_dict`` runs last, with its hooks and casts.
 
     Args:
-        model: sharded or not.
-        optimizer: over parameters of ``model``, in groups of the same members.
-        state: by names; :func:`rekey_optimizer_state_dict` makes such of a plain optimizer's own.
-        form: that of the values; by default a DTensor is sharded, and a plain tensor full. Local ones must be named.
-        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``. What the others
-            pass is not looked at; they get it tensor by tensor.
+        model: a module, sharded or not.
+        optimizer: an optimizer of parameters of ``model``, with the same parameters in each group as when saved.
+        state: the state by names; :func:`rekey_optimizer_state_dict` converts a plain optimizer's own.
+        form: the form of the values. By default a DTensor is sharded and a plain tensor full; :class:`Local` must be
+            passed.
+        broadcast_from_rank0: only rank 0 has a (full) state dict, as with ``Full(rank0_only=True)``, and broadcasts it
+            tensor by tensor. What other ranks pass is ignored.
 
     Raises:
-        CheckpointError: other groups, unknown parameters, tensors of other shapes: a line for each, on every rank.
+        CheckpointError: groups, parameters or shapes differ. The text has a line for each and is the same on every
+            rank.
         ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
     streams = streams_from_rank0(form, broadcast_from_rank0)
@@ -60,8 +62,8 @@ def load_optimizer_state_dict(
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """Announces a tensor that is sent on its own."""
+class _TensorSpec:
+    """The shape and dtype of a tensor that is broadcast separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,13 +71,13 @@ class _Tensor:
 
 @dataclass
 class _Report:
-    """What one rank says about the state dict that it was given."""
+    """One rank's findings about the state dict that it was given."""
 
     mismatch: Mismatch = field(default_factory=Mismatch)
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Saved groups, in the order of the optimizer's."""
+    """The saved groups, in the order of the optimizer's groups."""
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By parameter; where one rank has the values, with announcements for tensors."""
+    """State by parameter name. If one rank broadcasts the values, it has specs instead of tensors."""
     others: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
 
@@ -89,55 +91,55 @@ class _Load:
         self._streams = streams
         self._groups = members_of(model, optimizer)
         self._members = {member.name: member for group in self._groups for member in group}
-        self._holders = OwnerRanks.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)
+        self._owners = OwnerRanks.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)
         self._given: dict[str, dict[str, Any]] = {}
         report = self._inspect(state)
         if streams:
-            report.groups = [{k: _announced(v) for k, v in group.items()} for group in report.groups]
+            report.groups = [{k: _to_spec(v) for k, v in group.items()} for group in report.groups]
         mine = report if streams else _Report(report.mismatch, digest=report.digest)
-        reports = self._holders.exchange(mine)
+        reports = self._owners.exchange(mine)
         what = f"the state dict does not fit {type(optimizer).__name__}"
         refuse(what, {rank: each.mismatch for rank, each in reports.items()})
         if not streams and len({each.digest for each in reports.values()}) > 1:
             refuse(what, {0: Mismatch(others=["ranks were given state of different parameters"])})
-        self._reports = reports if streams else {self._holders.rank: report}
+        self._reports = reports if streams else {self._owners.rank: report}
 
     def carry_out(self) -> None:
         state: dict[int, dict[str, Any]] = {}
         with torch.inference_mode(False), torch.no_grad():
             for index, member in enumerate(self._members.values()):
-                entry = self._told(member.parameter).state.get(member.name)
+                entry = self._report_of(member.parameter).state.get(member.name)
                 if entry is not None:
-                    state[index] = {key: self._value(member, key, value) for key, value in entry.items()}
+                    state[index] = {key: self._loaded_value(member, key, value) for key, value in entry.items()}
         ids = iter(range(len(self._members)))
-        told = self._told()
+        report = self._report_of()
         groups = [
             restored(group, saved, [next(ids) for _ in group["params"]])
-            for group, saved in zip(self._optimizer.param_groups, told.groups, strict=True)
+            for group, saved in zip(self._optimizer.param_groups, report.groups, strict=True)
         ]
-        self._optimizer.load_state_dict({**told.others, "state": state, "param_groups": groups})
+        self._optimizer.load_state_dict({**report.others, "state": state, "param_groups": groups})
 
-    def _told(self, value: object = None) -> _Report:
-        """The report that counts for ``value``, or for the whole."""
-        return self._reports[self._holders.source_of(value) if self._streams else self._holders.rank]
+    def _report_of(self, value: object = None) -> _Report:
+        """Return the report of the rank that has ``value``, or by default the report for the complete state dict."""
+        return self._reports[self._owners.source_of(value) if self._streams else self._owners.rank]
 
     # -- checks
 
     def _inspect(self, state: Any) -> _Report:
         others = on_meta((name, member.parameter) for name, member in self._members.items())
         report = _Report(Mismatch(others=others))
-        is_speaker = not self._streams or self._holders.is_source_of()
-        mine = {n for n, m in self._members.items() if not self._streams or self._holders.is_source_of(m.parameter)}
-        if not mine and not is_speaker:
+        is_source = not self._streams or self._owners.is_source_of()
+        mine = {n for n, m in self._members.items() if not self._streams or self._owners.is_source_of(m.parameter)}
+        if not mine and not is_source:
             return report
-        if not _is_state(state) or (is_speaker and "param_groups" not in state):
+        if not _is_state(state) or (is_source and "param_groups" not in state):
             others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
             return report
         if any(isinstance(name, int) for name in state["state"]):
             others.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
             return report
         entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
-        if is_speaker:
+        if is_source:
             self._match_groups(state["param_groups"], report)
             report.others = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
             report.mismatch.unexpected = {name: "state" for name in entries if name not in self._members}
@@ -145,12 +147,12 @@ class _Load:
         for name, entry in self._given.items():
             for key, value in entry.items():
                 self._compare(self._members[name], key, value, report.mismatch)
-            report.state[name] = {key: _announced(value) for key, value in entry.items()} if self._streams else entry
+            report.state[name] = {key: _to_spec(value) for key, value in entry.items()} if self._streams else entry
         report.digest = digest([(name, list(entry)) for name, entry in self._given.items()])
         return report
 
     def _match_groups(self, saved: Sequence[Mapping[str, Any]], report: _Report) -> None:
-        """Finds the saved group of each of the optimizer's by its members."""
+        """Find the saved group of each of the optimizer's groups by its parameters."""
         named = [{**group, "params": [plain_name(str(n)) for n in group["params"]]} for group in saved]
         by_members = {frozenset(group["params"]): group for group in named}
         wanted = [[member.name for member in group] for group in self._groups]
@@ -167,7 +169,7 @@ class _Load:
             report.mismatch.others.append(f"a parameter group has other members: {members}")
 
     def _compare(self, member: Member, key: str, value: object, mismatch: Mismatch) -> None:
-        """Whether a value can be loaded, as far as that is known: some optimizers have state of any shape."""
+        """Compare what is known of the target with ``value``: some optimizers have state of any shape."""
         if not isinstance(value, torch.Tensor):
             return
         parameter, existing = member.parameter, self._existing(member, key)
@@ -185,36 +187,36 @@ class _Load:
         value = entry.get(key) if isinstance(entry, Mapping) else None
         return value if isinstance(value, torch.Tensor) else None
 
-    def _value(self, member: Member, key: str, value: Any) -> Any:
-        """What the optimizer gets for a value, sent by the rank that has it if that is only one."""
-        if isinstance(value, _Tensor):
+    def _loaded_value(self, member: Member, key: str, value: Any) -> Any:
+        """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
+        if isinstance(value, _TensorSpec):
             given = self._given.get(member.name, {}).get(key)
-            value = self._holders.send(member.parameter, given, value.dtype, value.shape)
+            value = self._owners.send(member.parameter, given, value.dtype, value.shape)
         if not isinstance(value, torch.Tensor):
             return value
         value = value.detach()
         if not value.ndim and not isinstance(value, DTensor):
             return value.clone()
-        if self._lies_like(member, value):
-            return self._like_parameter(member, key, value)
-        return self._other(member, key, value)
+        if self._has_parameter_shape(member, value):
+            return self._load_sharded(member, key, value)
+        return self._load_replicated(member, key, value)
 
-    def _lies_like(self, member: Member, value: torch.Tensor) -> bool:
-        is_part = isinstance(self._form, Local) and not isinstance(value, DTensor)
-        return value.shape == (local_part(member.parameter) if is_part else member.parameter).shape
+    def _has_parameter_shape(self, member: Member, value: torch.Tensor) -> bool:
+        is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
+        return value.shape == (local_part(member.parameter) if is_local else member.parameter).shape
 
-    def _like_parameter(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
+    def _load_sharded(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
         parameter, existing = member.parameter, self._existing(member, key)
-        part = part_for(parameter, member.sharding, value, self._form)
-        if existing is not None and local_part(existing).shape == part.shape:
-            local_part(existing).copy_(part)
+        shard = shard_for(parameter, member.sharding, value, self._form)
+        if existing is not None and local_part(existing).shape == shard.shape:
+            local_part(existing).copy_(shard)
             return existing
         device = local_part(parameter).device
-        own = torch.empty_like(part, device=device, memory_format=torch.contiguous_format).copy_(part)
+        own = torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
         return like(parameter, own) if isinstance(parameter, DTensor) else own
 
-    def _other(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
-        """A tensor of another shape than the parameter's: whole on every rank, unless it is a DTensor that says how."""
+    def _load_replicated(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of another shape than the parameter's, replicated unless it is a DTensor with placements."""
         parameter, existing = member.parameter, self._existing(member, key)
         if existing is not None and existing.shape == value.shape:
             fill(existing, None, value, self._form)
@@ -232,8 +234,8 @@ def _is_state(state: Any) -> bool:
     return all(isinstance(entry, Mapping) for entry in state["state"].values())
 
 
-def _announced(value: Any) -> Any:
-    """A value as it travels with the report: large tensors do not."""
+def _to_spec(value: Any) -> Any:
+    """Replace a tensor with its spec, unless it is a scalar: tensors are not sent with the report."""
     if not isinstance(value, torch.Tensor):
         return value
-    return _Tensor(tuple(value.shape), value.dtype) if value.ndim else value.cpu()
+    return _TensorSpec(tuple(value.shape), value.dtype) if value.ndim else value.cpu()

@@ -1,4 +1,4 @@
-"""The forms that a state dict can have."""
+"""The forms of a state dict: full, sharded and local."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Form", "Full", "Local", "Sharded"]
 
 
 class _Options:
-    """Refuses options of another form, by naming the form that has them."""
+    """Base that rejects unknown options, and names the form that has them."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         known = set(cls.__dataclass_fields__)  # type: ignore[attr-defined]
@@ -25,11 +25,11 @@ class _Options:
 
 @dataclass(frozen=True)
 class Full(_Options):
-    """Whole plain tensors, under the names and in the shapes of the unsharded model.
+    """Full plain tensors, with the names and shapes of the unsharded model.
 
     Args:
-        rank0_only: only rank 0 gets, or on loading gives, values; the others get, and give, an empty dict.
-        offload_to_cpu: in CPU memory. The accelerator then holds one whole tensor at a time.
+        rank0_only: only rank 0 gets values, or provides them when loading. Other ranks get, and pass, an empty dict.
+        offload_to_cpu: return tensors in CPU memory. The accelerator then holds one full tensor at a time.
     """
 
     rank0_only: bool = False
@@ -38,10 +38,10 @@ class Full(_Options):
 
 @dataclass(frozen=True)
 class Sharded(_Options):
-    """``DTensor``s, of which each rank has its part. What ``torch.distributed.checkpoint`` takes.
+    """``DTensor``s of which each rank has its shard, as ``torch.distributed.checkpoint`` takes them.
 
     Args:
-        offload_to_cpu: with local tensors in CPU memory, copies where they rest elsewhere.
+        offload_to_cpu: return local tensors in CPU memory, as copies unless they are there already.
     """
 
     offload_to_cpu: bool = False
@@ -49,10 +49,10 @@ class Sharded(_Options):
 
 @dataclass(frozen=True)
 class Local(_Options):
-    """This rank's parts as plain tensors, empty ones included. They fit the same sharding only.
+    """This rank's shards as plain tensors, empty ones included. They can be loaded with the same sharding only.
 
     Args:
-        offload_to_cpu: in CPU memory, copies where they rest elsewhere.
+        offload_to_cpu: return tensors in CPU memory, as copies unless they are there already.
     """
 
     offload_to_cpu: bool = False

@@ -1,4 +1,4 @@
-"""The ranks that hold parts of the same tensors, and what they tell each other before any of them writes."""
+"""The ranks that own shards of the same tensors, and the exchange between them before any of them writes."""
 
 from __future__ import annotations
 
@@ -22,54 +22,53 @@ T = TypeVar("T")
 
 
 def digest(value: object) -> str:
-    """The same on two ranks if ``value`` reads the same, in few bytes."""
+    """Return a short digest of the ``repr`` of ``value``, to compare it between ranks."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class OwnerRanks:
-    """All ranks of ``mesh``: the largest on which a tensor of the model lies. ``None``: this rank alone.
+    """All ranks of ``mesh``, the largest mesh with a tensor of the model. ``None``: this rank only.
 
-    A tensor's *source* is the rank that speaks for it where one rank has the values: the first of ``mesh``, which is
-    rank 0 in most jobs. Only tensors on a mesh in ``apart`` are other ones on other ranks, and so have a source there:
-    the first of that mesh.
+    The *source* of a tensor is the rank that provides its values if only one rank has them: the first rank of ``mesh``,
+    which is rank 0 in most jobs. Parameters on ``smaller_meshes`` have fewer data-parallel ranks than others, such as
+    experts, and are different on other ranks. Their source is the first rank of their own mesh.
     """
 
     mesh: DeviceMesh | None
-    apart: frozenset[DeviceMesh] = frozenset()
+    smaller_meshes: frozenset[DeviceMesh] = frozenset()
 
     @staticmethod
     def of(tensors: Iterable[tuple[object, ParameterSharding | None]], *, all_ranks: bool = False) -> OwnerRanks:
-        """Those of ``tensors``, which come with how ``fully_shard`` cut them.
-
-        Parameters with fewer data-parallel ranks than others, such as experts, are apart.
+        """Find the owner ranks of ``tensors``, given with their sharding by ``fully_shard``.
 
         Args:
-            all_ranks: where all are plain, the default process group, if there is one.
+            all_ranks: use the default process group, if there is one, when no tensor is a DTensor.
         """
         placed = [(v.device_mesh, sharding) for v, sharding in tensors if isinstance(v, DTensor)]
         meshes = dict.fromkeys(mesh for mesh, _ in placed)
         if not meshes and all_ranks and dist.is_initialized():
             return OwnerRanks(default_mesh())
         num_ranks = {mesh: sharding.axes.num_ranks for mesh, sharding in placed if sharding is not None}
-        apart = frozenset(mesh for mesh, ranks in num_ranks.items() if ranks < max(num_ranks.values()))
-        return OwnerRanks(max(meshes, key=lambda mesh: mesh.size(), default=None), apart)
+        smaller_meshes = frozenset(mesh for mesh, ranks in num_ranks.items() if ranks < max(num_ranks.values()))
+        return OwnerRanks(max(meshes, key=lambda mesh: mesh.size(), default=None), smaller_meshes)
 
     @property
     def rank(self) -> int:
+        """The global rank of this process."""
         return 0 if self.mesh is None else dist.get_rank()
 
     def source_of(self, value: object = None) -> int:
-        """The global rank that speaks for ``value``."""
+        """Return the global rank that provides ``value``."""
         mesh = self._mesh_of(value)
         return self.rank if mesh is None else int(mesh.mesh.flatten()[0])
 
     def is_source_of(self, value: object = None) -> bool:
-        """Whether this rank speaks for ``value``."""
+        """Return whether this rank provides ``value``."""
         return self.source_of(value) == self.rank
 
     def exchange(self, value: T) -> dict[int, T]:
-        """What all ranks passed, by global rank. Collective; for small values, which are pickled."""
+        """Gather the values of all ranks, by global rank. Collective; for small values, which are pickled."""
         found = {self.rank: value}
         for axis in range(self.mesh.ndim if self.mesh is not None else 0):
             assert self.mesh is not None
@@ -79,18 +78,18 @@ class OwnerRanks:
         return dict(sorted(found.items()))
 
     def send(self, like: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> Any:
-        """``value`` of the source of ``like``, whole, of ``dtype`` and ``shape``, on all that hold it. Collective."""
+        """Broadcast the source's full ``value`` for ``like``, with ``dtype`` and ``shape``. Collective on the mesh."""
         mesh = self._mesh_of(like)
         if mesh is None:
             return value
         if self.is_source_of(like):
             assert value is not None
-            whole = value.detach().to(mesh.device_type, dtype)
+            full = value.detach().to(mesh.device_type, dtype)
         else:
-            whole = torch.empty(tuple(shape), dtype=dtype, device=mesh.device_type)
-        broadcast_([whole], mesh)
-        return whole
+            full = torch.empty(tuple(shape), dtype=dtype, device=mesh.device_type)
+        broadcast_([full], mesh)
+        return full
 
     def _mesh_of(self, value: object) -> DeviceMesh | None:
-        is_apart = isinstance(value, DTensor) and value.device_mesh in self.apart
-        return cast(DTensor, value).device_mesh if is_apart else self.mesh
+        is_smaller = isinstance(value, DTensor) and value.device_mesh in self.smaller_meshes
+        return cast(DTensor, value).device_mesh if is_smaller else self.mesh

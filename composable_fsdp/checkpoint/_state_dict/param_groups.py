@@ -1,4 +1,4 @@
-"""Saved settings of an optimizer's groups of parameters: whether they are all there, and putting them in."""
+"""Saved settings of an optimizer's parameter groups: a check for missing ones, and their restoration."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _MEMBERS = ("params", "param_names")
 
 
 def lacking(optimizer: Optimizer, index: int, saved: Mapping[str, Any]) -> list[str]:
-    """A sentence about what the group of that ``index`` needs and ``saved`` has not, if there is anything.
+    """Return an error text if ``saved`` lacks settings that the optimizer's group ``index`` needs, or an empty list.
 
-    An optimizer needs what it has defaults for. What else is in a group, schedulers have put there.
+    An optimizer needs the settings that it has defaults for. Schedulers have added the others.
     """
     absent = [key for key in optimizer.param_groups[index] if key in optimizer.defaults and key not in saved]
     return [f"param_group {index} has settings that the saved one lacks: {', '.join(absent)}"] if absent else []
 
 
 def restored(group: Mapping[str, Any], saved: Mapping[str, Any], numbers: Iterable[int]) -> dict[str, Any]:
-    """``group`` as ``optimizer.load_state_dict`` takes it, with the settings of ``saved`` as far as there are any.
+    """Return ``group`` with the settings of ``saved``, as ``optimizer.load_state_dict`` takes it.
 
-    Tensors are on the devices where they are in ``group``.
+    Tensors are moved to the devices that they have in ``group``.
     """
     settings = {key: _moved(value, group.get(key)) for key, value in saved.items() if key not in _MEMBERS}
     return {**group, **settings, "params": list(numbers)}

@@ -1,4 +1,4 @@
-"""Which parameter is which: between an optimizer's numbers, its parameter objects, and names."""
+"""Mappings between an optimizer's parameter numbers, its parameter objects, and parameter names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Member", "members_of", "rekey_optimizer", "rekey_optimizer_state_dic
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter of an optimizer, its first name in the model, and how ``fully_shard`` cut it, if it did."""
+    """A parameter of an optimizer, its first name in the model, and its sharding by ``fully_shard``, if any."""
 
     name: str
     parameter: torch.Tensor
@@ -31,10 +31,10 @@ class Member:
 
 
 def members_of(model: nn.Module, optimizer: Optimizer) -> list[list[Member]]:
-    """The members of each group of ``optimizer``.
+    """Return the parameters of each group of ``optimizer``.
 
     Raises:
-        CheckpointError: some are not parameters of ``model``, or not any more. The text says which, and what to do.
+        CheckpointError: some are not parameters of ``model``, or no longer are. The text says which, and what to do.
     """
     shardings, names = at_rest(model), parameter_names(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -53,18 +53,18 @@ def members_of(model: nn.Module, optimizer: Optimizer) -> list[list[Member]]:
     return [[Member(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
 
 
-# -- optimizers that were made before fully_shard
+# -- optimizers made before fully_shard
 
 
 @torch.no_grad()
 def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Gives an optimizer that was made before ``fully_shard`` the sharded parameters in place of the original ones.
+    """Replace the original parameters of an optimizer made before ``fully_shard`` with the sharded ones, in place.
 
-    In place, with its groups, their options, and state: tensors of a parameter's shape are cut as the parameter was.
-    Without this it would step parameters that nothing uses. Parameters that the model still has stay.
+    Groups and their options are kept. State tensors of a parameter's shape are sharded like the parameter. Without this
+    the optimizer would step parameters that nothing uses. Parameters that are still the model's are unchanged.
 
     Raises:
-        ParameterError: some parameters are neither the model's nor what its parameters were; nothing has changed then.
+        ParameterError: some parameters are neither the model's nor its original ones. Nothing has changed then.
     """
     at_rest(model)
     names = parameter_names(model)
@@ -87,20 +87,20 @@ def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     for original, sharded in replaced.items():
         if original in optimizer.state:
             entry = optimizer.state.pop(original)
-            optimizer.state[sharded.sharded] = {k: _cut(v, original, sharded) for k, v in entry.items()}
+            optimizer.state[sharded.sharded] = {k: _shard_state(v, original, sharded) for k, v in entry.items()}
 
 
-def _cut(value: Any, original: torch.Tensor, parameter: ShardedParameter) -> Any:
-    """This rank's part of a tensor of the parameter's shape, in memory of its own; anything else as it is."""
+def _shard_state(value: Any, original: torch.Tensor, parameter: ShardedParameter) -> Any:
+    """Return a copy of this rank's shard of a tensor of the parameter's shape; return anything else unchanged."""
     if not isinstance(value, torch.Tensor) or value.shape != original.shape or not value.ndim:
         return value
-    shard, whole = parameter.sharding.axes.shard, local_part(value)
-    part = Extent.after(tuple(whole.shape), [Cut(parameter.dim, shard.size, shard.rank)]).take(whole)
-    own = torch.empty_like(part, device=parameter.local.device, memory_format=torch.contiguous_format).copy_(part)
+    shard, full = parameter.sharding.axes.shard, local_part(value)
+    piece = Extent.after(tuple(full.shape), [Cut(parameter.dim, shard.size, shard.rank)]).take(full)
+    own = torch.empty_like(piece, device=parameter.local.device, memory_format=torch.contiguous_format).copy_(piece)
     return like(cast(DTensor, parameter.sharded), own)
 
 
-# -- state dicts of optimizers themselves
+# -- an optimizer's own state dict
 
 
 def rekey_optimizer_state_dict(
@@ -110,21 +110,21 @@ def rekey_optimizer_state_dict(
     *,
     optimizer: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """A state dict of an optimizer with names for the numbers of parameters, or numbers for their names.
+    """Convert an optimizer's state dict from parameter numbers to names, or from names to numbers.
 
-    ``"names"`` makes of ``optimizer.state_dict()`` of a plain optimizer what :func:`load_optimizer_state_dict` takes;
-    ``"ids"`` the reverse. Tensors are not touched. Torch's FSDP1 has it as ``rekey_optim_state_dict``.
+    ``"names"`` converts a plain ``optimizer.state_dict()`` to what :func:`load_optimizer_state_dict` takes; ``"ids"``
+    does the reverse. Tensors are unchanged. In torch's FSDP1 this is ``rekey_optim_state_dict``.
 
     Args:
-        state: with ``"state"`` and ``"param_groups"``, of an optimizer over parameters of ``model``.
-        model: sharded or not.
+        state: a dict with ``"state"`` and ``"param_groups"``, of an optimizer over parameters of ``model``.
+        model: a module, sharded or not.
         to: ``"names"`` or ``"ids"``.
-        optimizer: whose parameters the numbers count. By default all of ``model.parameters()``, in one group, unless
-            the optimizer was made of ``named_parameters()``, so that its groups have the names.
+        optimizer: the optimizer whose parameters the numbers count. The default is all of ``model.parameters()`` in one
+            group, or the names in the groups if the optimizer was made with ``named_parameters()``.
 
     Raises:
-        CheckpointError: the state dict has another number of parameters, or some that the model has not; or more than
-            one group, so that the order of parameters is not known without ``optimizer``.
+        CheckpointError: the number of parameters differs, or some are not the model's; or there are several groups and
+            no ``optimizer`` to tell the order of their parameters.
     """
     at_rest(model)
     order = _order_of(model, optimizer)
@@ -147,7 +147,7 @@ def rekey_optimizer_state_dict(
 
 
 def _order_of(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
-    """Names of parameters in the order in which the optimizer counts them."""
+    """Return the names of parameters in the order in which the optimizer counts them."""
     names = parameter_names(model)
     if optimizer is None:
         return list(names.values())
@@ -162,7 +162,7 @@ def _order_of(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
 
 
 def _numbered(state: Mapping[str, Any], order: Sequence[str], is_known: bool) -> Iterator[tuple[Any, str]]:
-    """The number of each parameter in ``state``, and its name."""
+    """Return the number and the name of each parameter in ``state``."""
     groups = state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if all("param_names" in group for group in groups):

@@ -1,4 +1,4 @@
-"""What this rank holds of one tensor: where that is in the whole, and its memory."""
+"""This rank's shard of one tensor: its extent in the global tensor, and its memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Part", "checksum"]
 
 
 class Part:
-    """This rank's part of a tensor. Final.
+    """This rank's shard of a tensor. Final.
 
     Args:
         value: the tensor.
-        sharding: how ``fully_shard`` cut it, if it did.
-        extent: which part of a larger tensor the plain tensor ``value`` is, where nothing else says so.
+        sharding: its sharding by ``fully_shard``, if any.
+        extent: the extent of the plain tensor ``value`` in a larger tensor, if it is a piece of one.
     """
 
     def __init__(
@@ -40,19 +40,17 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the global tensor."""
         return tuple(self.value.shape) if self._given is None else self._given.shape
 
     @cached_property
     def extent(self) -> Extent:
-        """Where it is in the whole."""
+        """The extent of the shard in the global tensor."""
         return extent_of(self.value, self.sharding) if self._given is None else self._given
 
     @cached_property
     def local(self) -> torch.Tensor:
-        """Its memory, of the shape that the extent says. A plain view of it where the tensor is of a class of its own
-        that has no ``__torch_dispatch__``.
-        """
+        """The shard's memory, shaped like the extent; a plain view if the subclass has no ``__torch_dispatch__``."""
         local = local_part(self.value).detach()
         is_special = type(local) is not torch.Tensor and has_own_memory(local)
         return local.as_subclass(torch.Tensor) if is_special else local
@@ -66,8 +64,9 @@ class Part:
         return self.numel * self.value.dtype.itemsize
 
     def blocks(self, local: torch.Tensor | None = None) -> dict[tuple[int, ...], torch.Tensor]:
-        """Contiguous blocks of the whole, by their offsets, as views of ``local`` or of another tensor that stands for
-        it. A tensor without elements has one, on every rank, so that it is in the checkpoint too.
+        """Return contiguous blocks of the global tensor by offset, as views of ``local`` (default: the shard's memory).
+
+        A tensor without elements has one block on every rank, so that the checkpoint contains it too.
         """
         memory = self.local if local is None else local
         if 0 in self.shape:
@@ -76,28 +75,29 @@ class Part:
 
     @contextmanager
     def plain(self, *, write: bool) -> Iterator[torch.Tensor]:
-        """It as a plain tensor, which may be viewed and written block by block; writes stay with ``write``. That is
-        ``local`` itself, but a copy of a tensor of a class of its own, and of an expanded one.
+        """Yield the shard as a plain tensor that can be viewed and written block by block.
+
+        This is ``local`` itself, or a copy for a subclass or an expanded tensor, copied back at the end if ``write``.
         """
         local = self.local
         if type(local) is torch.Tensor and torch._debug_has_internal_overlap(local) != 1:
             yield local
             return
-        part = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        copy = torch.empty(local.shape, dtype=local.dtype, device=local.device)
         if not write:
             try:
-                part.copy_(local)
-            except Exception as error:  # code of the class
+                copy.copy_(local)
+            except Exception as error:  # the subclass's own code
                 raise CheckpointError(
                     f"a {type(local).__name__} cannot be copied to a plain tensor ({said(error)}). "
                     "composable_fsdp.checkpoint.save keeps such tensors as they are."
                 ) from error
-        yield part
+        yield copy
         if write:
-            fill_(local if isinstance(self.value, DTensor) else self.value, part)
+            fill_(local if isinstance(self.value, DTensor) else self.value, copy)
 
 
 def checksum(value: torch.Tensor) -> int:
-    """Compute a CRC-32 of the shape, the dtype and the bytes."""
+    """Return a CRC-32 of the shape, the dtype and the bytes."""
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return crc32(data.numpy().data, crc32(repr((tuple(value.shape), value.dtype)).encode()))

@@ -1,4 +1,4 @@
-"""One tensor of a state dict: how it shows in a form, whether a value fits it, and which part of that it takes."""
+"""Conversion of one tensor of a state dict: to a form, and from a form into this rank's shard."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, 
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local, Sharded
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["compare", "fill", "part_for", "shown"]
+__all__ = ["compare", "fill", "shard_for", "to_form"]
 
 
-def shown(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None, form: Form) -> torch.Tensor:
-    """``tensor`` in ``form``. Collective over its mesh for :class:`Full`, whose result has memory of its own.
+def to_form(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None, form: Form) -> torch.Tensor:
+    """Return ``tensor`` in ``form``. For :class:`Full` this is a copy, and collective over the tensor's mesh.
 
     Raises:
-        CheckpointError: the class of the tensor lacks the operations that make it whole. Has the ``name``.
+        CheckpointError: the tensor's class lacks the operations for a full tensor. The text has its ``name``.
     """
     if isinstance(form, Full):
         try:
             return whole_tensor(tensor, sharding, form.offload_to_cpu)
-        except Exception as error:  # code of the class, the same on all ranks
+        except Exception as error:  # the subclass's own code, which fails on all ranks
             local = local_part(tensor)
             if has_own_memory(local):
                 raise
             raise CheckpointError(
-                f"{name} cannot be shown whole: its class {type(local).__name__} does not support it ({said(error)}). "
+                f"{name} cannot be gathered: its class {type(local).__name__} does not support it ({said(error)}). "
                 "Use the form Sharded() or Local(), or composable_fsdp.checkpoint.save, which saves its inner tensors."
             ) from error
     value = tensor.detach()
@@ -45,9 +45,9 @@ def shown(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None, f
 
 
 def compare(name: str, target: torch.Tensor, value: object, form: Form | None, mismatch: Mismatch) -> None:
-    """Adds to ``mismatch`` why ``value`` cannot be loaded into ``target``. ``form`` is what the user said it has."""
-    is_part = isinstance(form, Local)
-    shape = tuple((local_part(target) if is_part else target).shape)
+    """Add to ``mismatch`` why ``value`` cannot be loaded into ``target``. ``form`` is what the user passed."""
+    is_local = isinstance(form, Local)
+    shape = tuple((local_part(target) if is_local else target).shape)
     if not isinstance(value, torch.Tensor):
         mismatch.others.append(f"{name!r} is no tensor but of type {type(value).__name__}")
     elif isinstance(value, DTensor) and isinstance(form, (Full, Local)):
@@ -57,7 +57,7 @@ def compare(name: str, target: torch.Tensor, value: object, form: Form | None, m
     elif value.is_meta:
         mismatch.others.append(f"{name!r} is on the meta device and has no values")
     elif tuple(value.shape) != shape:
-        where = " as this rank's part" if is_part and isinstance(target, DTensor) else ""
+        where = " as this rank's part" if is_local and isinstance(target, DTensor) else ""
         mismatch.shapes[name] = differ(tuple(value.shape), f"{shape}{where}")
     elif _kind(value.dtype) != _kind(target.dtype):
         mismatch.dtypes[name] = differ(dtype_name(value.dtype), dtype_name(target.dtype))
@@ -68,22 +68,23 @@ def compare(name: str, target: torch.Tensor, value: object, form: Form | None, m
 
 
 def _local_shape(target: torch.Tensor, value: DTensor) -> tuple[int, ...]:
-    """Of the local part of ``value``, if that is where its placements say: else it could not be redistributed.
+    """Return the shape that the local tensor of ``value`` must have, so that it can be redistributed.
 
-    They cannot say how every uneven tensor-parallel shard was cut again. Where that is how ``target`` is cut, it knows.
+    Placements cannot describe every uneven tensor-parallel shard that was sharded again. If ``target`` has the same
+    placements, its own local shape is used.
     """
-    return tuple(local_part(target).shape) if _lies_alike(target, value) else extent_of(value).local_shape
+    return tuple(local_part(target).shape) if _has_same_placements(target, value) else extent_of(value).local_shape
 
 
-def part_for(
+def shard_for(
     target: torch.Tensor, sharding: ParameterSharding | None, value: torch.Tensor, form: Form | None
 ) -> torch.Tensor:
-    """What of ``value``, which fits, this rank's part of ``target`` takes: a view of it where there is one.
+    """Return the values that this rank's shard of ``target`` takes from ``value``: a view of it where possible.
 
-    Collective where ``value`` is a DTensor that is placed otherwise than ``target``: it is whole for a moment.
+    Collective if ``value`` is a DTensor with other placements than ``target``: it is gathered temporarily.
     """
     if isinstance(value, DTensor):
-        if _lies_alike(target, value):
+        if _has_same_placements(target, value):
             return local_part(value)
         value = gather(value)
     elif isinstance(form, Local):
@@ -93,8 +94,8 @@ def part_for(
 
 @torch.no_grad()
 def fill(target: torch.Tensor, sharding: ParameterSharding | None, value: torch.Tensor, form: Form | None) -> None:
-    """Copies to this rank's part of ``target`` what of ``value`` belongs there. Collective as :func:`part_for`."""
-    fill_(local_part(target), part_for(target, sharding, value.detach(), form))
+    """Copy this rank's shard of ``value`` into ``target``. Collective under the same condition as :func:`shard_for`."""
+    fill_(local_part(target), shard_for(target, sharding, value.detach(), form))
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -103,8 +104,8 @@ def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
 
 
-def _lies_alike(target: Any, value: DTensor) -> bool:
-    """Whether each rank has the same part of both, be it on another device. The same answer on every rank."""
+def _has_same_placements(target: Any, value: DTensor) -> bool:
+    """Return whether both have the same placements on the same ranks, on any device. All ranks get the same answer."""
     if not isinstance(target, DTensor) or target.placements != value.placements:
         return False
     here, there = target.device_mesh, value.device_mesh
