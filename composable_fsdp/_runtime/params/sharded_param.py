@@ -8,7 +8,7 @@ The tensors of one parameter of shape ``(S0, S1, ...)`` in a step, in order (doc
 - unsharded buffer: the full parameters of a bucket, flat, in ``param_dtype``, ``Bucket.buffer``
 - unsharded parameter: ``unsharded``, whose plain tensor, ``full``, is a view of the unsharded buffer
 - unsharded gradient: ``unsharded.grad``; with gradient accumulation also ``accumulated``, in ``reduce_dtype``
-- reduce-scatter input and output: flat, in ``reduce_dtype`` or encoded, ``Scatter.transfers`` and ``Scatter.output``
+- reduce-scatter input and output: flat, in ``reduce_dtype`` or encoded, in ``ReduceScatterBuffers``
 - sharded gradient: a DTensor in the original dtype, ``sharded.grad``
 """
 
