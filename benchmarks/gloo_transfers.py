@@ -64,7 +64,7 @@ def variants(communicator: GlooCommunicator, shared: Communicator, kib: int) -> 
     tensors, plain = Tensors(communicator.size, kib), ProcessGroupCommunicator(communicator.group, "cpu")
 
     def reduce_each() -> None:
-        communicator.direct_bytes = 0  # or it would copy small ones into one message by itself
+        communicator.zero_copy_min_bytes = 0  # or it would copy small ones into one message by itself
         tensors.reduce(communicator)
 
     ways: dict[str, Callable[[], None]] = {

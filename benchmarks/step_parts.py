@@ -24,8 +24,8 @@ from step_time import WARM_UP
 from torch.distributed.device_mesh import init_device_mesh
 from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Job
 
-from composable_fsdp._comm.gloo.gloo_communicator import Arrival, GlooCommunicator
-from composable_fsdp._comm.shm.engine import Launched
+from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator, GlooWork
+from composable_fsdp._comm.shm.engine import ShmWork
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
 from composable_fsdp._runtime.collectives.all_gather import _AllGather
 from composable_fsdp._runtime.collectives.cached_gather import RepeatedLaunch
@@ -46,8 +46,8 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
     "communicator": [
         (SharedMemoryCommunicator, COLLECTIVES),
         (GlooCommunicator, COLLECTIVES[:3]),
-        (Launched, ("wait",)),
-        (Arrival, ("wait",)),
+        (ShmWork, ("wait",)),
+        (GlooWork, ("wait",)),
     ],
 }
 

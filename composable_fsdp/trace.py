@@ -18,10 +18,10 @@ __all__ = [
     "Recorder",
     "TraceEvent",
     "emit",
+    "emit_fault",
     "fault_listeners",
     "listeners",
     "now",
-    "tell_fault",
 ]
 
 
@@ -92,7 +92,7 @@ class TraceEvent:
 
 listeners: list[Callable[[TraceEvent], None]] = []
 fault_listeners: list[Callable[[BaseException | None, str, Position | None], None]] = []
-"""Callables with the arguments of :func:`tell_fault`."""
+"""Callables with the arguments of :func:`emit_fault`."""
 
 now = time.perf_counter
 
@@ -114,7 +114,7 @@ def emit(
         listener(event)
 
 
-def tell_fault(error: BaseException | None, where: str, position: Position | None = None) -> None:
+def emit_fault(error: BaseException | None, where: str, position: Position | None = None) -> None:
     """Send the error that ended a pass or a collective of this rank to every fault listener, before it is raised.
 
     Args:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
     from composable_fsdp._comm.factory import communicator_over, compared, duplicate
     from composable_fsdp._comm.gloo.connection import GlooConnection
-    from composable_fsdp._comm.gloo.gloo_communicator import Arrival, GlooCommunicator
+    from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator, GlooWork
     from composable_fsdp._comm.loopback import LoopbackCommunicator
     from composable_fsdp._comm.shm import connect, segment
     from composable_fsdp._comm.shm.connect import SWITCH
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
     from composable_fsdp._comm.shm.staging import StagedRange as StagingExtent
     from composable_fsdp._comm.shm.staging import plan_rounds
-    from composable_fsdp._comm.verify_ranks import check_alike, difference_text
+    from composable_fsdp._comm.verify_ranks import difference_text, verify_same
     from composable_fsdp._consistency import interrupt, watchdog
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
     from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose
     from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
-    from composable_fsdp._consistency.starting_values import Candidate, start_details, unlike_starts
+    from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
     from composable_fsdp._layout.block import Box, Cut
     from composable_fsdp._layout.block import Extent as BlockExtent
     from composable_fsdp._layout.bucket_layout import (
         ALIGNMENT_BYTES,
-        NEVER_DIRECT,
+        NEVER_ZERO_COPY,
         GatherLayout,
         ReduceLayout,
         plan_gather,

@@ -102,10 +102,10 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
         for p in group.parameters
     ]
     copied = ParameterGroup(group.name, (), group.axes, state.precision, group.offload, parameters=parameters)
-    copied.follow_choices(group)
+    copied.copy_settings(group)
     lenders = [memo[id(lender)] for lender in state.lenders]
     FSDPState.__init__(clone, [memo[id(m)] for m in state.modules], copied, state.reshard, state.precision, lenders)
-    clone.follow_choices(state)
+    clone.copy_settings(state)
     for ahead in ("forward_prefetch", "backward_prefetch"):
         known = getattr(state, ahead)
         if known is not None and all(id(other) in memo for other in alive(known)):

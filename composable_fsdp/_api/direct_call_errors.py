@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import FSDPState, holding_state, state_of
+from composable_fsdp._runtime.groups.state import FSDPState, state_of, state_of_parameter
 from composable_fsdp._runtime.params.sharded_param import find_parameter
 from composable_fsdp.errors import LifecycleError
 
@@ -104,11 +104,11 @@ def explanation_of(error: BaseException) -> str | None:
 
 def _explain_value(value: object) -> str | None:
     """Return the explanation if ``value`` is a sharded parameter, or a module that has one of its own."""
-    found, state = find_parameter(value), holding_state(value)
+    found, state = find_parameter(value), state_of_parameter(value)
     if found is not None and found.sharded is value and state is not None:
         return _advice(repr(found.name), state)
     for name, parameter in value._parameters.items() if isinstance(value, nn.Module) else ():
-        found, state = find_parameter(parameter), holding_state(parameter)
+        found, state = find_parameter(parameter), state_of_parameter(parameter)
         if found is not None and found.sharded is parameter and state is not None:
             owner = type(value).__name__.removeprefix("FSDP")
             return _advice(f"{name!r} of this {owner}", state)

@@ -79,10 +79,10 @@ class FSDPModule(TorchFSDPModule):
             An :class:`UnshardHandle` if ``async_op``, otherwise ``None``.
         """
         state = _state(self)
-        state.deliver_before_changes()
+        state.drain_before_changes()
         ask_logger()
         with state.group.unshard_async_op(async_op):
-            is_new = iteration_of(state).gather_by_hand(state)
+            is_new = iteration_of(state).unshard_explicitly(state)
         handle = UnshardHandle(state, is_new=is_new)
         if async_op:
             return handle
@@ -411,7 +411,7 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``cuda``, ``to_empty`` and the like to the sharded parameters, then update the groups."""
         for state in _states(self, recurse=True):
-            state.deliver_before_changes()
+            state.drain_before_changes()
             state.group.check_nothing_held()
             state.group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]

@@ -20,7 +20,7 @@ from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_o
 from composable_fsdp._runtime.groups.unmanaged_params import plain_places
 from composable_fsdp._runtime.hooks import install_hooks, wrap_forward_method
 from composable_fsdp._runtime.lazy_init import watch_optimizers
-from composable_fsdp._runtime.params.sharded_param import note_taken
+from composable_fsdp._runtime.params.sharded_param import note_replaced
 from composable_fsdp._sharding.mesh import (
     DataParallelAxes,
     data_parallel_axes,
@@ -51,7 +51,7 @@ from composable_fsdp.policies import (
     Reshard,
     ReshardKind,
 )
-from composable_fsdp.wrap.tied_weights import tied_holders
+from composable_fsdp.wrap.tied_weights import tied_owner_states
 from composable_fsdp.wrap.wrap_policy import PolicyLike
 
 __all__ = ["fully_shard", "register_fsdp_forward_method"]
@@ -176,7 +176,7 @@ def fully_shard(
     for each in modules:
         if param_init_fn is not None:
             materialize_meta(each, param_init_fn, ignored)
-    lenders = list(dict.fromkeys((*map(state_of, shared_from), *tied_holders(modules))))
+    lenders = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(modules))))
     discovery = ParamDiscovery(axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, lenders)
     if comm_policy is not None:
         discovery.communication_of = _as_function(comm_policy)
@@ -192,7 +192,7 @@ def fully_shard(
     classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
     group = ParameterGroup(name, sources, axes, precision, offload)
     for source, parameter in zip(sources, group.parameters, strict=True):
-        note_taken(source, parameter, name)
+        note_replaced(source, parameter, name)
     state = FSDPState(_outermost(modules), group, reshard, precision, lenders)
     register_client_states(state, modules, install_hooks(state))
     watch_optimizers()

@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from composable_fsdp._api.random_shards import ShardedRandom, seeded
 from composable_fsdp._comm.broadcast import broadcast_
-from composable_fsdp._comm.verify_ranks import check_alike
+from composable_fsdp._comm.verify_ranks import verify_same
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
-from composable_fsdp._consistency.starting_values import start_of
-from composable_fsdp._runtime.groups.state import FSDPState, find_state, holding_state
+from composable_fsdp._consistency.starting_values import sample_start
+from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.lend_params import LentParams, check_idle
 from composable_fsdp._runtime.params.param_places import ParamPlace, registered_buffers, registered_parameters
@@ -349,7 +349,7 @@ class _Initializer:
     def _keep(self, entry: ParamPlace, parameter: ShardedParameter, value: torch.Tensor) -> None:
         keep(entry.parameter, parameter.sharding, value, value.requires_grad)
         self._blank.pop(entry.name, None)
-        parameter.start = start_of(value, local_part(entry.parameter))
+        parameter.start = sample_start(value, local_part(entry.parameter))
 
 
 # -- ignored parameters and modules
@@ -476,7 +476,7 @@ def broadcast_module_states(
     parameters = {
         n: p
         for n, p in module.named_parameters()
-        if id(p) not in ignored.parameters and holding_state(p) is None and not is_lazy(p)
+        if id(p) not in ignored.parameters and state_of_parameter(p) is None and not is_lazy(p)
     }
     buffers = {n: b for n, b in module.named_buffers() if id(b) not in ignored.buffers}
     tensors: dict[str, torch.Tensor] = {**parameters, **buffers}
@@ -497,5 +497,5 @@ def broadcast_module_states(
             if order_check_from() is not OrderCheck.OFF:
                 axes = data_parallel_axes(each)
                 lines = [f"{n}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for n, t in here.items()]
-                check_alike(lines, (axes.shard, axes.replicate), axes.device, "what sync_module_states sends")
+                verify_same(lines, (axes.shard, axes.replicate), axes.device, "what sync_module_states sends")
             broadcast_(here.values(), each)

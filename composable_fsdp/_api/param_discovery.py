@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from composable_fsdp._layout.shard import resolve_dim
-from composable_fsdp._runtime.groups.state import FSDPState, find_state, holding_state
-from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, find_taken, local_part
+from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
+from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, find_replaced, local_part
 from composable_fsdp._sharding.mesh import DataParallelAxes, data_parallel_axes
 from composable_fsdp._sharding.param_sharding import FullMesh, ParameterSharding, shard_over_axes, shard_over_full_mesh
 from composable_fsdp._torch_compat.torch_types import as_placement
@@ -91,7 +91,7 @@ class ParamDiscovery:
 
     def _find_shared(self, parameter: nn.Parameter) -> tuple[FSDPState, ShardedParameter] | None:
         """Return the state and parameter that replaced ``parameter``, if one of ``lenders`` has sharded it."""
-        taken = find_taken(parameter)
+        taken = find_replaced(parameter)
         sharded = taken.parameter() if taken is not None else None
         for lender in self.lenders:
             if sharded in lender.group.parameters and sharded is not None:
@@ -127,13 +127,13 @@ class ParamDiscovery:
 
     def _check_available(self, name: str, parameter: nn.Parameter, module_name: str) -> None:
         """Raise if ``parameter`` belongs to another group or has no shape yet."""
-        owner = holding_state(parameter)
+        owner = state_of_parameter(parameter)
         if owner is not None:
             raise ConfigurationError(
                 f"parameter {name!r} of {module_name} already belongs to the group of {owner.name!r}. fully_shard "
                 f"works bottom-up: call it on {module_name} first, then on the {owner.class_name} that contains it."
             )
-        taken = find_taken(parameter)
+        taken = find_replaced(parameter)
         if taken is not None:
             raise ParameterError(
                 f"parameter {name!r} of {module_name} is the same tensor as {taken.description}, which has been "

@@ -20,7 +20,7 @@ from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, 
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import blocks_the_host
 
-__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "Together", "gather_objects"]
+__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList", "gather_objects"]
 
 T = TypeVar("T")
 _Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]
@@ -47,7 +47,7 @@ bytes, split or not, and the first batch does not wait for the last gradient. Es
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class WorkList:
     """Several works that are waited for as one."""
 
     works: tuple[Work, ...]
@@ -76,8 +76,8 @@ class ProcessGroupCommunicator:
         self.aliases = False
         self.averages = self._backend == "nccl"
         self.widens = False
-        self.direct_bytes = self._zero_copy_bytes()
-        self.whole_bytes = _ALL_REDUCE_PADDING_BYTES
+        self.zero_copy_min_bytes = self._zero_copy_bytes()
+        self.all_reduce_bytes = _ALL_REDUCE_PADDING_BYTES
         self.batch_bytes = self._batch_bytes()
 
     def _zero_copy_bytes(self) -> int:
@@ -127,7 +127,7 @@ class ProcessGroupCommunicator:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # NCCL coalesces only tensors of one dtype
             same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
             works.append(self._launch(label, [(dist.all_reduce, (tensor,), operation) for tensor in same_dtype]))
-        return works[0] if len(works) == 1 else Together(tuple(works))
+        return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def _launch(self, label: str, calls: Sequence[_Call]) -> Work:
         if trace.listeners:
@@ -141,7 +141,7 @@ class ProcessGroupCommunicator:
             cast(Work, collective(*tensors, group=self.group, async_op=True, **options))
             for collective, tensors, options in calls
         )
-        return Together(launched)
+        return WorkList(launched)
 
     @contextmanager
     def _coalesced(self) -> Iterator[list[Work]]:

@@ -61,12 +61,12 @@ class Communicator(Protocol):
         ...
 
     @property
-    def direct_bytes(self) -> int:
+    def zero_copy_min_bytes(self) -> int:
         """Unsharded bytes from which a zero-copy transfer of a tensor is faster than copying it into a packed one."""
         ...
 
     @property
-    def whole_bytes(self) -> int:
+    def all_reduce_bytes(self) -> int:
         """Padding bytes from which all-reducing a tensor is cheaper than padded all-gathers and reduce-scatters."""
         ...
 
@@ -100,7 +100,7 @@ class AliasingCommunicator(Communicator, Protocol):
     """A communicator with ``aliases``: its ranks can share memory. On an axis of one rank, all memory is shared."""
 
     @property
-    def partings(self) -> int:
+    def epoch(self) -> int:
         """The number of :meth:`part` calls so far, which is the same on every rank."""
         ...
 

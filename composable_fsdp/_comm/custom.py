@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from composable_fsdp._comm.c10d import OPERATIONS, Together
+from composable_fsdp._comm.c10d import OPERATIONS, WorkList
 from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, Transfer, Work
-from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
+from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ArgumentTypeError
 
@@ -52,9 +52,9 @@ class CustomCommunicator:
     base: GroupCommunicator
     collective: CustomCollective
     all_gather_options: Callable[[], Mapping[str, Any]] = dict
-    direct_bytes: int = NEVER_DIRECT
-    whole_bytes: int = NEVER_DIRECT
-    batch_bytes: int = NEVER_DIRECT
+    zero_copy_min_bytes: int = NEVER_ZERO_COPY
+    all_reduce_bytes: int = NEVER_ZERO_COPY
+    batch_bytes: int = NEVER_ZERO_COPY
     aliases: bool = False
     widens: bool = False
 
@@ -88,7 +88,7 @@ class CustomCommunicator:
     def _launch(self, transfers: Sequence[Transfer], options: Mapping[str, Any]) -> Work:
         call, group = self.collective, self.base.group
         works = [call(output_tensor=t.output, input_tensor=t.input, group=group, **options) for t in transfers]
-        return Together(tuple(work for work in works if work is not None))
+        return WorkList(tuple(work for work in works if work is not None))
 
 
 def customize(

@@ -9,7 +9,7 @@ import torch
 
 from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
+from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 
 __all__ = ["LoopbackCommunicator"]
@@ -30,10 +30,10 @@ class LoopbackCommunicator:
     averages: bool = True
     widens: bool = True
     aliases: bool = True
-    direct_bytes: int = 0
-    whole_bytes: int = NEVER_DIRECT
+    zero_copy_min_bytes: int = 0
+    all_reduce_bytes: int = NEVER_ZERO_COPY
     batch_bytes: int = 1 << 19
-    partings: int = 0
+    epoch: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, Transfer
 from composable_fsdp.errors import DivergenceError
 
-__all__ = ["check_alike", "difference_text", "ranks_text", "texts_of_all"]
+__all__ = ["difference_text", "gather_texts", "ranks_text", "verify_same"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Matches addresses in the default ``repr`` of functions and objects, which differ between processes."""
@@ -30,7 +30,7 @@ _NOTHING = "nothing more"
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def check_alike(
+def verify_same(
     own: Iterable[str],
     communicators: Iterable[Communicator],
     device: torch.device,
@@ -61,14 +61,14 @@ def check_alike(
     sent = torch.tensor([dist.get_rank(), digest, *facts()], device=device)
     rows = _gather_rows(sent, axes, f"comparison of {subject}").tolist()
     if any(other != digest for _, other, *_ in rows):
-        lines = {rank: text.split("\n") for rank, text in texts_of_all(text.decode(), axes, device, subject).items()}
+        lines = {rank: text.split("\n") for rank, text in gather_texts(text.decode(), axes, device, subject).items()}
         raise DivergenceError(difference_text(subject, lines))
     return {rank: numbers for rank, _, *numbers in rows}
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def texts_of_all(own: str, communicators: Iterable[Communicator], device: torch.device, subject: str) -> dict[int, str]:
+def gather_texts(own: str, communicators: Iterable[Communicator], device: torch.device, subject: str) -> dict[int, str]:
     """Return the texts of all ranks along ``communicators``, by rank. All of them must call it together."""
     axes, label, packed = _multi_rank_axes(communicators), f"comparison of {subject}", zlib.compress(own.encode())
     sent = torch.tensor([dist.get_rank(), len(packed)], device=device)

@@ -27,14 +27,14 @@ class RunningPass:
         caller: the Python frame that runs a forward; ``None`` for a backward, which has an :class:`EndOfRun`.
     """
 
-    __slots__ = ("_caller", "_raised", "_summary", "is_told", "kind", "module", "raised_in", "run_has_ended")
+    __slots__ = ("_caller", "_raised", "_summary", "is_reported", "kind", "module", "raised_in", "run_has_ended")
 
     def __init__(self, kind: str, module: str, caller: FrameType | None) -> None:
         self.kind = kind
         self.module = module
         self.raised_in = module
         """The module in which the last exception was raised."""
-        self.is_told = False
+        self.is_reported = False
         """True if fault listeners have been notified of its failure."""
         self.run_has_ended = False
         """True if autograd's run of a backward is over. Set by :class:`EndOfRun`."""

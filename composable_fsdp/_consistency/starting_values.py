@@ -24,13 +24,13 @@ __all__ = [
     "Candidate",
     "Facts",
     "Start",
+    "differing_starts",
     "equal_shards",
     "host_bytes",
     "sample",
+    "sample_start",
     "shard_details",
     "start_details",
-    "start_of",
-    "unlike_starts",
 ]
 
 SAMPLED = 64
@@ -49,7 +49,7 @@ class Start(NamedTuple):
     shard: torch.Tensor
 
 
-def start_of(whole: torch.Tensor, shard: torch.Tensor) -> Start | None:
+def sample_start(whole: torch.Tensor, shard: torch.Tensor) -> Start | None:
     """Return samples of ``whole`` and ``shard``, or ``None`` if either cannot be sampled."""
     full_sample, shard_sample = sample(whole), sample(shard)
     return None if full_sample is None or shard_sample is None else Start(full_sample, shard_sample)
@@ -184,11 +184,11 @@ def _start_text(candidate: Candidate) -> str:
 
 
 def start_details(candidates: Sequence[Candidate]) -> str:
-    """Return this rank's text for :func:`unlike_starts`: a word per candidate, in the order that all ranks know."""
+    """Return this rank's text for :func:`differing_starts`: a word per candidate, in the order that all ranks know."""
     return " ".join(_start_text(c) if c.depends_on_start and c.whole is not None else _ANY for c in candidates)
 
 
-def unlike_starts(details: Mapping[int, str], names: Sequence[str]) -> dict[str, dict[str, list[int]]]:
+def differing_starts(details: Mapping[int, str], names: Sequence[str]) -> dict[str, dict[str, list[int]]]:
     """Return parameters whose initial values differed between ranks, with the ranks grouped by equal values.
 
     A parameter that has changed since on any rank is skipped, because its initial values are overwritten. After a

@@ -341,9 +341,9 @@ class Watchdog:
     def _report_left_passes(self) -> None:
         """Report passes that ended with an exception and have not been reported to fault listeners."""
         for each in list(self.here.passes):
-            if not each.is_told and self.here.verdict is None and (left := each.left) and each in self.here.passes:
-                each.is_told = True
-                trace.tell_fault(None, left)
+            if not each.is_reported and self.here.verdict is None and (left := each.left) and each in self.here.passes:
+                each.is_reported = True
+                trace.emit_fault(None, left)
 
     def leave(self) -> None:
         """Report that the program has ended, and stop."""

@@ -16,7 +16,7 @@ from composable_fsdp._layout.shard import TensorShards
 
 __all__ = [
     "ALIGNMENT_BYTES",
-    "NEVER_DIRECT",
+    "NEVER_ZERO_COPY",
     "FlatLayout",
     "GatherLayout",
     "ReduceLayout",
@@ -26,7 +26,7 @@ __all__ = [
     "worth_all_reducing",
 ]
 
-NEVER_DIRECT = 1 << 62
+NEVER_ZERO_COPY = 1 << 62
 """A threshold in bytes that no parameter reaches: turns zero-copy off for values that must be cast or encoded first."""
 
 ALIGNMENT_BYTES = 16
@@ -137,7 +137,7 @@ def aligned_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def worth_all_reducing(shards: Sequence[TensorShards], *, itemsize: int, whole_bytes: int) -> tuple[int, ...]:
+def worth_all_reducing(shards: Sequence[TensorShards], *, itemsize: int, all_reduce_bytes: int) -> tuple[int, ...]:
     """Return the parameters that are cheaper to all-reduce than to all-gather or reduce-scatter.
 
     These are padded to at least twice their size, and together have enough padding to pay for a launch. An all-reduce
@@ -146,19 +146,19 @@ def worth_all_reducing(shards: Sequence[TensorShards], *, itemsize: int, whole_b
     Args:
         shards: the parameters of one bucket.
         itemsize: bytes per element on the wire.
-        whole_bytes: padding in bytes, of all of these together, from which one more launch pays off.
+        all_reduce_bytes: padding in bytes, of all of these together, from which one more launch pays off.
     """
     padded = [s.num_shards * s.padded_numel for s in shards]
     wide = tuple(i for i, s in enumerate(shards) if 0 < 2 * s.numel <= padded[i])
     padding = sum(padded[i] - shards[i].numel for i in wide)
-    return wide if padding * itemsize >= whole_bytes else ()
+    return wide if padding * itemsize >= all_reduce_bytes else ()
 
 
 def plan_gather(
     shards: Sequence[TensorShards],
     *,
     itemsize: int,
-    direct_bytes: int,
+    zero_copy_min_bytes: int,
     places: FlatLayout | None = None,
     all_reduced: Sequence[int] = (),
 ) -> GatherLayout:
@@ -167,14 +167,14 @@ def plan_gather(
     Args:
         shards: the bucket's parameters, at least one.
         itemsize: bytes per element on the wire.
-        direct_bytes: full size in bytes from which a parameter is zero-copy.
+        zero_copy_min_bytes: full size in bytes from which a parameter is zero-copy.
         places: the layout of an unsharded buffer that exists already, made for a multiple of this number of shards.
         all_reduced: indices of the all-reduced parameters.
     """
     zero_copy = tuple(
         i
         for i, s in enumerate(shards)
-        if i not in all_reduced and s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
+        if i not in all_reduced and s.concatenates and s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
     )
     store, packed, widths = _packed_first([s.padded_numel for s in shards], (*zero_copy, *all_reduced), itemsize)
     if places is None:  # all-reduced parameters next to each other, so that they are one message
@@ -193,16 +193,16 @@ def plan_reduce(
     indices: Sequence[int],
     *,
     itemsize: int,
-    direct_bytes: int,
+    zero_copy_min_bytes: int,
     flags: bool = False,
-    whole_bytes: int = NEVER_DIRECT,
+    all_reduce_bytes: int = NEVER_ZERO_COPY,
 ) -> ReduceLayout:
     """Lay out the reduction of the gradients of the parameters ``indices`` among ``shards``.
 
     A gradient has no padded tail, so only even shards can be zero-copy.
     """
     chosen = tuple(shards[i] for i in indices)
-    all_reduced = worth_all_reducing(chosen, itemsize=itemsize, whole_bytes=whole_bytes)
+    all_reduced = worth_all_reducing(chosen, itemsize=itemsize, all_reduce_bytes=all_reduce_bytes)
     zero_copy = tuple(
         k
         for k, s in enumerate(chosen)
@@ -210,7 +210,7 @@ def plan_reduce(
         and s.concatenates
         and s.layout.is_even
         and s.numel > 0
-        and s.numel * itemsize >= direct_bytes
+        and s.numel * itemsize >= zero_copy_min_bytes
     )
     num_flags = len(chosen) if flags else 0
     lengths, unpacked = [s.padded_numel for s in chosen], (*zero_copy, *all_reduced)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from composable_fsdp._layout.bucket_layout import (
-    NEVER_DIRECT,
+    NEVER_ZERO_COPY,
     FlatLayout,
     GatherLayout,
     ReduceLayout,
@@ -122,26 +122,26 @@ class PlanOptions:
 
     Args:
         num_shards: ranks of the shard axis.
-        direct_bytes: full size in bytes from which a zero-copy all-gather beats a copy into the packed message.
+        zero_copy_min_bytes: full size in bytes from which a zero-copy all-gather beats a copy into the packed message.
         reduce_direct_bytes: the same for a reduce-scatter.
         alias: all ranks of the axis share memory, so an all-gather need not move data.
         flags: messages carry a flag per parameter that says if any rank had a gradient. There are none for a large
             parameter that is its group's only trainable one: it is reduced on every rank or on none.
         widens: 16-bit gradients may be summed in fp32 without a cast before the collective.
         batch_bytes: bytes of gradients from which a batch is worth a reduction of its own.
-        whole_bytes: padding in bytes from which all-reducing the padded parameters of an all-gather is worth a launch.
+        all_reduce_bytes: bytes of padding in an all-gather from which an all-reduce in its place is worth a launch.
         reduce_whole_bytes: the same for a reduce-scatter.
     """
 
     num_shards: int
-    direct_bytes: int
+    zero_copy_min_bytes: int
     reduce_direct_bytes: int
     alias: bool = False
     flags: bool = True
     widens: bool = False
-    batch_bytes: int = NEVER_DIRECT
-    whole_bytes: int = NEVER_DIRECT
-    reduce_whole_bytes: int = NEVER_DIRECT
+    batch_bytes: int = NEVER_ZERO_COPY
+    all_reduce_bytes: int = NEVER_ZERO_COPY
+    reduce_whole_bytes: int = NEVER_ZERO_COPY
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,12 +360,12 @@ def _plan_bucket(
         and as_values
         and (axes.num_shards == 1 or all(s.concatenates for s in shards))
     )
-    whole_bytes = axes.whole_bytes if as_values and not aliased else NEVER_DIRECT
+    all_reduce_bytes = axes.all_reduce_bytes if as_values and not aliased else NEVER_ZERO_COPY
     gather = plan_gather(
         shards,
         itemsize=itemsize,
-        direct_bytes=axes.direct_bytes if first.codec is None else NEVER_DIRECT,
-        all_reduced=worth_all_reducing(shards, itemsize=itemsize, whole_bytes=whole_bytes),
+        zero_copy_min_bytes=axes.zero_copy_min_bytes if first.codec is None else NEVER_ZERO_COPY,
+        all_reduced=worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=all_reduce_bytes),
     )
     encoded = first.gradient_codecs != PLAIN or first.gradient_extended
     sum_dtype = torch.float32 if encoded else first.reduce_dtype
@@ -376,10 +376,10 @@ def _plan_bucket(
         shards,
         trainable,
         itemsize=wire_dtype.itemsize,
-        direct_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_DIRECT,
+        zero_copy_min_bytes=axes.reduce_direct_bytes if as_it_is else NEVER_ZERO_COPY,
         flags=axes.flags and (group_trainable > 1 or is_small),
         # An all-reduce does not widen.
-        whole_bytes=NEVER_DIRECT if encoded or wire_dtype != sum_dtype else axes.reduce_whole_bytes,
+        all_reduce_bytes=NEVER_ZERO_COPY if encoded or wire_dtype != sum_dtype else axes.reduce_whole_bytes,
     )
     return BucketPlan(
         indices,
@@ -414,7 +414,7 @@ def _unsharded_storage(spec: ParameterSpec, axes: PlanOptions, shards: Sequence[
     return UnshardedStorage.SHARED if axes.num_shards > 1 else UnshardedStorage.OWNED
 
 
-def plan_smaller_mesh(bucket: BucketPlan, num_shards: int, direct_bytes: int) -> GatherLayout:
+def plan_smaller_mesh(bucket: BucketPlan, num_shards: int, zero_copy_min_bytes: int) -> GatherLayout:
     """Return the layout of an all-gather of the same bucket from a smaller mesh, into the existing unsharded buffer.
 
     A multiple of the larger number of shards is also a multiple of the smaller, so the padded places always fit. Places
@@ -425,7 +425,7 @@ def plan_smaller_mesh(bucket: BucketPlan, num_shards: int, direct_bytes: int) ->
     return plan_gather(
         shards,
         itemsize=bucket.compute_dtype.itemsize,
-        direct_bytes=direct_bytes,
+        zero_copy_min_bytes=zero_copy_min_bytes,
         places=bucket.gather.places,
         all_reduced=all_reduced,
     )

@@ -252,7 +252,7 @@ class _ModuleHooks:
                 state_dict[prefix + name] = shard_full_tensor(parameter, value)
 
     def after_load_state_dict(self, *_: Any) -> None:
-        self._state.deliver_before_changes()
+        self._state.drain_before_changes()
         self._state.group.refresh()
 
 

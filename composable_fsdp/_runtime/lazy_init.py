@@ -12,10 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.late_tied_weights import tie_weights
-from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, holding_state
+from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.groups.unmanaged_params import warn_of_unmanaged
 from composable_fsdp._runtime.params.optimizer_steps import note_optimizer_step
-from composable_fsdp._runtime.params.sharded_param import find_parameter, find_taken, find_unsharded
+from composable_fsdp._runtime.params.sharded_param import find_parameter, find_replaced, find_unsharded
 from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp.errors import ConfigurationError
@@ -100,7 +100,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     A model of another thread must not all-gather again because of it, at a time that differs between ranks.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = [(p, state) for p in parameters if (state := holding_state(p)) is not None]
+    sharded = [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
     note_optimizer_step([p for p, _ in sharded])
     for iteration in {state.iteration for _, state in sharded if state.iteration is not None}:
         iteration.steps.note()
@@ -111,7 +111,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if _CHECKED_ATTRIBUTE in vars(optimizer):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    stale = [taken.description for p in parameters if (taken := find_taken(p)) is not None]
+    stale = [taken.description for p in parameters if (taken := find_replaced(p)) is not None]
     if stale:
         raise ConfigurationError(
             f"{type(optimizer).__name__} was built before fully_shard: {len(stale)} of its {len(parameters)} "

@@ -58,7 +58,7 @@ class _SuspendedIteration:
     def drain(self) -> None:
         """Do nothing, since nothing is in flight."""
 
-    def deliver_before_changes(self) -> None:
+    def drain_before_changes(self) -> None:
         """Do nothing, since nothing is in flight."""
 
     def __getattr__(self, name: str) -> NoReturn:

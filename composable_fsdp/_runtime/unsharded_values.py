@@ -16,7 +16,7 @@ from composable_fsdp._runtime.params.tensor_subclass import as_parameter
 from composable_fsdp._runtime.shard_extent import extent_of, gather, like
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 
-__all__ = ["agree_on_gradients", "blank_parameter", "keep", "keep_gradient", "whole_parameter", "whole_tensor"]
+__all__ = ["agree_on_gradients", "assemble_full", "blank_parameter", "keep", "keep_gradient", "whole_parameter"]
 
 
 def agree_on_gradients(parameters: Sequence[nn.Parameter]) -> list[bool]:
@@ -38,10 +38,10 @@ def whole_parameter(
 ) -> nn.Parameter | None:
     """Return the full parameter with its gradient, or ``None`` if ``shows`` is False. All ranks must call this."""
     with torch.inference_mode(False), torch.no_grad():
-        value, gradient = whole_tensor(sharded, sharding, offload_to_cpu), None
+        value, gradient = assemble_full(sharded, sharding, offload_to_cpu), None
         if has_gradient:
             own = torch.zeros_like(sharded) if sharded.grad is None else sharded.grad
-            gradient = whole_tensor(own, sharding, offload_to_cpu)
+            gradient = assemble_full(own, sharding, offload_to_cpu)
         if not shows:
             return None
         whole = _like_sharded(value, sharded)
@@ -65,7 +65,7 @@ def _like_sharded(value: torch.Tensor, sharded: nn.Parameter) -> nn.Parameter:
     return whole
 
 
-def whole_tensor(tensor: torch.Tensor, sharding: ParameterSharding | None, offload_to_cpu: bool) -> torch.Tensor:
+def assemble_full(tensor: torch.Tensor, sharding: ParameterSharding | None, offload_to_cpu: bool) -> torch.Tensor:
     """Return the full value in its own memory, even if this rank has all of it. For arguments see :func:`gather`."""
     local, full = local_part(tensor).detach(), gather(tensor.detach(), sharding)
     if offload_to_cpu:

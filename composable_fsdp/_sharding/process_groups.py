@@ -35,13 +35,13 @@ class ProcessGroups:
         self._separate: Communicator | None = None
         self._pooled = False
         self.smaller: Communicator | None = None
-        self.common_memory: torch.Tensor | None = None
+        self.shared_memory: torch.Tensor | None = None
         """``(nbytes,)``: memory shared between ranks, with the shards of all ranks or the shared unsharded buffer."""
         self._released_at = -1
-        """The axis' ``partings`` (epoch number) when the shared unsharded buffer was last released."""
+        """The axis' ``epoch`` (epoch number) when the shared unsharded buffer was last released."""
         self.unshard_async_op = False
         """The ``async_op`` argument for a custom all-gather."""
-        self.awaits_parting = False
+        self.awaits_epoch_end = False
         """True if this rank may have read the shared unsharded buffer in this epoch.
 
         It is the same on all ranks, because they all-gather and end epochs together.
@@ -58,14 +58,12 @@ class ProcessGroups:
 
     def note_release(self) -> None:
         """Note that this rank no longer reads the shared unsharded buffer. Others may, until the epoch ends."""
-        self._released_at = cast(AliasingCommunicator, self.axes.shard).partings
+        self._released_at = cast(AliasingCommunicator, self.axes.shard).epoch
 
     @property
     def others_may_read(self) -> bool:
         """True if other ranks may use the shared unsharded buffer. It is the same on all ranks."""
-        return (
-            self.common_memory is not None and self._released_at == cast(AliasingCommunicator, self.axes.shard).partings
-        )
+        return self.shared_memory is not None and self._released_at == cast(AliasingCommunicator, self.axes.shard).epoch
 
     @property
     def is_custom(self) -> bool:
@@ -86,13 +84,13 @@ class ProcessGroups:
         """Return the options of the group's plan."""
         return PlanOptions(
             num_shards=self.axes.shard.size,
-            direct_bytes=self.gather.direct_bytes,
-            reduce_direct_bytes=self.scatter.direct_bytes,
-            whole_bytes=self.gather.whole_bytes,
-            reduce_whole_bytes=self.scatter.whole_bytes,
+            zero_copy_min_bytes=self.gather.zero_copy_min_bytes,
+            reduce_direct_bytes=self.scatter.zero_copy_min_bytes,
+            all_reduce_bytes=self.gather.all_reduce_bytes,
+            reduce_whole_bytes=self.scatter.all_reduce_bytes,
             widens=self.scatter.widens,
             batch_bytes=self._batch_bytes(),
-            alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.common_memory is not None),
+            alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.shared_memory is not None),
             flags=self.axes.num_ranks > 1 and not self.unequal_use,
         )
 

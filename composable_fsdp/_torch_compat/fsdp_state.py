@@ -394,7 +394,7 @@ class ClientGroup:
         gradients.notice()  # zero-bubble schedules accumulate weight gradients themselves
         if gradients.were_summed and not gradients.are_held and iteration.was_reached(state):
             warnings.warn(_lost_gradients(state), stacklevel=2)
-        iteration.settle_gradients(state, at_end=True)
+        iteration.reduce_gradients(state, at_end=True)
         if state.reshard_after_backward:
             state.group.reshard()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
+from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import ConfigurationError, UnsupportedError
 from composable_fsdp.testing._text import format_ranks
@@ -122,8 +122,8 @@ class FakeWorld:
         size: int,
         *,
         averages: bool = True,
-        direct_bytes: int = 0,
-        whole_bytes: int = NEVER_DIRECT,
+        zero_copy_min_bytes: int = 0,
+        all_reduce_bytes: int = NEVER_ZERO_COPY,
         batch_bytes: int = 1 << 19,
     ) -> None:
         """Create a world.
@@ -131,16 +131,16 @@ class FakeWorld:
         Args:
             size: number of ranks.
             averages: support ``ReduceOp.AVERAGE``.
-            direct_bytes: the ``direct_bytes`` of the communicators.
-            whole_bytes: the ``whole_bytes`` of the communicators.
+            zero_copy_min_bytes: the ``zero_copy_min_bytes`` of the communicators.
+            all_reduce_bytes: the ``all_reduce_bytes`` of the communicators.
             batch_bytes: the ``batch_bytes`` of the communicators.
         """
         if size < 1:
             raise ConfigurationError(f"A world has at least one rank, not {size}.")
         self.size = size
         self.averages = averages
-        self.direct_bytes = direct_bytes
-        self.whole_bytes = whole_bytes
+        self.zero_copy_min_bytes = zero_copy_min_bytes
+        self.all_reduce_bytes = all_reduce_bytes
         self.batch_bytes = batch_bytes
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
@@ -210,12 +210,12 @@ class FakeCommunicator:
         return False
 
     @property
-    def direct_bytes(self) -> int:
-        return self.world.direct_bytes
+    def zero_copy_min_bytes(self) -> int:
+        return self.world.zero_copy_min_bytes
 
     @property
-    def whole_bytes(self) -> int:
-        return self.world.whole_bytes
+    def all_reduce_bytes(self) -> int:
+        return self.world.all_reduce_bytes
 
     @property
     def batch_bytes(self) -> int:

@@ -161,20 +161,20 @@ class FaultyCommunicator:
         return self.base.aliases
 
     @property
-    def direct_bytes(self) -> int:
-        return self.base.direct_bytes
+    def zero_copy_min_bytes(self) -> int:
+        return self.base.zero_copy_min_bytes
 
     @property
-    def whole_bytes(self) -> int:
-        return self.base.whole_bytes
+    def all_reduce_bytes(self) -> int:
+        return self.base.all_reduce_bytes
 
     @property
     def batch_bytes(self) -> int:
         return self.base.batch_bytes
 
     @property
-    def partings(self) -> int:
-        return cast(AliasingCommunicator, self.base).partings
+    def epoch(self) -> int:
+        return cast(AliasingCommunicator, self.base).epoch
 
     def with_pool(self, pooled: bool) -> FaultyCommunicator:
         return FaultyCommunicator(cast(GroupCommunicator, self.base).with_pool(pooled), self.faults, self.labels)

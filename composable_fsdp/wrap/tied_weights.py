@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from composable_fsdp._runtime.groups.state import FSDPState, find_state, holding_state
-from composable_fsdp._runtime.params.sharded_param import find_taken
+from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
+from composable_fsdp._runtime.params.sharded_param import find_replaced
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["holders", "tie_groups", "tied_holders"]
+__all__ = ["holders", "tie_groups", "tied_owner_states"]
 
 _TIED_ATTRIBUTE = "_composable_fsdp_tied"
 
@@ -54,13 +54,13 @@ def _class_name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
 
 
-def tied_holders(modules: Iterable[nn.Module]) -> list[FSDPState]:
+def tied_owner_states(modules: Iterable[nn.Module]) -> list[FSDPState]:
     """Return the FSDP states that own weights that :func:`tie_groups` tied in ``modules`` or modules below them."""
     return holders(below for m in modules for below in m.modules() if vars(below).get(_TIED_ATTRIBUTE))
 
 
 def holders(modules: Iterable[nn.Module]) -> list[FSDPState]:
     """Return the FSDP states that sharded parameters of which ``modules``, or modules below them, have the original."""
-    taken = [find_taken(parameter) for module in modules for parameter in module.parameters()]
-    states = (holding_state(each.parameter()) for each in taken if each is not None)
+    taken = [find_replaced(parameter) for module in modules for parameter in module.parameters()]
+    states = (state_of_parameter(each.parameter()) for each in taken if each is not None)
     return list(dict.fromkeys(state for state in states if state is not None))

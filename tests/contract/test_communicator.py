@@ -66,8 +66,8 @@ def exactly(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def a_rank_knows_its_place(comm: Communicator) -> Iterator[None]:
     assert 0 <= comm.rank < comm.size
     assert isinstance(comm.averages, bool)
-    assert comm.direct_bytes >= 0
-    assert comm.whole_bytes >= 0
+    assert comm.zero_copy_min_bytes >= 0
+    assert comm.all_reduce_bytes >= 0
     assert comm.batch_bytes >= 0
     assert isinstance(comm.aliases, bool)
     assert isinstance(comm.widens, bool)

@@ -104,7 +104,7 @@ def freeze_in_turn(model: nn.Module, task: Task, step: int) -> list[torch.Tensor
     return train_with_evaluations(model, task, step)
 
 
-def gather_by_hand(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
+def unshard_explicitly(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
     layer = model.get_submodule("layers.1")
     assert isinstance(layer, FSDPModule)
     layer.unshard()
@@ -119,7 +119,7 @@ PLAYS: tuple[Play, ...] = (
     accumulate,
     change_before_backward,
     freeze_in_turn,
-    gather_by_hand,
+    unshard_explicitly,
 )
 
 

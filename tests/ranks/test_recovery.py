@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from composable_fsdp import DivergenceError, PeerError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import (
-    Arrival,
     GlooCommunicator,
     GlooConnection,
+    GlooWork,
     GroupCommunicator,
     OperationId,
     OrderCheck,
@@ -218,7 +218,7 @@ def unsharded_memory_stays_while_it_may_be_written_to() -> None:
     group, streams = state.group, state.iteration.streams
     assert group.plan.unsharded_bytes == 512 * 1024 * 4
     group.unshard(streams)
-    with mock.patch.object(Arrival, "wait", Interrupted.wait), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(GlooWork, "wait", Interrupted.wait), pytest.raises(KeyboardInterrupt):
         group.wait()
     group.reshard()
     assert sum(bucket.unsharded_bytes for bucket in group.buckets) == group.plan.unsharded_bytes

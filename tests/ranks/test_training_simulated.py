@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composable_fsdp import MixedPrecisionPolicy, OffloadPolicy
 from composable_fsdp.testing import FakeWorld
 from tests._internals import (
-    NEVER_DIRECT,
+    NEVER_ZERO_COPY,
     CommStreams,
     DataParallelAxes,
     ParameterGroup,
@@ -69,13 +69,13 @@ def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrec
 
 @pytest.mark.behaviour("C-01", "A-04")
 @pytest.mark.parametrize(
-    ("size", "direct_bytes", "whole_bytes", "dtype"),
+    ("size", "zero_copy_min_bytes", "all_reduce_bytes", "dtype"),
     [
-        (8, 0, NEVER_DIRECT, None),
-        (8, 100, NEVER_DIRECT, None),
-        (8, 1 << 30, NEVER_DIRECT, None),
-        (8, 100, NEVER_DIRECT, torch.bfloat16),
-        (1000, 100, NEVER_DIRECT, None),
+        (8, 0, NEVER_ZERO_COPY, None),
+        (8, 100, NEVER_ZERO_COPY, None),
+        (8, 1 << 30, NEVER_ZERO_COPY, None),
+        (8, 100, NEVER_ZERO_COPY, torch.bfloat16),
+        (1000, 100, NEVER_ZERO_COPY, None),
         (8, 0, 1, None),
         (8, 100, 1, None),
         (8, 100, 1, torch.bfloat16),
@@ -83,10 +83,10 @@ def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrec
     ],
 )
 def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
-    size: int, direct_bytes: int, whole_bytes: int, dtype: torch.dtype | None
+    size: int, zero_copy_min_bytes: int, all_reduce_bytes: int, dtype: torch.dtype | None
 ) -> None:
     precision = MixedPrecisionPolicy(param_dtype=dtype)
-    world = FakeWorld(size, direct_bytes=direct_bytes, whole_bytes=whole_bytes)
+    world = FakeWorld(size, zero_copy_min_bytes=zero_copy_min_bytes, all_reduce_bytes=all_reduce_bytes)
     streams = CommStreams(torch.device("cpu"))
     values = originals()
     with simulated_mesh(size) as mesh:
@@ -120,4 +120,6 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
             torch.testing.assert_close(torch.cat(shards, dim), value * (size + 1), rtol=rtol, atol=0.0)
     # One launch a round, however many parameters travel direct in it.
     assert world.launches["all_gather"] == world.launches["reduce_scatter"] == 2
-    assert world.launches["all_reduce"] == (0 if whole_bytes == NEVER_DIRECT else 4), "one each way, of what is short"
+    assert world.launches["all_reduce"] == (0 if all_reduce_bytes == NEVER_ZERO_COPY else 4), (
+        "one each way, of what is short"
+    )

@@ -130,13 +130,13 @@ class Always:
 
 def train_unequally_with_direct_messages() -> None:
     """Where every gradient has a message of its own, flags make one more; a few alone go packed."""
-    for direct_bytes in (1, 8 * 8 * 4):
+    for zero_copy_min_bytes in (1, 8 * 8 * 4):
         with pytest.MonkeyPatch.context() as patch:
             for communicator in COMMUNICATORS:
-                patch.setattr(communicator, "direct_bytes", Always(direct_bytes), raising=False)
+                patch.setattr(communicator, "zero_copy_min_bytes", Always(zero_copy_min_bytes), raising=False)
             model = shard(Model(), (2,), True)
             (bucket,) = state_of(model.layers[0]).group.plan.buckets
-            assert len(bucket.reduce.zero_copy) == (10 if direct_bytes == 1 else 5)
+            assert len(bucket.reduce.zero_copy) == (10 if zero_copy_min_bytes == 1 else 5)
             train_unequally((2,), 8, 4)
 
 

@@ -63,7 +63,7 @@ def whole_from(nbytes: int) -> Iterator[None]:
 
     def patched(self: ProcessGroups, *, offloaded: bool) -> PlanOptions:
         options = original(self, offloaded=offloaded)
-        return dataclasses.replace(options, whole_bytes=nbytes, reduce_whole_bytes=nbytes)
+        return dataclasses.replace(options, all_reduce_bytes=nbytes, reduce_whole_bytes=nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProcessGroups, "plan_options", patched)

@@ -198,8 +198,8 @@ def test_the_last_events_are_kept(tmp_path: Path) -> None:
 def test_a_fault_is_written_once_and_says_where(tmp_path: Path) -> None:
     diagnostics.enable(tmp_path, signals=())
     error = PeerError("rank 1 is gone")
-    trace.tell_fault(error, "all-gather of a", Position("group", (0, 1), 0, 3))
-    trace.tell_fault(error, "the forward of a")
+    trace.emit_fault(error, "all-gather of a", Position("group", (0, 1), 0, 3))
+    trace.emit_fault(error, "the forward of a")
     assert str(error) == (
         f"rank 1 is gone\n{tmp_path / file_name(0)} has what this rank did until then; "
         f"python -m composable_fsdp.diagnostics merge {tmp_path}"
@@ -214,7 +214,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_error(
     (tmp_path / "file").touch()
     diagnostics.enable(tmp_path / "file", signals=())
     error = PeerError("rank 1 is gone")
-    trace.tell_fault(error, "all-gather of a")
+    trace.emit_fault(error, "all-gather of a")
     assert str(error) == "rank 1 is gone"
     assert diagnostics.dump() is None
     assert f"diagnostics could not be written to {tmp_path / 'file'}" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests._internals import LoopbackCommunicator, check_alike, difference_text
+from tests._internals import LoopbackCommunicator, difference_text, verify_same
 
 
 def test_the_first_difference_is_shown_for_all_ranks_and_the_rest_for_two() -> None:
@@ -34,4 +34,4 @@ def test_of_many_ranks_some_are_named() -> None:
 
 @pytest.mark.behaviour("H-02")
 def test_a_single_rank_has_nobody_to_compare_with() -> None:
-    check_alike(["a"], (LoopbackCommunicator(), LoopbackCommunicator()), torch.device("cpu"), "a model")
+    verify_same(["a"], (LoopbackCommunicator(), LoopbackCommunicator()), torch.device("cpu"), "a model")

@@ -22,8 +22,8 @@ from tests.unit.test_layout_shard import shards_of_one_bucket
 
 FEWER = settings(max_examples=40)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
-NEVER_DIRECT = 1 << 62
-DIRECT_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_DIRECT])
+NEVER_ZERO_COPY = 1 << 62
+DIRECT_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_ZERO_COPY])
 
 
 def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], numel: int, itemsize: int) -> None:
@@ -57,9 +57,9 @@ def assert_packed_first(layout: GatherLayout | ReduceLayout, itemsize: int) -> N
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
 def test_the_store_has_disjoint_aligned_segments_with_the_packed_ones_in_front(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
-    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
+    layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     lengths = [s.padded_numel for s in shards]
     assert_partition((layout.zero_copy, layout.packed), range(len(shards)))
     assert_disjoint_and_aligned(layout.store.offsets, lengths, layout.store.numel, itemsize)
@@ -68,9 +68,9 @@ def test_the_store_has_disjoint_aligned_segments_with_the_packed_ones_in_front(
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
 def test_the_places_are_disjoint_and_aligned_and_hold_the_padded_gather_of_every_tensor(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
-    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
+    layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     lengths = [s.full_numel for s in shards]
     assert_disjoint_and_aligned(layout.places.offsets, lengths, layout.places.numel, itemsize)
     for i in layout.zero_copy:
@@ -80,8 +80,8 @@ def test_the_places_are_disjoint_and_aligned_and_hold_the_padded_gather_of_every
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES)
 def test_the_places_do_not_depend_on_what_travels_direct(shards: tuple[TensorShards, ...], itemsize: int) -> None:
-    all_direct = plan_gather(shards, itemsize=itemsize, direct_bytes=0)
-    all_packed = plan_gather(shards, itemsize=itemsize, direct_bytes=NEVER_DIRECT)
+    all_direct = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=0)
+    all_packed = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=NEVER_ZERO_COPY)
     assert all_direct.places == all_packed.places
     assert all_direct.store.numel == all_packed.store.numel
 
@@ -89,11 +89,11 @@ def test_the_places_do_not_depend_on_what_travels_direct(shards: tuple[TensorSha
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
 def test_a_tensor_travels_direct_where_it_concatenates_and_its_full_size_reaches_the_threshold(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
-    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
+    layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     for i, s in enumerate(shards):
-        expected = s.concatenates and s.numel > 0 and s.numel * itemsize >= direct_bytes
+        expected = s.concatenates and s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
         assert (i in layout.zero_copy) == expected
 
 
@@ -102,9 +102,9 @@ def test_a_tensor_travels_direct_where_it_concatenates_and_its_full_size_reaches
 def test_threshold_zero_packs_only_what_cannot_land_in_place_and_a_huge_one_packs_all(
     shards: tuple[TensorShards, ...], itemsize: int
 ) -> None:
-    nothing_small = plan_gather(shards, itemsize=itemsize, direct_bytes=0)
+    nothing_small = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=0)
     assert all(not shards[i].concatenates or not shards[i].numel for i in nothing_small.packed)
-    all_small = plan_gather(shards, itemsize=itemsize, direct_bytes=NEVER_DIRECT)
+    all_small = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=NEVER_ZERO_COPY)
     assert all_small.zero_copy == ()
     assert all_small.packed_numel == all_small.store.numel
 
@@ -112,19 +112,19 @@ def test_threshold_zero_packs_only_what_cannot_land_in_place_and_a_huge_one_pack
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
 def test_a_gather_moves_every_shard_of_every_rank_once_and_only_alignment_beside(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
-    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes)
+    layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     padding = layout.wire_numel - layout.num_shards * sum(s.padded_numel for s in shards)
     assert 0 <= padding * itemsize < layout.num_shards * max(1, len(layout.packed)) * ALIGNMENT_BYTES
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.data())
 def test_the_output_of_a_reduction_has_disjoint_aligned_segments_with_the_packed_ones_in_front(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int, data: st.DataObject
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, data: st.DataObject
 ) -> None:
     indices = data.draw(st.sets(st.integers(0, len(shards) - 1)).map(sorted))
-    layout = plan_reduce(shards, indices, itemsize=itemsize, direct_bytes=direct_bytes)
+    layout = plan_reduce(shards, indices, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     assert layout.indices == tuple(indices)
     assert layout.shards == tuple(shards[i] for i in indices)
     lengths = [s.padded_numel for s in layout.shards]
@@ -135,24 +135,24 @@ def test_the_output_of_a_reduction_has_disjoint_aligned_segments_with_the_packed
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
 def test_only_even_gradients_that_concatenate_travel_direct(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
-    layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, direct_bytes=direct_bytes)
+    layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     for k, s in enumerate(shards):
-        large = s.numel > 0 and s.numel * itemsize >= direct_bytes
+        large = s.numel > 0 and s.numel * itemsize >= zero_copy_min_bytes
         assert (k in layout.zero_copy) == (large and s.concatenates and s.layout.is_even)
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
 def test_a_message_has_padding_exactly_where_it_is_longer_than_the_gradients_in_it(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
-    layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, direct_bytes=direct_bytes)
+    layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     message_numel = shards[0].num_shards * layout.packed_numel
     assert layout.has_padding == (message_numel > sum(shards[k].numel for k in layout.packed))
 
 
-WHOLE_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_DIRECT])
+WHOLE_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_ZERO_COPY])
 
 
 def aligned(numel: int, itemsize: int) -> int:
@@ -162,23 +162,23 @@ def aligned(numel: int, itemsize: int) -> int:
 
 @given(shards_of_one_bucket(), ITEMSIZES, WHOLE_BYTES)
 def test_what_travels_whole_moves_no_more_bytes_and_what_does_not_would_move_more(
-    shards: tuple[TensorShards, ...], itemsize: int, whole_bytes: int
+    shards: tuple[TensorShards, ...], itemsize: int, all_reduce_bytes: int
 ) -> None:
-    wide = worth_all_reducing(shards, itemsize=itemsize, whole_bytes=0)
+    wide = worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=0)
     for i, s in enumerate(shards):
         assert (i in wide) == (0 < 2 * s.numel <= s.num_shards * s.padded_numel)
     padding = sum(shards[i].num_shards * shards[i].padded_numel - shards[i].numel for i in wide)
-    assert worth_all_reducing(shards, itemsize=itemsize, whole_bytes=whole_bytes) == (
-        wide if padding * itemsize >= whole_bytes else ()
+    assert worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=all_reduce_bytes) == (
+        wide if padding * itemsize >= all_reduce_bytes else ()
     )
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.data())
 def test_spans_cover_the_places_of_what_is_whole_and_no_other(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int, data: st.DataObject
+    shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, data: st.DataObject
 ) -> None:
     all_reduced = sorted(data.draw(st.sets(st.sampled_from(range(len(shards))))))
-    layout = plan_gather(shards, itemsize=itemsize, direct_bytes=direct_bytes, all_reduced=all_reduced)
+    layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, all_reduced=all_reduced)
     assert layout.all_reduced == tuple(all_reduced)
     assert_partition((layout.zero_copy, layout.packed, layout.all_reduced), range(len(shards)))
     assert_packed_first(layout, itemsize)
@@ -195,13 +195,22 @@ def test_spans_cover_the_places_of_what_is_whole_and_no_other(
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, WHOLE_BYTES, st.booleans())
 def test_whole_gradients_and_the_flags_are_one_message_and_the_others_a_padded_one(
-    shards: tuple[TensorShards, ...], itemsize: int, direct_bytes: int, whole_bytes: int, flags: bool
+    shards: tuple[TensorShards, ...],
+    itemsize: int,
+    zero_copy_min_bytes: int,
+    all_reduce_bytes: int,
+    flags: bool,
 ) -> None:
     indices = range(len(shards))
     layout = plan_reduce(
-        shards, indices, itemsize=itemsize, direct_bytes=direct_bytes, flags=flags, whole_bytes=whole_bytes
+        shards,
+        indices,
+        itemsize=itemsize,
+        zero_copy_min_bytes=zero_copy_min_bytes,
+        flags=flags,
+        all_reduce_bytes=all_reduce_bytes,
     )
-    assert layout.all_reduced == worth_all_reducing(shards, itemsize=itemsize, whole_bytes=whole_bytes)
+    assert layout.all_reduced == worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=all_reduce_bytes)
     assert_partition((layout.zero_copy, layout.packed, layout.all_reduced), indices)
     lengths = [s.padded_numel for s in shards] + [layout.num_flags] * flags
     offsets = (*layout.output.offsets, *[layout.flags_offset] * flags)
@@ -214,19 +223,19 @@ def test_whole_gradients_and_the_flags_are_one_message_and_the_others_a_padded_o
         assert layout.flags_width == aligned(layout.num_flags, itemsize)
     assert layout.gradient_numel == sum(layout.packed_widths[: len(layout.packed)])
     assert_disjoint_and_aligned(layout.message.offsets, full_lengths, layout.message.numel, itemsize)
-    without = plan_reduce(shards, indices, itemsize=itemsize, direct_bytes=direct_bytes, flags=flags)
+    without = plan_reduce(shards, indices, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes, flags=flags)
     alignment = 2 * (len(layout.all_reduced) + 1) * ALIGNMENT_BYTES // itemsize
     assert layout.wire_numel <= without.wire_numel + alignment + 2 * layout.num_flags
 
 
 def test_a_reduction_of_nothing_is_empty() -> None:
-    layout = plan_reduce([TensorShards((4,), 0, 2)], [], itemsize=4, direct_bytes=0)
+    layout = plan_reduce([TensorShards((4,), 0, 2)], [], itemsize=4, zero_copy_min_bytes=0)
     assert (layout.zero_copy, layout.packed, layout.packed_numel, layout.output.numel) == ((), (), 0, 0)
     assert not layout.has_padding
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
 def test_a_lone_element_takes_one_aligned_step(itemsize: int) -> None:
-    layout = plan_gather([TensorShards((1,), 0, 1)] * 2, itemsize=itemsize, direct_bytes=0)
+    layout = plan_gather([TensorShards((1,), 0, 1)] * 2, itemsize=itemsize, zero_copy_min_bytes=0)
     assert layout.store.offsets == (0, ALIGNMENT_BYTES // itemsize)
     assert layout.store.numel * itemsize == 2 * ALIGNMENT_BYTES

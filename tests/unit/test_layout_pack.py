@@ -255,9 +255,9 @@ def parameters_in(layout: GatherLayout, buffer: Tensor) -> list[Tensor]:
 
 @given(shards_of_one_bucket(), st.sampled_from([torch.int8, torch.int16, torch.float32, torch.float64]), DIRECT_BYTES)
 def test_gathering_the_shards_of_all_ranks_gives_back_the_parameters(
-    shards: tuple[TensorShards, ...], dtype: torch.dtype, direct_bytes: int
+    shards: tuple[TensorShards, ...], dtype: torch.dtype, zero_copy_min_bytes: int
 ) -> None:
-    layout = plan_gather(shards, itemsize=dtype.itemsize, direct_bytes=direct_bytes)
+    layout = plan_gather(shards, itemsize=dtype.itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(shards)]
     stores = [store_of(layout, fulls, rank) for rank in range(layout.num_shards)]
     buffer = torch.full((layout.places.numel,), UNTOUCHED).to(dtype)
@@ -268,14 +268,14 @@ def test_gathering_the_shards_of_all_ranks_gives_back_the_parameters(
 
 @given(st.data(), st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
 def test_gathering_from_a_smaller_mesh_gives_back_the_parameters_in_the_same_places(
-    data: st.DataObject, sizes: tuple[int, int], direct_bytes: int
+    data: st.DataObject, sizes: tuple[int, int], zero_copy_min_bytes: int
 ) -> None:
     larger, smaller = sizes
     drawn = data.draw(st.lists(tensor_shards(larger), min_size=1, max_size=4))
     dtype = torch.float32
     specs = tuple(ParameterSpec("w", s.shape, s.dim, dtype, dtype, dtype, dtype, True) for s in drawn)
-    (bucket,) = plan_group(specs, (PlanOptions(larger, direct_bytes, direct_bytes),)).buckets
-    layout = plan_smaller_mesh(bucket, smaller, direct_bytes)
+    (bucket,) = plan_group(specs, (PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes),)).buckets
+    layout = plan_smaller_mesh(bucket, smaller, zero_copy_min_bytes)
     fulls = [numbered(s.shape, dtype, start=17 * i) for i, s in enumerate(drawn)]
     stores = [store_of(layout, fulls, rank) for rank in range(smaller)]
     buffer = torch.full((bucket.gather.places.numel,), UNTOUCHED)
@@ -287,9 +287,9 @@ def test_gathering_from_a_smaller_mesh_gives_back_the_parameters_in_the_same_pla
 @FEWER
 @given(st.lists(tensor_shards(1), min_size=1, max_size=4), DIRECT_BYTES)
 def test_the_store_of_an_only_rank_holds_the_parameters_as_they_are(
-    shards: list[TensorShards], direct_bytes: int
+    shards: list[TensorShards], zero_copy_min_bytes: int
 ) -> None:
-    layout = plan_gather(shards, itemsize=4, direct_bytes=direct_bytes)
+    layout = plan_gather(shards, itemsize=4, zero_copy_min_bytes=zero_copy_min_bytes)
     fulls = [numbered(s.shape, start=17 * i) for i, s in enumerate(shards)]
     store = store_of(layout, fulls, 0)
     for s, offset, full in zip(shards, layout.store.offsets, fulls, strict=True):
@@ -315,12 +315,12 @@ def test_reducing_the_gradients_of_all_ranks_leaves_each_with_its_shard_of_the_s
     shards: tuple[TensorShards, ...],
     dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    direct_bytes: int,
+    zero_copy_min_bytes: int,
     data: st.DataObject,
 ) -> None:
     num_ranks = shards[0].num_shards
     indices = data.draw(st.sets(st.integers(0, len(shards) - 1), min_size=1).map(sorted))
-    layout = plan_reduce(shards, indices, itemsize=reduce_dtype.itemsize, direct_bytes=direct_bytes)
+    layout = plan_reduce(shards, indices, itemsize=reduce_dtype.itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
 
     def gradient(rank: int, k: int) -> Tensor | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from composable_fsdp.codecs.blockwise import Int8
 from composable_fsdp.codecs.communication_policy import GradientCodecs
 from tests._internals import (
-    NEVER_DIRECT,
+    NEVER_ZERO_COPY,
     GroupPlan,
     ParameterSpec,
     PlanOptions,
@@ -181,11 +181,11 @@ def test_freezing_parameters_moves_no_shard_and_no_place(
 @FEWER
 @given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
 def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
-    specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], direct_bytes: int
+    specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], zero_copy_min_bytes: int
 ) -> None:
     larger, smaller = sizes
-    for bucket in plan_group(specs, (PlanOptions(larger, direct_bytes, direct_bytes),)).buckets:
-        layout = plan_smaller_mesh(bucket, smaller, direct_bytes)
+    for bucket in plan_group(specs, (PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes),)).buckets:
+        layout = plan_smaller_mesh(bucket, smaller, zero_copy_min_bytes)
         assert layout.all_reduced == ()
         itemsize = bucket.compute_dtype.itemsize
         assert layout.places is bucket.gather.places
@@ -214,12 +214,12 @@ def test_asking_for_the_same_plan_again_returns_the_one_that_is_there() -> None:
 @FEWER
 @given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
 def test_a_smaller_mesh_gathers_whole_what_does_not_fit_into_a_place_without_padding(
-    specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], direct_bytes: int
+    specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], zero_copy_min_bytes: int
 ) -> None:
     larger, smaller = sizes
-    options = PlanOptions(larger, direct_bytes, direct_bytes, whole_bytes=0)
+    options = PlanOptions(larger, zero_copy_min_bytes, zero_copy_min_bytes, all_reduce_bytes=0)
     for bucket in plan_group(specs, (options,)).buckets:
-        layout = plan_smaller_mesh(bucket, smaller, direct_bytes)
+        layout = plan_smaller_mesh(bucket, smaller, zero_copy_min_bytes)
         assert set(layout.all_reduced) <= set(bucket.gather.all_reduced)
         taken = [s.numel if i in layout.all_reduced else s.full_numel for i, s in enumerate(layout.shards)]
         itemsize = bucket.compute_dtype.itemsize
@@ -231,7 +231,7 @@ def test_a_smaller_mesh_gathers_whole_what_does_not_fit_into_a_place_without_pad
 
 
 def test_what_is_encoded_or_in_common_or_widened_on_the_way_keeps_its_padding() -> None:
-    all_reduced = PlanOptions(8, 0, 0, whole_bytes=0, reduce_whole_bytes=0)
+    all_reduced = PlanOptions(8, 0, 0, all_reduce_bytes=0, reduce_whole_bytes=0)
     fp32 = torch.float32
     row = ParameterSpec("weight", (1, 64), 0, fp32, fp32, fp32, fp32, trainable=True)
 
@@ -272,7 +272,7 @@ def spec_of(name: str, numel: int) -> ParameterSpec:
 def batches_of(sizes: dict[str, int], least: int) -> list[list[str]]:
     """Names of the parameters of each batch; ``sizes`` in elements, which travel in 4 bytes."""
     specs = tuple(spec_of(name, numel) for name, numel in sizes.items())
-    plan = plan_group(specs, (PlanOptions(2, NEVER_DIRECT, NEVER_DIRECT, batch_bytes=least),))
+    plan = plan_group(specs, (PlanOptions(2, NEVER_ZERO_COPY, NEVER_ZERO_COPY, batch_bytes=least),))
     found: list[list[str]] = [[] for _ in plan.batches]
     for bucket in plan.buckets:
         found[bucket.batch] += [specs[i].name for i in bucket.indices]

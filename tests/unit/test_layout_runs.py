@@ -7,14 +7,14 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests._internals import NEVER_DIRECT, GatherLayout, TensorShards, find_runs, plan_gather
+from tests._internals import NEVER_ZERO_COPY, GatherLayout, TensorShards, find_runs, plan_gather
 
 SHAPES = st.lists(st.tuples(st.sampled_from([0, 3, 4, 16]), st.sampled_from([1, 4])), min_size=1, max_size=12)
 
 
 def layout_of(shapes: list[tuple[int, ...]], num_shards: int = 4, itemsize: int = 2) -> GatherLayout:
     shards = [TensorShards(shape, 0, num_shards) for shape in shapes]
-    return plan_gather(shards, itemsize=itemsize, direct_bytes=NEVER_DIRECT)
+    return plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=NEVER_ZERO_COPY)
 
 
 @given(SHAPES, st.integers(1, 5), st.sampled_from([1, 2, 4]))

@@ -32,7 +32,7 @@ RANKS = 2
 def part_of(widths: Sequence[int], *, rank: int, in_runs: bool, dtype: torch.dtype = torch.float32) -> CachedPart:
     """A bucket of vectors, of each of which a rank has so many elements: its own rank and counted from there."""
     shards = [TensorShards((RANKS * width,), 0, RANKS) for width in widths]
-    layout = plan_gather(shards, itemsize=dtype.itemsize, direct_bytes=1 << 30)
+    layout = plan_gather(shards, itemsize=dtype.itemsize, zero_copy_min_bytes=1 << 30)
     packed = torch.arange(100.0 * rank, 100.0 * rank + layout.packed_numel)
     buffer = OwnedBuffer(layout.places.numel, dtype, packed.device)
     if in_runs:

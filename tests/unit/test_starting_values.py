@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from tests._internals import Candidate, start_details, unlike_starts
+from tests._internals import Candidate, differing_starts, start_details
 
 CUT, LOADED, CONSTANT = bytes(range(64)), bytes(range(64, 128)), bytes(64)
 
@@ -24,7 +24,7 @@ def test_ranks_that_began_with_other_values_are_named_by_parameter() -> None:
     ]
     of_ranks[0][0] = candidate("a", 7, CONSTANT)
     details = {rank: start_details(own) for rank, own in enumerate(of_ranks)}
-    found = unlike_starts(details, "abc")
+    found = differing_starts(details, "abc")
     assert list(found) == ["b"]
     assert list(found["b"].values()) == [[0, 2], [1, 3]]
 
@@ -37,4 +37,4 @@ def test_what_ranks_say_after_a_checkpoint_was_loaded_takes_few_bytes() -> None:
     some_empty = start_details([candidate(n, i, *((b"",) if i % 5 else (LOADED, CUT))) for i, n in enumerate(names)])
     assert filled != some_empty
     assert max(len(zlib.compress(text.encode())) for text in (filled, some_empty)) < 200
-    assert unlike_starts({0: filled, 1: some_empty}, names) == {}
+    assert differing_starts({0: filled, 1: some_empty}, names) == {}

@@ -213,8 +213,8 @@ def test_worlds_and_ranks_that_do_not_exist_are_refused() -> None:
 
 
 def test_the_knobs_show_in_every_communicator() -> None:
-    comm = FakeWorld(2, averages=False, direct_bytes=77).communicator(1)
-    assert (comm.rank, comm.size, comm.averages, comm.aliases, comm.direct_bytes) == (1, 2, False, False, 77)
+    comm = FakeWorld(2, averages=False, zero_copy_min_bytes=77).communicator(1)
+    assert (comm.rank, comm.size, comm.averages, comm.aliases, comm.zero_copy_min_bytes) == (1, 2, False, False, 77)
     assert FakeWorld(2).communicator(0).averages
 
 

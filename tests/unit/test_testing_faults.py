@@ -48,7 +48,16 @@ def test_without_faults_it_does_what_its_base_does() -> None:
     communicator.all_reduce([tensor], ReduceOp.SUM, "b").wait()
     assert tensor.item() == 3.0
     assert communicator.labels == ["a", "b"]
-    for name in ("rank", "size", "averages", "widens", "aliases", "direct_bytes", "whole_bytes", "batch_bytes"):
+    for name in (
+        "rank",
+        "size",
+        "averages",
+        "widens",
+        "aliases",
+        "zero_copy_min_bytes",
+        "all_reduce_bytes",
+        "batch_bytes",
+    ):
         assert getattr(communicator, name) == getattr(communicator.base, name)
 
 

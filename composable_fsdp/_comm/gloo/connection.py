@@ -122,7 +122,7 @@ class GlooConnection:
                 f"{label} ({sum(sizes)} bytes in {len(sizes)} tensors, {hash(sizes) & 0xFFFF:04x})"
             )
         except DivergenceError as error:
-            trace.tell_fault(error, str(operation), self._position_of(operation))
+            trace.emit_fault(error, str(operation), self._position_of(operation))
             raise
         return operation
 
@@ -193,7 +193,7 @@ class GlooConnection:
                 f"timeout of the process group. Look at the output of each for the first error. Gloo says: {error}"
             )
         self._give_up(str(found).split("\n", 1)[0])
-        trace.tell_fault(found, str(operation), self._position_of(operation))
+        trace.emit_fault(found, str(operation), self._position_of(operation))
         return found
 
     def _give_up(self, reason: str) -> None:

@@ -19,7 +19,7 @@ from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._comm.gloo.connection import GlooConnection, exchange
 from composable_fsdp._comm.ordered_sum import add_up
 from composable_fsdp._consistency.rank_report import OperationId
-from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
+from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import UnsupportedError
 
@@ -43,7 +43,7 @@ def _noop() -> None:
     pass
 
 
-class Arrival:
+class GlooWork:
     """The work of one operation: gloo's works and a ``finish`` step. Waiting again does nothing.
 
     The connection keeps the works alive until then, since gloo closes a connection if the receiver of a message is
@@ -87,7 +87,7 @@ class GlooCommunicator:
     averages = False
     """Gloo averages in a separate pass. Dividing the sharded result is cheaper."""
     widens = True
-    whole_bytes = NEVER_DIRECT
+    all_reduce_bytes = NEVER_ZERO_COPY
     """Gloo's all-reduce does not sum in rank order."""
     batch_bytes = 1 << 21
     """With a quarter of this, reductions of groups of 2 to 4 MiB take 1.4 to 2.3 times as long
@@ -97,7 +97,7 @@ class GlooCommunicator:
     def __init__(self, group: dist.ProcessGroup, connection: GlooConnection) -> None:
         self.group = group
         self.rank, self.size = connection.rank, connection.size
-        self.direct_bytes = max(
+        self.zero_copy_min_bytes = max(
             min(connection.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES), connection.size * _MIN_BYTES_PER_RANK
         )
         self._connection = connection
@@ -131,7 +131,7 @@ class GlooCommunicator:
                 )
                 own.append((rows[self.rank], shard))
         _copy(own)  # overlaps with the messages
-        return Arrival(self._connection, operation, works)
+        return GlooWork(self._connection, operation, works)
 
     @profiled
     def reduce_scatter(self, transfers: Sequence[Transfer], op: ReduceOp, label: str = "reduce-scatter") -> Work:
@@ -150,7 +150,7 @@ class GlooCommunicator:
                 for output, column in zip(outputs, columns, strict=True):
                     add_up(column, output)
 
-        return Arrival(self._connection, operation, works, finish)
+        return GlooWork(self._connection, operation, works, finish)
 
     def _summands(self, full: torch.Tensor) -> list[torch.Tensor]:
         """Return a buffer for each rank's contribution to our part. Ours is used in place."""
@@ -160,13 +160,13 @@ class GlooCommunicator:
 
     def _messages(self, transfers: Sequence[Transfer]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
         """Yield outputs and inputs, ``(size, numel)``, that share a message. Small tensors are copied in."""
-        small = [transfer for transfer in transfers if transfer.input.nbytes < self.direct_bytes]
+        small = [transfer for transfer in transfers if transfer.input.nbytes < self.zero_copy_min_bytes]
         for dtype in dict.fromkeys(transfer.input.dtype for transfer in small):
             same_dtype = [transfer for transfer in small if transfer.input.dtype == dtype]
             rows = [self._rows(full) for _, full in same_dtype]
             yield [output for output, _ in same_dtype], rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
         for output, full in transfers:
-            if full.nbytes >= self.direct_bytes:
+            if full.nbytes >= self.zero_copy_min_bytes:
                 yield [output], self._rows(full)
 
     def _rows(self, full: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class GlooCommunicator:
                 works += exchange(self._connection.backend, self.rank, parts, rows, self._connection.tag(operation))
                 own.append((rows[self.rank], parts[self.rank]))
         _copy(own)  # overlaps with the messages
-        return Arrival(self._connection, operation, works)
+        return GlooWork(self._connection, operation, works)
 
     @profiled
     def all_reduce(self, tensors: Sequence[torch.Tensor], op: ReduceOp, label: str = "all-reduce") -> Work:
@@ -191,7 +191,7 @@ class GlooCommunicator:
         operation = self._connection.begin(label, [Transfer(tensor, tensor) for tensor in tensors])
         with self._connection.launching(operation):
             works = [self._connection.backend.allreduce([tensor]) for tensor in tensors]
-        return Arrival(self._connection, operation, cast(list[Work], works))
+        return GlooWork(self._connection, operation, cast(list[Work], works))
 
 
 def _check_sum(op: ReduceOp) -> None:

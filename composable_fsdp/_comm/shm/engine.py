@@ -31,7 +31,7 @@ from composable_fsdp._consistency.running_pass import error_summary
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
 from composable_fsdp.errors import FSDPError
 
-__all__ = ["Launched", "ShmEngine"]
+__all__ = ["ShmEngine", "ShmWork"]
 
 _LAST = 1 << 62
 
@@ -56,7 +56,7 @@ class _Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class ShmWork:
     """The work of one operation."""
 
     engine: ShmEngine
@@ -112,7 +112,7 @@ class ShmEngine:
         self._generation += 1
         self.completed = 0
         """The number of completed operations. Operations complete in order."""
-        self.partings = 0
+        self.epoch = 0
         """The number of barriers that ended an epoch of shared memory."""
         self.blocks = Blocks()
         self._socket = shm_socket
@@ -140,7 +140,7 @@ class ShmEngine:
             self._give_up(error, "sharing of memory")
             raise
 
-    def launch(self, operation: Operation) -> Launched:
+    def launch(self, operation: Operation) -> ShmWork:
         """Stage the first rounds of ``operation`` and notify the peers. Never waits."""
         self._check_working()
         running = _Running(self._launched, operation, NO_BLOCK, None)
@@ -156,7 +156,7 @@ class ShmEngine:
             raise
         self._running.append(running)
         _thread_engines().add(self)
-        return Launched(self, running.sequence)
+        return ShmWork(self, running.sequence)
 
     def _begin(self, running: _Running) -> None:
         operation, segment = running.operation, running.operation.segment
@@ -319,7 +319,7 @@ class ShmEngine:
         text, position = self._current_operation_text(), self._position(self.completed)
         self._running.clear()
         _thread_engines().discard(self)
-        trace.tell_fault(error, text, position)
+        trace.emit_fault(error, text, position)
 
     def _current_operation_text(self) -> str:
         """Return a description of the oldest operation in flight."""

@@ -12,7 +12,7 @@ from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._comm.shm import collective as collectives
 from composable_fsdp._comm.shm.engine import ShmEngine
-from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
+from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp.errors import UnsupportedError
 
@@ -41,8 +41,8 @@ class SharedMemoryCommunicator:
 
     averages = False
     widens = True
-    direct_bytes = _ZERO_COPY_BYTES
-    whole_bytes = NEVER_DIRECT  # ranks of one host are few, and so is their padding
+    zero_copy_min_bytes = _ZERO_COPY_BYTES
+    all_reduce_bytes = NEVER_ZERO_COPY  # ranks of one host are few, and so is their padding
     batch_bytes = 1 << 21
     """With a quarter of this, reductions of groups of 2 to 4 MiB take 1.3 to 1.7 times as long
     (``benchmarks/group_transfers.py``).
@@ -89,14 +89,14 @@ class SharedMemoryCommunicator:
         return self._launch(tensors and collectives.all_reduce(self.rank, self.size, tensors, label))
 
     @property
-    def partings(self) -> int:
-        return self._engine.partings
+    def epoch(self) -> int:
+        return self._engine.epoch
 
     def barrier(self, name: str) -> Work:
         return self._engine.launch(collectives.Barrier(name))
 
     def part(self, name: str) -> Work:
-        self._engine.partings += 1
+        self._engine.epoch += 1
         return self.barrier(name)
 
     def share(self, nbytes: int) -> torch.Tensor:

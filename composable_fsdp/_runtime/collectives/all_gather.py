@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from composable_fsdp._comm.c10d import Together
+from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
@@ -97,7 +97,7 @@ class _AllGather:
             self.writes_to_places = self.writes_to_places or any(
                 gather.zero_copy or gather.all_reduced for gather in gathers
             )
-        return works[0] if len(works) == 1 else Together(tuple(works))
+        return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def _await_readers(self) -> None:
         """Block until no rank reads shared memory that this all-gather overwrites."""

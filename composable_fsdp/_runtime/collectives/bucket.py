@@ -78,7 +78,7 @@ class AnyBucket(Protocol):
         """The zero-copy bytes that this rank sends besides."""
         ...
 
-    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[int], int]:
         """Return the payload and zero-copy bytes of an all-gather from a smaller mesh, where nothing is encoded."""
         ...
 
@@ -110,7 +110,7 @@ class AnyBucket(Protocol):
         """Copy full parameters out of shared memory, into memory of this rank that lasts until they are freed."""
         ...
 
-    def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None: ...
+    def keep_slice(self, num_shards: int, rank: int, zero_copy_min_bytes: int) -> None: ...
 
     def drop_slice(self) -> None: ...
 
@@ -210,11 +210,11 @@ class Bucket:
             return None
         return CachedPart(packed, dtype, self.buffer, self._row_places, layout.packed_widths)
 
-    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[int], int]:
         """Return the payload bytes and zero-copy bytes of an all-gather from a smaller mesh."""
         if not self.plan.is_gathered:
             return [], 0
-        layout = plan_smaller_mesh(self.plan, num_shards, direct_bytes)
+        layout = plan_smaller_mesh(self.plan, num_shards, zero_copy_min_bytes)
         zero_copy = sum(layout.shards[i].padded_numel for i in layout.zero_copy) * self._itemsize
         return [layout.packed_numel * self._itemsize] if layout.packed_numel else [], zero_copy
 
@@ -382,13 +382,13 @@ class Bucket:
             received.storage_offset() + run.start,
         )
 
-    def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
+    def keep_slice(self, num_shards: int, rank: int, zero_copy_min_bytes: int) -> None:
         """Keep the slice of ``rank`` on a smaller mesh of ``num_shards``, the input of the all-gather in backward."""
         if self._shared_buffer is not None:
             self._shared_buffer.is_kept = True
         if not self.plan.is_gathered:
             return
-        layout = plan_smaller_mesh(self.plan, num_shards, direct_bytes)
+        layout = plan_smaller_mesh(self.plan, num_shards, zero_copy_min_bytes)
         kept = torch.empty(layout.store.numel, dtype=self.plan.compute_dtype, device=self._device)
         for shards, start, parameter in zip(layout.shards, layout.store.offsets, self.parameters, strict=True):
             take_shard(shards, parameter.full, rank, kept[start : start + shards.padded_numel])

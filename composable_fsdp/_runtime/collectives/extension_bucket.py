@@ -101,7 +101,7 @@ class ExtendedBucket:
     def cached_part(self) -> None:
         return None
 
-    def smaller_mesh_bytes(self, num_shards: int, direct_bytes: int) -> tuple[list[int], int]:
+    def smaller_mesh_bytes(self, num_shards: int, zero_copy_min_bytes: int) -> tuple[list[int], int]:
         """Return the bytes of each input, known after the first all-gather, and no zero-copy bytes."""
         outputs = [output for gathered in self._gathered for output in gathered.outputs]
         return [-(-output.numel() // num_shards) * output.itemsize for output in outputs], 0
@@ -220,7 +220,7 @@ class ExtendedBucket:
             else:
                 torch.cat([row[rank, :numel] for rank, numel in enumerate(numels)], out=output)
 
-    def keep_slice(self, num_shards: int, rank: int, direct_bytes: int) -> None:
+    def keep_slice(self, num_shards: int, rank: int, zero_copy_min_bytes: int) -> None:
         """Keep the equally long slices of ``rank`` on a smaller mesh, the inputs of the all-gather in backward."""
         for gathered in self._gathered:
             gathered.kept = tuple(_slice(output.view(-1), num_shards, rank) for output in gathered.outputs)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from composable_fsdp._comm.c10d import Together
+from composable_fsdp._comm.c10d import WorkList
 from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.plan import BucketPlan
@@ -110,7 +110,7 @@ class _HybridReduce:
             )
         ]
         works += [encoded.launch(label) for encoded in self._encoded_scatters]
-        return works[0] if len(works) == 1 else Together(tuple(works))
+        return works[0] if len(works) == 1 else WorkList(tuple(works))
 
     def _encoded_reduce_scatters(
         self, messages: Sequence[tuple[Communicator, EncodedMessage]]
@@ -150,7 +150,7 @@ class _HybridReduce:
                 self._all_reduces.append((bucket.pgs.replicate, encoded))
         messages = [(communicator, encoded.message) for communicator, encoded in self._all_reduces]
         self._encoded_sums = self._encoded_reduce_scatters(messages)
-        return Together((*works, *(encoded.launch(label) for encoded in self._encoded_sums)))
+        return WorkList((*works, *(encoded.launch(label) for encoded in self._encoded_sums)))
 
     @without_grad
     def finish_all_reduce(self) -> None:
@@ -161,7 +161,7 @@ class _HybridReduce:
     @without_grad
     def gather_sums(self) -> Work:
         by_communicator = group_by_key([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
-        return Together(
+        return WorkList(
             tuple(
                 communicator.all_gather(
                     [encoded.gather(communicator) for encoded in of_communicator], f"all-gather of sums of {self._name}"

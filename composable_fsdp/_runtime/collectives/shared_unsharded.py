@@ -3,7 +3,7 @@
 The full parameters of a bucket are in shared memory. Each rank casts its shards directly to their places there, and a
 barrier completes the all-gather: nothing is staged, sent or copied out.
 
-A rank's places have two states, by the communicator's ``partings`` (barriers at the end of an epoch). They are
+A rank's places have two states, by the communicator's ``epoch`` (barriers at the end of an epoch). They are
 *private* from the first parting after the rank freed the full parameters until it launches their next all-gather. They
 are *shared* once every rank has launched that. Invariant: a rank writes to private places only. An all-gather without a
 parting before it, as when a module runs twice in one forward or was unsharded by hand, starts with a barrier: when all

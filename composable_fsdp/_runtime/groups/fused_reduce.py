@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from composable_fsdp._layout.bucket_layout import NEVER_DIRECT
+from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.plan import BucketPlan, plan_group
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors
@@ -76,7 +76,7 @@ def _join(members: Sequence[GroupTensors]) -> tuple[JoinedBucket, ...]:
         return ()
     specs = tuple(spec for tensors in members for spec in tensors.plan.specs)
     parameters = [parameter for tensors in members for parameter in tensors.parameters]
-    options = replace(pgs.plan_options(offloaded=first.is_offloaded), batch_bytes=NEVER_DIRECT)
+    options = replace(pgs.plan_options(offloaded=first.is_offloaded), batch_bytes=NEVER_ZERO_COPY)
     return tuple(
         JoinedBucket(
             plan,

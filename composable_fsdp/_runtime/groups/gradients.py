@@ -88,7 +88,7 @@ class GroupGradients:
         self.version_before_step: int | None = None
         """The version of the shards before the first reduction of the step that changed residuals."""
 
-    def follow_choices(self, other: GroupGradients) -> None:
+    def copy_settings(self, other: GroupGradients) -> None:
         """Copy the settings of ``other``."""
         self.divide_factor, self.sum_only = other.divide_factor, other.sum_only
         self.all_reduce_hook = other.all_reduce_hook

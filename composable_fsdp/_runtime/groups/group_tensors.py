@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_fsdp._comm.communicator import AliasingCommunicator
-from composable_fsdp._comm.verify_ranks import check_alike
+from composable_fsdp._comm.verify_ranks import verify_same
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
-from composable_fsdp._consistency.starting_values import start_of
+from composable_fsdp._consistency.starting_values import sample_start
 from composable_fsdp._layout.bucket_layout import FlatLayout
 from composable_fsdp._layout.plan import BucketPlan, GroupPlan, ParameterSpec, UnshardedStorage, plan_group
 from composable_fsdp._layout.shard import TensorShards
@@ -52,7 +52,7 @@ def _shared_key(plan: BucketPlan) -> _SharedKey:
 
 def _uses_shared_memory(plan: BucketPlan, process_groups: Sequence[ProcessGroups]) -> bool:
     """Return True if the bucket's shards, or the parameters cast from them, are in memory shared between ranks."""
-    return not plan.is_gathered and process_groups[plan.axes].common_memory is not None
+    return not plan.is_gathered and process_groups[plan.axes].shared_memory is not None
 
 
 def rest_device(offload: OffloadPolicy, device: torch.device) -> torch.device:
@@ -78,7 +78,7 @@ def shard_parameters(sources: Sequence[ParameterSource], offload: OffloadPolicy)
         shape = shards.shard_shape(axes.shard.rank)
         parameter = ShardedParameter(source, padded[: prod(shape)].view(shape))
         if is_checked and axes.num_ranks > 1:
-            parameter.start = start_of(full, parameter.local)
+            parameter.start = sample_start(full, parameter.local)
         parameters.append(parameter)
     return parameters
 
@@ -158,7 +158,7 @@ class GroupTensors:
             if _uses_shared_memory(p, self.process_groups) and _shared_key(p) not in self._shared_offsets
         ]
         for plan in moved:  # ranks may still read their shared memory, which a new layout would overwrite
-            self.process_groups[plan.axes].common_memory = None
+            self.process_groups[plan.axes].shared_memory = None
         if moved:
             self.plan = self._make_plan()
         self.are_on_rest_device = self._are_on_rest_device([p.local for p in self.parameters])
@@ -201,7 +201,7 @@ class GroupTensors:
 
     def _shared_buffer(self, plan: BucketPlan) -> torch.Tensor:
         """Return the bucket's full parameters in shared memory, 1-d, in the compute dtype."""
-        memory = self.process_groups[plan.axes].common_memory
+        memory = self.process_groups[plan.axes].shared_memory
         assert memory is not None
         begin = self._shared_offsets[_shared_key(plan)]
         return memory[begin : begin + plan.full_bytes].view(plan.compute_dtype)
@@ -217,7 +217,7 @@ class GroupTensors:
         if order_check_from() is not OrderCheck.OFF:
             self._check_alike(able)
         for pgs in able:
-            pgs.common_memory = torch.empty(0, dtype=torch.uint8)  # a marker with which the plan assumes shared memory
+            pgs.shared_memory = torch.empty(0, dtype=torch.uint8)  # a marker with which the plan assumes shared memory
         self._find_hooks()
         ends = dict.fromkeys(self.process_groups, 0)
         for bucket in self._make_plan().buckets:
@@ -227,13 +227,13 @@ class GroupTensors:
                 ends[pgs] += -(-bucket.full_bytes // _SHARED_ALIGNMENT) * _SHARED_ALIGNMENT
         for pgs in able:
             communicator = cast(AliasingCommunicator, pgs.gather)
-            pgs.common_memory = communicator.share(ends[pgs]) if ends[pgs] else None
+            pgs.shared_memory = communicator.share(ends[pgs]) if ends[pgs] else None
 
     def _check_alike(self, process_groups: Sequence[ProcessGroups]) -> None:
         """Check that all ranks have the same parameters before they share memory."""
         for pgs in process_groups:
             lines = [f"parameter {p.name!r}: {p.description}" for p in self.parameters if p.sharding.axes == pgs.axes]
-            check_alike(
+            verify_same(
                 [*lines, str(self._precision)], (pgs.axes.shard,), self.device, "a group that fully_shard makes"
             )
 

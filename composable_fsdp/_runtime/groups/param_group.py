@@ -108,9 +108,9 @@ class ParameterGroup:
     def plan(self) -> GroupPlan:
         return self.tensors.plan
 
-    def follow_choices(self, other: ParameterGroup) -> None:
+    def copy_settings(self, other: ParameterGroup) -> None:
         """Copy the settings and communicators of ``other``, of which this is a copy."""
-        self.gradients.follow_choices(other.gradients)
+        self.gradients.copy_settings(other.gradients)
         for pgs, original in zip(self.process_groups, other.process_groups, strict=True):
             pgs.follow(original)
         self.tensors.build()
@@ -189,7 +189,7 @@ class ParameterGroup:
                 pgs.unshard_async_op = usual
 
     @property
-    def is_coming(self) -> bool:
+    def unshard_started(self) -> bool:
         """True if the all-gather is in flight or done, and :meth:`unshard` has nothing else to do."""
         return self.parameter_state in _UNSHARD_STARTED and not self.gradients.are_held
 
@@ -207,7 +207,7 @@ class ParameterGroup:
         """Record the all-gather ``pending``, or ``None`` for a group without parameters."""
         self._pending_gather, self._may_be_written = pending, False
         for pgs in self.process_groups:
-            pgs.awaits_parting = pgs.common_memory is not None
+            pgs.awaits_epoch_end = pgs.shared_memory is not None
         self.parameter_state = advance(
             PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name
         )
@@ -282,11 +282,11 @@ class ParameterGroup:
         if trace.listeners:
             self._note_memory()
 
-    def has_parted(self) -> None:
+    def note_epoch_end(self) -> None:
         """Record a barrier of all ranks. Another is needed if full parameters in shared memory are still in use."""
         stays = self.parameter_state is not ParameterState.SHARDED and not self._has_own_copy
         for pgs in self.process_groups:
-            pgs.awaits_parting = pgs.awaits_parting and stays
+            pgs.awaits_epoch_end = pgs.awaits_epoch_end and stays
 
     def abandon(self) -> None:
         """Reshard without waiting for an all-gather that failed.
@@ -309,14 +309,14 @@ class ParameterGroup:
         for bucket in self.buckets:
             smaller = bucket.pgs.smaller
             assert smaller is not None
-            bucket.keep_slice(smaller.size, smaller.rank, smaller.direct_bytes)
+            bucket.keep_slice(smaller.size, smaller.rank, smaller.zero_copy_min_bytes)
         self._release()
 
     def _release(self) -> None:
         self.tensors.registration.show_sharded()
         self._has_own_copy = False
         for pgs in self.process_groups:
-            if pgs.common_memory is not None:
+            if pgs.shared_memory is not None:
                 pgs.note_release()
         if not self._may_be_written:
             for bucket in self.tensors.buckets:

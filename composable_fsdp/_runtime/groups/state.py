@@ -32,8 +32,8 @@ __all__ = [
     "Round",
     "alive",
     "find_state",
-    "holding_state",
     "state_of",
+    "state_of_parameter",
 ]
 
 _STATE_ATTRIBUTE = "_composable_fsdp_state"
@@ -201,11 +201,11 @@ class FSDPState:
     def iteration(self, iteration: Any) -> None:
         self._iteration = _no_iteration if iteration is None else ref(iteration)
 
-    def deliver_before_changes(self) -> None:
+    def drain_before_changes(self) -> None:
         """Complete the reductions in flight of parameters whose ``requires_grad`` has changed."""
         iteration = self.iteration
         if iteration is not None:
-            iteration.deliver_before_changes()
+            iteration.drain_before_changes()
 
     def note_kept(self, steps: object) -> None:
         """Record that the group stays unsharded. ``steps``: the optimizer steps at its all-gather, or earlier ones."""
@@ -223,7 +223,7 @@ class FSDPState:
     def name(self) -> str:
         return self.group.name
 
-    def follow_choices(self, other: FSDPState) -> None:
+    def copy_settings(self, other: FSDPState) -> None:
         """Copy the settings of ``other``, of which this is a copy, except explicit prefetching."""
         for choice in _SETTINGS:
             setattr(self, choice, getattr(other, choice))
@@ -271,7 +271,7 @@ class FSDPState:
         return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
 
     @property
-    def may_have_company(self) -> bool:
+    def can_be_fused(self) -> bool:
         """True if collectives of this group may be fused with those of other groups."""
         shares = self.lenders or self.borrowing
         chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
@@ -317,7 +317,7 @@ def alive(references: Sequence[ref[FSDPState]]) -> list[FSDPState]:
     return [state for known in references if (state := known()) is not None]
 
 
-def holding_state(parameter: object) -> FSDPState | None:
+def state_of_parameter(parameter: object) -> FSDPState | None:
     """Return the state whose group owns ``parameter``, a ``ShardedParameter`` or either of its forms, or ``None``."""
     found = parameter if isinstance(parameter, ShardedParameter) else find_parameter(parameter)
     return found.state_ref() if found is not None and found.state_ref is not None else None

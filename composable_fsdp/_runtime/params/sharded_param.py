@@ -39,14 +39,14 @@ from composable_fsdp.policies import MixedPrecisionPolicy
 
 __all__ = [
     "ParameterSource",
+    "ReplacedParameter",
     "ShardedParameter",
-    "Taken",
     "alias_of",
     "find_parameter",
-    "find_taken",
+    "find_replaced",
     "find_unsharded",
     "local_part",
-    "note_taken",
+    "note_replaced",
     "without_torch_function",
 ]
 
@@ -414,23 +414,23 @@ def find_unsharded(tensors: Iterable[torch.Tensor]) -> ShardedParameter | None:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ReplacedParameter:
     """The sharded parameter that replaced an original one, and its description."""
 
     parameter: ref[ShardedParameter]
     description: str
 
 
-_taken: MutableMapping[torch.Tensor, Taken] = WeakIdKeyDictionary()
+_taken: MutableMapping[torch.Tensor, ReplacedParameter] = WeakIdKeyDictionary()
 """The replacement of each original parameter. Finds parameters shared across groups and outdated optimizers."""
 
 
-def note_taken(source: ParameterSource, parameter: ShardedParameter, group: str) -> None:
+def note_replaced(source: ParameterSource, parameter: ShardedParameter, group: str) -> None:
     """Record that ``parameter`` replaced the original parameter of ``source``."""
-    _taken[source.tensor] = Taken(ref(parameter), f"{source.name!r} of {group}")
+    _taken[source.tensor] = ReplacedParameter(ref(parameter), f"{source.name!r} of {group}")
 
 
-def find_taken(original: torch.Tensor) -> Taken | None:
+def find_replaced(original: torch.Tensor) -> ReplacedParameter | None:
     """Return the replacement of the parameter ``original``, or ``None`` if no group sharded it."""
     return _taken.get(original)
 

@@ -35,7 +35,7 @@ class Company:
         if self._made_for != (order, limit):
             self._made_for = order, limit
             self._make(order, limit)
-        self._eligible = {state for state in self._companions if state.may_have_company}
+        self._eligible = {state for state in self._companions if state.can_be_fused}
 
     def _make(self, order: Sequence[str], limit: int) -> None:
         plans = {name: state.group.plan for name, state in self._states.items() if state is not self._root}

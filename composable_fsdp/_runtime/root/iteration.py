@@ -212,7 +212,7 @@ class Iteration:
         if call.round.ends_unseen:
             return  # the hook for the last gradient, or for the end of backward, comes later
         if state.open_calls <= 0 and self._in_step is None and not self._company.is_waiting(state):
-            self.settle_gradients(state)
+            self.reduce_gradients(state)
         if call.round.awaited <= 0:
             for done in (state, *state.lenders):
                 if done.reshard_after_backward and not done.borrowing:
@@ -242,7 +242,7 @@ class Iteration:
         if state.open_calls <= 0 and state.reshard_after_backward and self._backward.is_over_for(state):
             state.group.reshard()  # first, because the reduction allocates memory
         if state.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
-            self.settle_gradients(state)
+            self.reduce_gradients(state)
 
     def _verify_ranks(self) -> None:
         """Check the settings and compare the model across ranks, once, before the first collective."""
@@ -267,7 +267,7 @@ class Iteration:
         self._record = ForwardRecord()
         self._backward.forget_before_step()
         self.commit_residuals(begins_forward=True)
-        self.deliver_before_changes()
+        self.drain_before_changes()
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, state) if any(u.unequal_use for u in self.states.values()) else None
         self._unsharding.begin_forward(ranks_may_differ=self._in_step is not None, leads_to_backward=self._grad_mode)
@@ -327,7 +327,7 @@ class Iteration:
         self._pass_around_backward, self._pass = self._pass, Pass.BACKWARD
         self._thread = threading.current_thread()
         self._backward.begin()
-        self.deliver_before_changes()
+        self.drain_before_changes()
         Variable._execution_engine.queue_callback(self._passes.begin_backward(self.end_backward))
         self._reductions.begin_backward()
 
@@ -342,7 +342,7 @@ class Iteration:
         for state in self.states.values():
             state.open_calls = 0
             if state.group.gradients.are_held:
-                self.settle_gradients(state, at_end=True)
+                self.reduce_gradients(state, at_end=True)
             if state.accumulation is Accumulation.UNSHARDED:
                 state.group.gradients.note_sums()
             if state.group.parameter_state is ParameterState.SHARDED:
@@ -374,12 +374,12 @@ class Iteration:
         """
         works = [communicator.part(occasion) for communicator in self._aliasing if communicator in awaited]
         for state in self.states.values() if works else ():
-            state.group.has_parted()
+            state.group.note_epoch_end()
         return works
 
     def _end_epoch_after_forward(self) -> None:
         process_groups = (pgs for state in self.states.values() for pgs in state.group.process_groups)
-        awaited = {pgs.axes.shard for pgs in process_groups if pgs.awaits_parting}
+        awaited = {pgs.axes.shard for pgs in process_groups if pgs.awaits_epoch_end}
         if not self._leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states.values():
                 state.group.copy_out_shared()
@@ -387,20 +387,20 @@ class Iteration:
                 return
         _wait_for(self._end_epoch("end of forward", awaited))
 
-    def gather_by_hand(self, state: FSDPState) -> bool:
+    def unshard_explicitly(self, state: FSDPState) -> bool:
         """Launch the all-gather of ``state``, which stays unsharded. Return whether it was sharded before."""
         self._verify_ranks()
-        return self._unsharding.gather_by_hand(state)
+        return self._unsharding.unshard_explicitly(state)
 
     def keep_unsharded(self, state: FSDPState) -> None:
         """Copy ``state``, which the user unsharded, out of shared memory, for forwards that other ranks may not run."""
-        awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_parting)
+        awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_epoch_end)
         if state.group.parameter_state is ParameterState.UNSHARDED and awaited:
             state.group.copy_out_shared()
             _wait_for([cast(AliasingCommunicator, c).barrier(f"unshard() of {state.name}") for c in awaited])
-            state.group.has_parted()
+            state.group.note_epoch_end()
 
-    def settle_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
+    def reduce_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
         """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.
 
         ``at_end`` of backward, also reduce what earlier backwards left partly reduced. With ``contributes``, reduce
@@ -426,7 +426,7 @@ class Iteration:
         """Wait for everything in flight. Afterwards all reduced gradients are set."""
         self._reductions.drain()
 
-    def deliver_before_changes(self) -> None:
+    def drain_before_changes(self) -> None:
         """Wait for reductions in flight if ``requires_grad`` of a parameter changed since their launch.
 
         Their outputs have the layout of the plan at the time of the launch.
@@ -486,7 +486,7 @@ class Iteration:
         self._back_to_idle()
         if failed:  # the rendezvous ended the epoch, and ranks may have gathered different groups
             for state in states:
-                state.group.has_parted()
+                state.group.note_epoch_end()
         self._backward.forget_forwards()
         result.check_steps()
 

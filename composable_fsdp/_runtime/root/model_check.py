@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from composable_fsdp._comm.verify_ranks import check_alike, ranks_text, texts_of_all
+from composable_fsdp._comm.verify_ranks import gather_texts, ranks_text, verify_same
 from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
 from composable_fsdp._consistency.starting_values import (
     Candidate,
     Facts,
+    differing_starts,
     equal_shards,
     host_bytes,
     sample,
     shard_details,
     start_details,
-    unlike_starts,
 )
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
@@ -74,7 +74,7 @@ class _Comparison:
 
     def run(self) -> None:
         lines = _model_lines(self._root, self._states, self._axes)
-        found = check_alike(lines, self._communicators, self._axes.device, self._subject, self._facts)
+        found = verify_same(lines, self._communicators, self._axes.device, self._subject, self._facts)
         facts = {rank: Facts.parse(numbers) for rank, numbers in found.items()}
         if len({each.start for each in facts.values()}) > 1:
             self._check_starts()
@@ -86,10 +86,12 @@ class _Comparison:
         return Facts.of(self._candidates, self._axes.shard.rank).numbers
 
     def _gather_texts(self, text: str) -> dict[int, str]:
-        return texts_of_all(text, self._communicators, self._axes.device, self._subject)
+        return gather_texts(text, self._communicators, self._axes.device, self._subject)
 
     def _check_starts(self) -> None:
-        unlike = unlike_starts(self._gather_texts(start_details(self._candidates)), [c.name for c in self._candidates])
+        unlike = differing_starts(
+            self._gather_texts(start_details(self._candidates)), [c.name for c in self._candidates]
+        )
         if not unlike:
             return
         name, ranks = next(iter(unlike.items()))

@@ -73,5 +73,5 @@ class PassesUnderway:
             return
         if self._watchdog is not None and not in_backward:
             self._watchdog.fail(running.failure)
-        running.is_told = True
-        trace.tell_fault(error, f"the {running.kind} of {running.raised_in}")
+        running.is_reported = True
+        trace.emit_fault(error, f"the {running.kind} of {running.raised_in}")

@@ -94,11 +94,11 @@ class Unsharding:
     def _steps_now(self) -> tuple[int, int]:
         return self._steps.number, plain_steps()
 
-    def gather_by_hand(self, state: FSDPState) -> bool:
+    def unshard_explicitly(self, state: FSDPState) -> bool:
         """Launch the all-gather of ``state`` outside of hooks, to keep it. Return whether it was sharded before."""
         if state.kept_version is not None and not state.is_running:
             self._drop_stale(state, self._steps_now)
-        is_new = not state.group.is_coming
+        is_new = not state.group.unshard_started
         state.group.unshard(self.streams)
         if is_new:
             state.note_kept(self._steps_now)
@@ -179,7 +179,7 @@ class Unsharding:
         postponed, self._postponed = self._postponed, None
         assert postponed is not None
         for state in postponed.ahead:
-            if not state.group.is_coming:
+            if not state.group.unshard_started:
                 self._launch(state, "backward")
 
     def for_recomputation(self, state: FSDPState) -> None:
@@ -196,7 +196,7 @@ class Unsharding:
         was_ahead = True
         for each in needed:
             was_ahead = was_ahead and each.group.parameter_state is not ParameterState.SHARDED
-            if not each.group.is_coming:
+            if not each.group.unshard_started:
                 self._launch(each, direction)
         if not was_ahead:
             self._launch_ahead(ahead, direction)
@@ -207,7 +207,7 @@ class Unsharding:
 
     def _launch_ahead(self, ahead: Iterable[FSDPState], direction: str) -> None:
         for state in ahead:
-            if not state.group.is_coming and self._fits(state):
+            if not state.group.unshard_started and self._fits(state):
                 self._launch(state, direction)
 
     def _launch(self, state: FSDPState, direction: str) -> None:

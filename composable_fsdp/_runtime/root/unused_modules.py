@@ -31,7 +31,7 @@ class Actions(Protocol):
 
     def gather_in_backward(self, state: FSDPState, record: ForwardRecord, position: int) -> None: ...
 
-    def settle_gradients(self, state: FSDPState, *, contributes: bool) -> None: ...
+    def reduce_gradients(self, state: FSDPState, *, contributes: bool) -> None: ...
 
 
 class InStep:
@@ -128,7 +128,7 @@ class InStep:
             self.reach(record, 0, backward, None)
         self._settle_reached()
         for state in self._outer:
-            self._actions.settle_gradients(state, contributes=True)
+            self._actions.reduce_gradients(state, contributes=True)
         self.forget_backward()
 
     def forget_backward(self) -> None:
@@ -141,7 +141,7 @@ class InStep:
             if state.has_nested_states:
                 self._outer.append(state)
             else:
-                self._actions.settle_gradients(state, contributes=True)
+                self._actions.reduce_gradients(state, contributes=True)
         self._reached.clear()
 
 

@@ -34,7 +34,7 @@ from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.local_state import is_plain
 from composable_fsdp.checkpoint._state_dict.names import tensors_of
-from composable_fsdp.checkpoint._state_dict.shard_view import Part, checksum
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
 from composable_fsdp.communication_state import CommunicationState
 
 __all__ = ["Contents", "Path", "communication_of", "contents_of", "get_random_state", "set_random_state"]
@@ -55,13 +55,13 @@ class Contents:
         replicated: checksums of the plain tensors in ``parts`` that must be equal on all ranks.
     """
 
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, LocalShard] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
 
-    def add_tensor(self, path: Path, part: Part) -> None:
+    def add_tensor(self, path: Path, part: LocalShard) -> None:
         self.parts[self._add_path(path)] = part
 
     def add_alias(self, path: Path, of: Path) -> None:
@@ -69,8 +69,8 @@ class Contents:
 
     def add_replicated(self, path: Path, value: torch.Tensor) -> None:
         """Add a plain tensor that all ranks have. It is saved once."""
-        self.add_tensor(path, Part(value))
-        self.replicated[self._add_path(path)] = checksum(Part(value).local)
+        self.add_tensor(path, LocalShard(value))
+        self.replicated[self._add_path(path)] = checksum(LocalShard(value).local)
 
     def add_object(self, path: Path, value: object) -> None:
         self.objects[self._add_path(path)] = serialize(value)
@@ -102,7 +102,7 @@ class Contents:
                 for suffix in inner:
                     self.add_alias(_with_suffix(other, suffix), _with_suffix(path, suffix))
 
-    def _add_record(self, key: str, path: Path, part: Part, merged: inner_tensors.Agreed) -> None:
+    def _add_record(self, key: str, path: Path, part: LocalShard, merged: inner_tensors.Agreed) -> None:
         self.add_object(("classes", key), merged.record(path, part).encoded())
 
     def _add_path(self, path: Path) -> str:
@@ -139,7 +139,7 @@ def contents_of(
     contents = Contents()
     tensors, others = tensors_of(model)
     for first, *shared in tensors:
-        contents.add_tensor(("model", first.name), Part(first.value, first.sharding))
+        contents.add_tensor(("model", first.name), LocalShard(first.value, first.sharding))
         for entry in shared:
             contents.add_alias(("model", entry.name), ("model", first.name))
     for entry in others:
@@ -148,10 +148,10 @@ def contents_of(
         _add_optimizer(contents, model, optimizer, merged)
     if averages is not None:
         for entry in averages.entries():
-            contents.add_tensor(("averages", "values", entry.name), Part(entry.value, entry.sharding))
+            contents.add_tensor(("averages", "values", entry.name), LocalShard(entry.value, entry.sharding))
         contents.add_object(("averages", "steps"), averages.steps)
     for name, kept in communication_of(model).items():
-        contents.add_tensor(("communication", name, "residual"), Part(kept["residual"]))
+        contents.add_tensor(("communication", name, "residual"), LocalShard(kept["residual"]))
         contents.add_object(("communication", name, "rounds"), kept["rounds"])
     contents.add_object(("ranks", str(rank), "extra"), dict(extra))
     contents.add_object(("ranks", str(rank), "random"), get_random_state())
@@ -162,11 +162,11 @@ def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, m
     for member, key, value in state_of(model, optimizer):
         path = ("optimizer", "state", member.name, key)
         if (member.name, key) in merged.shards:
-            contents.add_tensor(path, Part(alias_of(cast(DTensor, member.parameter), value), member.sharding))
-        elif is_plain(value, member) and type(Part(value).local) is torch.Tensor:
+            contents.add_tensor(path, LocalShard(alias_of(cast(DTensor, member.parameter), value), member.sharding))
+        elif is_plain(value, member) and type(LocalShard(value).local) is torch.Tensor:
             contents.add_replicated(path, value)
         elif isinstance(value, torch.Tensor):
-            contents.add_tensor(path, Part(value, member.sharding))
+            contents.add_tensor(path, LocalShard(value, member.sharding))
         else:
             contents.add_object(path, value)
     contents.add_object(("optimizer", "param_groups"), merged.groups)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint._coordination.mismatch import named
 from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape, is_plain
-from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
+from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Contribution", "MergedState", "check_replicated", "contribution_of", "merge", "serialize", "state_of"]
@@ -61,7 +61,7 @@ def contribution_of(model: nn.Module, optimizer: Optimizer | None) -> Contributi
     if optimizer is None:
         return Contribution()
     groups = {}
-    for members, group in zip(members_of(model, optimizer), optimizer.param_groups, strict=True):
+    for members, group in zip(optimizer_params(model, optimizer), optimizer.param_groups, strict=True):
         names = [member.name for member in members]
         groups[tuple(names)] = serialize({**group, "params": names})
     plain = {
@@ -84,9 +84,9 @@ def merge(contributions: Sequence[Contribution]) -> MergedState:
     return MergedState(deserialized, frozenset(key for key, are in may_be_shards.items() if are))
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[Member, str, Any]]:
+def state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[OptimizerParam, str, Any]]:
     """Yield each parameter with each key and value of its optimizer state."""
-    for members in members_of(model, optimizer):
+    for members in optimizer_params(model, optimizer):
         for member in members:
             for key, value in optimizer.state.get(member.parameter, {}).items():
                 yield member, str(key), value

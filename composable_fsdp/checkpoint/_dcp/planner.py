@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from composable_fsdp.checkpoint._dcp.contents import Contents
-from composable_fsdp.checkpoint._state_dict.shard_view import Part
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 
 __all__ = ["LoadPlanner", "SavePlanner", "add_aliases"]
 
@@ -86,7 +86,7 @@ class SavePlanner(DefaultSavePlanner):
         return tensors + sum(len(self.contents.objects[key]) for key in objects)
 
 
-def _write_item(index: MetadataIndex, part: Part, block: torch.Tensor) -> WriteItem:
+def _write_item(index: MetadataIndex, part: LocalShard, block: torch.Tensor) -> WriteItem:
     assert index.offset is not None
     data = TensorWriteData(
         ChunkStorageMetadata(index.offset, block.shape),

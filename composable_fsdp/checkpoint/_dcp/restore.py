@@ -27,8 +27,8 @@ from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_n
 from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape
 from composable_fsdp.checkpoint._state_dict.names import plain_name, tensors_of
 from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
-from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
-from composable_fsdp.checkpoint._state_dict.shard_view import Part
+from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
 
@@ -87,14 +87,14 @@ class RestorePlan:
             for key, value in objects.items()
             if key.startswith("classes.")
         }
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, LocalShard] = {}
         self._absent: list[tuple[torch.Tensor, Mapping[str, torch.Tensor]]] = []
         """Local tensors, with memory for those of their inner tensors that are None so far, by attribute."""
         self._state_memory: dict[str, torch.Tensor] = {}
         """Memory for optimizer state that has inner tensors, by key."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
-        self._members: list[Member] = []
+        self._members: list[OptimizerParam] = []
         self._groups: list[dict[str, Any]] = []
         self._communication = communication_of(model)
         self.mismatch = Mismatch()
@@ -127,7 +127,7 @@ class RestorePlan:
         state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
         if communication:
             for name, each in self._communication.items():
-                self._parts[f"communication.{name}.residual"] = Part(each["residual"])
+                self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
                 each["rounds"] = self._objects[f"communication.{name}.rounds"]
         total = sum(part.nbytes for part in self._parts.values())
         with torch.no_grad(), progress_bar(show, f"loading {folder.name}", total) as show_done:
@@ -164,7 +164,7 @@ class RestorePlan:
             entry = next((e for e in entries if self._has(f"model.{e.name}")), entries[0])
             is_made = id(entry.value) not in registered  # created by a state dict hook
             value = entry.value.detach().clone() if is_made else entry.value
-            if self._match_tensor(f"model.{entry.name}", entry.name, Part(value, entry.sharding)) and is_made:
+            if self._match_tensor(f"model.{entry.name}", entry.name, LocalShard(value, entry.sharding)) and is_made:
                 self._by_module[entry.name] = value
         known = {f"model.{entry.name}" for entries in (others, *tensors) for entry in entries}
         for key, saved in self._saved.items():
@@ -177,7 +177,7 @@ class RestorePlan:
             return
         prefix = "averages.values."
         for entry in averages.entries():
-            part = Part(entry.value, entry.sharding)
+            part = LocalShard(entry.value, entry.sharding)
             self._match_tensor(f"{prefix}{entry.name}", f"average of {entry.name}", part)
         for key, saved in self._saved.items():
             if key.startswith(prefix) and key.removeprefix(prefix) not in averages.averages:
@@ -194,7 +194,7 @@ class RestorePlan:
                 return key[:at]
         return None
 
-    def _match_tensor(self, key: str, name: str, part: Part) -> bool:
+    def _match_tensor(self, key: str, name: str, part: LocalShard) -> bool:
         """Plan to load ``key`` into ``part``. Return False, and note it, if ``key`` is missing or has another shape."""
         saved, mismatch, wanted = self._saved.get(key), self.mismatch, part.value
         if key in self._records:
@@ -224,7 +224,7 @@ class RestorePlan:
         if not saved_groups:
             self.mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
         by_names = {frozenset(group["params"]): group for group in saved_groups}
-        groups = members_of(self._model, optimizer)
+        groups = optimizer_params(self._model, optimizer)
         for i, (members, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
             own, first = [member.name for member in members], len(self._members)
             self._members += members
@@ -247,7 +247,7 @@ class RestorePlan:
                 if full_key in self._records:
                     self._match_inner_state(optimizer, member, key, full_key)
 
-    def _match_inner_state(self, optimizer: Optimizer, member: Member, key: str, full_key: str) -> None:
+    def _match_inner_state(self, optimizer: Optimizer, member: OptimizerParam, key: str, full_key: str) -> None:
         """Find or allocate the tensor for optimizer state that has inner tensors: only its own class can create one."""
         name, kind = f"optimizer state {key} of {member.name}", self._records[full_key].kind
         value = optimizer.state.get(member.parameter, {}).get(key)
@@ -262,7 +262,7 @@ class RestorePlan:
         self._state_memory[full_key] = value
         plain = has_shards_shape(value, member)
         part = alias_of(cast(DTensor, member.parameter), value) if plain else value
-        self._match_tensor(full_key, name, Part(part, member.sharding))
+        self._match_tensor(full_key, name, LocalShard(part, member.sharding))
 
     def _states(self) -> dict[str, dict[str, str]]:
         """Return the checkpoint's keys of optimizer state by parameter name and state key."""
@@ -324,7 +324,9 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
-def _allocate(key: str, saved: TensorStorageMetadata, member: Member, existing: object) -> tuple[torch.Tensor, Part]:
+def _allocate(
+    key: str, saved: TensorStorageMetadata, member: OptimizerParam, existing: object
+) -> tuple[torch.Tensor, LocalShard]:
     """Return a tensor to read optimizer state into, and the part of the saved tensor that it takes.
 
     State of the parameter's shape is sharded like the parameter: as a plain shard where the optimizer keeps one, else
@@ -332,22 +334,22 @@ def _allocate(key: str, saved: TensorStorageMetadata, member: Member, existing: 
     """
     dtype, shape, parameter = saved.properties.dtype, saved.size, member.parameter
     if isinstance(existing, torch.Tensor) and existing.shape == shape and existing.dtype == dtype:
-        return existing, Part(existing, member.sharding)
+        return existing, LocalShard(existing, member.sharding)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if shape == parameter.shape and (shape or key != "step"):
         fits = has_shards_shape(existing, member) and existing.dtype == dtype
         own = cast(torch.Tensor, existing) if fits else _empty_like(local, dtype)
         if has_shards_shape(existing, member):
-            return own, Part(alias_of(cast(DTensor, parameter), own), member.sharding)
+            return own, LocalShard(alias_of(cast(DTensor, parameter), own), member.sharding)
         placed = like(parameter, own) if isinstance(parameter, DTensor) else own
-        return placed, Part(placed, member.sharding)
+        return placed, LocalShard(placed, member.sharding)
     full = torch.empty(shape, dtype=dtype, device=local.device if shape else "cpu")
-    return full, Part(full)
+    return full, LocalShard(full)
 
 
 def _empty_like(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Allocate a plain tensor, with the strides of ``local`` unless that is a tensor subclass with inner tensors."""
-    plain = Part(local).local
+    plain = LocalShard(local).local
     if type(plain) is torch.Tensor:
         return torch.empty_like(plain, dtype=dtype, requires_grad=False)
     return torch.empty(local.shape, dtype=dtype, device=local.device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from composable_fsdp.checkpoint._state_dict.names import tensors_of
-from composable_fsdp.checkpoint._state_dict.shard_view import Part
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["KeyMap", "KeyedTensor", "keyed_tensors"]
@@ -27,7 +27,7 @@ class KeyedTensor:
         keys: the names in the files, in the same order.
     """
 
-    part: Part
+    part: LocalShard
     names: list[str]
     keys: list[str]
 
@@ -44,7 +44,9 @@ def keyed_tensors(model: nn.Module, key_map: KeyMap | None) -> tuple[list[KeyedT
     found = []
     for entries in tensors:
         names = [entry.name for entry in entries]
-        found.append(KeyedTensor(Part(entries[0].value, entries[0].sharding), names, [to_key(name) for name in names]))
+        found.append(
+            KeyedTensor(LocalShard(entries[0].value, entries[0].sharding), names, [to_key(name) for name in names])
+        )
     return found, [entry.name for entry in others]
 
 

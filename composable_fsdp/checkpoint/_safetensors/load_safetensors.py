@@ -25,7 +25,7 @@ from composable_fsdp.checkpoint._coordination.progress import progress_bar, want
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._safetensors.keys import KeyedTensor, KeyMap, keyed_tensors
 from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensor, StoredTensors
-from composable_fsdp.checkpoint._state_dict.shard_view import Part
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["load_safetensors"]
@@ -102,7 +102,7 @@ class _Load:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._jobs: list[tuple[Part, str]] = []
+        self._jobs: list[tuple[LocalShard, str]] = []
         """The shards to fill, with their keys in the files."""
         self.mismatch = Mismatch()
 
@@ -174,7 +174,9 @@ def _keys_of(tensor: KeyedTensor, stored: StoredTensors) -> dict[str, str]:
     return found
 
 
-def _compare(name: str, part: Part, key: str, stored: StoredTensor, convert_dtype: bool, mismatch: Mismatch) -> None:
+def _compare(
+    name: str, part: LocalShard, key: str, stored: StoredTensor, convert_dtype: bool, mismatch: Mismatch
+) -> None:
     """Add to ``mismatch`` why ``stored`` cannot be loaded into ``part``."""
     dtype = part.value.dtype
     if stored.shape != part.shape:

@@ -28,7 +28,7 @@ from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts
 from composable_fsdp.checkpoint._safetensors.file_layout import FileLayout, TensorFiles, TensorSpec
 from composable_fsdp.checkpoint._safetensors.keys import KeyedTensor, KeyMap, keyed_tensors
-from composable_fsdp.checkpoint._state_dict.shard_view import Part
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.errors import CheckpointError, ConfigurationError
 
 __all__ = ["save_safetensors"]
@@ -138,7 +138,7 @@ class _Save:
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         self._folder = folder
         self._max_file_bytes = max_file_bytes
-        self._shards: dict[str, Part] = {}
+        self._shards: dict[str, LocalShard] = {}
         self._begun: Replacement | None = None
         """The reserved files. Only rank 0 has them."""
         self.left_out: list[str] = []
@@ -248,7 +248,7 @@ def _assign_writes(contributions: Sequence[Sequence[_Contribution]]) -> tuple[di
     return first, own
 
 
-def _write_part(opened: int, file: FileLayout, spec: TensorSpec, part: Part) -> None:
+def _write_part(opened: int, file: FileLayout, spec: TensorSpec, part: LocalShard) -> None:
     itemsize = spec.dtype.itemsize
     with ExitStack() as stack:
         try:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp._layout.block import Extent, Ranges
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name
-from composable_fsdp.checkpoint._state_dict.shard_view import Part, checksum
+from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
@@ -49,12 +49,12 @@ A pair: the inner dim, and the number of its indices per index of the outer dim.
 REPLICATED, IRREGULAR = (-1, 1), (-1, 0)
 
 
-def has_inner(part: Part) -> bool:
+def has_inner(part: LocalShard) -> bool:
     """Return whether ``part`` is saved as inner tensors."""
     return _is_wrapper(part.local)
 
 
-def refuse_unknown(key: str, part: Part) -> None:
+def refuse_unknown(key: str, part: LocalShard) -> None:
     """Raise if the plain tensors that make up ``part`` cannot be found.
 
     Raises:
@@ -111,7 +111,7 @@ class Offer:
 
 
 @torch.no_grad()
-def offer_of(part: Part) -> Offer:
+def offer_of(part: LocalShard) -> Offer:
     """Return this rank's description of ``part``, which has inner tensors."""
     local, extent = part.local, part.extent
     inner = _inner_of(local)
@@ -135,7 +135,7 @@ def _inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     found = {}
     for name in _flattened(tensor)[0]:
-        inner = Part(getattr(tensor, name)).local
+        inner = LocalShard(getattr(tensor, name)).local
         if _is_wrapper(inner):
             found.update({f"{name}.{deeper}": each for deeper, each in _inner_of(inner).items()})
         elif type(inner) is torch.Tensor:
@@ -296,7 +296,7 @@ class Agreed:
     context: Any
     inner: Mapping[str, _InnerLayout | None]
 
-    def record(self, path: tuple[str, ...], part: Part) -> Record:
+    def record(self, path: tuple[str, ...], part: LocalShard) -> Record:
         kind, dtype = class_name(part.local), dtype_name(part.value.dtype)
         return Record(path, kind, part.shape, dtype, self.local_shape, self.context, self.inner)
 
@@ -366,7 +366,7 @@ def _full_range(extent: Extent, dim: int) -> Ranges:
 # -- the tensors that are saved and loaded
 
 
-def parts_of(part: Part, inner: Mapping[str, _InnerLayout | None]) -> dict[str, Part]:
+def parts_of(part: LocalShard, inner: Mapping[str, _InnerLayout | None]) -> dict[str, LocalShard]:
     """Return the inner tensors that this rank saves for ``part``, by the suffix that follows the outer tensor's key.
 
     A rank without any element of the outer tensor saves nothing: its replicated inner tensors may be stale.
@@ -377,9 +377,9 @@ def parts_of(part: Part, inner: Mapping[str, _InnerLayout | None]) -> dict[str, 
     for name, tensor in _inner_of(part.local).items():
         layout = inner[name]
         if layout is not None:
-            found[f".{name}"] = Part(tensor, extent=layout.extent_at(part.extent))
+            found[f".{name}"] = LocalShard(tensor, extent=layout.extent_at(part.extent))
         else:
-            found[f".{name}{_suffix(part.extent)}"] = Part(tensor)
+            found[f".{name}{_suffix(part.extent)}"] = LocalShard(tensor)
     return found
 
 
@@ -397,7 +397,7 @@ class Wanted:
         absent: memory for inner tensors that the checkpoint has but that are ``None`` here, by attribute.
     """
 
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, LocalShard] = field(default_factory=dict)
     absent: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -405,7 +405,9 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 """The global shape and the dtype of what is saved under a key."""
 
 
-def wanted_of(part: Part, record: Record, name: str, saved: Callable[[str], Spec | None], mismatch: Mismatch) -> Wanted:
+def wanted_of(
+    part: LocalShard, record: Record, name: str, saved: Callable[[str], Spec | None], mismatch: Mismatch
+) -> Wanted:
     """Match the inner tensors of ``part`` with those of the checkpoint.
 
     Args:
@@ -446,14 +448,14 @@ def wanted_of(part: Part, record: Record, name: str, saved: Callable[[str], Spec
             mismatch.shapes[label] = differ(shape, tuple(tensor.shape))
         elif tensor.dtype != dtype:
             mismatch.dtypes[label] = differ(dtype_name(dtype), dtype_name(tensor.dtype))
-        wanted.parts[suffix] = Part(tensor, extent=extent)
+        wanted.parts[suffix] = LocalShard(tensor, extent=extent)
     return wanted
 
 
 _SAME_MESH = "Load it on the mesh, and as many ranks, that saved it"
 
 
-def _compare_outer(part: Part, record: Record, name: str, mismatch: Mismatch) -> bool:
+def _compare_outer(part: LocalShard, record: Record, name: str, mismatch: Mismatch) -> bool:
     """Compare the outer tensors, and return whether they match."""
     local = part.local
     if record.kind != class_name(local):

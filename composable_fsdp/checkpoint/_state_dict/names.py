@@ -51,7 +51,7 @@ def at_rest(model: nn.Module) -> dict[int, ParameterSharding]:
     """Reshard the parameters of ``model``, and return the sharding of each, by its id."""
     states = states_below(model)
     for state in states:
-        state.deliver_before_changes()
+        state.drain_before_changes()
         state.group.reshard()
         state.group.refresh()
     return shardings_of(states)

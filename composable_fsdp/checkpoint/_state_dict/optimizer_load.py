@@ -20,7 +20,7 @@ from composable_fsdp.checkpoint._state_dict.names import on_meta, plain_name
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
 from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
-from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
+from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
 from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, shard_for
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
 
@@ -89,7 +89,7 @@ class _Load:
         self._optimizer = optimizer
         self._form = form
         self._streams = streams
-        self._groups = members_of(model, optimizer)
+        self._groups = optimizer_params(model, optimizer)
         self._members = {member.name: member for group in self._groups for member in group}
         self._owners = OwnerRanks.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)
         self._given: dict[str, dict[str, Any]] = {}
@@ -168,7 +168,7 @@ class _Load:
             members = f"missing {missing}, unexpected {unexpected}"
             report.mismatch.others.append(f"a parameter group has other members: {members}")
 
-    def _compare(self, member: Member, key: str, value: object, mismatch: Mismatch) -> None:
+    def _compare(self, member: OptimizerParam, key: str, value: object, mismatch: Mismatch) -> None:
         """Compare what is known of the target with ``value``: some optimizers have state of any shape."""
         if not isinstance(value, torch.Tensor):
             return
@@ -182,12 +182,12 @@ class _Load:
 
     # -- values
 
-    def _existing(self, member: Member, key: str) -> torch.Tensor | None:
+    def _existing(self, member: OptimizerParam, key: str) -> torch.Tensor | None:
         entry = self._optimizer.state.get(member.parameter, {})
         value = entry.get(key) if isinstance(entry, Mapping) else None
         return value if isinstance(value, torch.Tensor) else None
 
-    def _loaded_value(self, member: Member, key: str, value: Any) -> Any:
+    def _loaded_value(self, member: OptimizerParam, key: str, value: Any) -> Any:
         """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
         if isinstance(value, _TensorSpec):
             given = self._given.get(member.name, {}).get(key)
@@ -201,11 +201,11 @@ class _Load:
             return self._load_sharded(member, key, value)
         return self._load_replicated(member, key, value)
 
-    def _has_parameter_shape(self, member: Member, value: torch.Tensor) -> bool:
+    def _has_parameter_shape(self, member: OptimizerParam, value: torch.Tensor) -> bool:
         is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
         return value.shape == (local_part(member.parameter) if is_local else member.parameter).shape
 
-    def _load_sharded(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
+    def _load_sharded(self, member: OptimizerParam, key: str, value: torch.Tensor) -> torch.Tensor:
         parameter, existing = member.parameter, self._existing(member, key)
         shard = shard_for(parameter, member.sharding, value, self._form)
         if existing is not None and local_part(existing).shape == shard.shape:
@@ -215,7 +215,7 @@ class _Load:
         own = torch.empty_like(shard, device=device, memory_format=torch.contiguous_format).copy_(shard)
         return like(parameter, own) if isinstance(parameter, DTensor) else own
 
-    def _load_replicated(self, member: Member, key: str, value: torch.Tensor) -> torch.Tensor:
+    def _load_replicated(self, member: OptimizerParam, key: str, value: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of another shape than the parameter's, replicated unless it is a DTensor with placements."""
         parameter, existing = member.parameter, self._existing(member, key)
         if existing is not None and existing.shape == value.shape:

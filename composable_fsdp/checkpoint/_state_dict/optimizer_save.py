@@ -19,7 +19,7 @@ from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape,
 from composable_fsdp.checkpoint._state_dict.model import SHARDED, comes_from_rank0
 from composable_fsdp.checkpoint._state_dict.options import Form
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
-from composable_fsdp.checkpoint._state_dict.rekey import Member, members_of
+from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
 from composable_fsdp.checkpoint._state_dict.tensor import to_form
 from composable_fsdp.errors import CheckpointError
 
@@ -43,7 +43,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     Raises:
         CheckpointError: the optimizer has parameters that are not the model's, or ranks have state of different ones.
     """
-    groups = members_of(model, optimizer)
+    groups = optimizer_params(model, optimizer)
     members = [member for group in groups for member in group]
     tensors = ((member.parameter, member.sharding) for member in members)
     owners = OwnerRanks.of(tensors, all_ranks=comes_from_rank0(form))
@@ -72,7 +72,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
 
 
 def _distributed(
-    members: Sequence[Member], entries: Mapping[str, Mapping[str, Any]], owners: OwnerRanks
+    members: Sequence[OptimizerParam], entries: Mapping[str, Mapping[str, Any]], owners: OwnerRanks
 ) -> dict[str, dict[str, Any]]:
     """Wrap local shards in DTensors: plain tensors that have the local shard's shape on every rank.
 

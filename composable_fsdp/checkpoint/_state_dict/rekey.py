@@ -12,17 +12,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._layout.block import Cut, Extent
-from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_taken, local_part
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_replaced, local_part
 from composable_fsdp._runtime.shard_extent import like
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.checkpoint._state_dict.names import at_rest, parameter_names, plain_name
 from composable_fsdp.errors import CheckpointError, ParameterError
 
-__all__ = ["Member", "members_of", "rekey_optimizer", "rekey_optimizer_state_dict"]
+__all__ = ["OptimizerParam", "optimizer_params", "rekey_optimizer", "rekey_optimizer_state_dict"]
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
+class OptimizerParam:
     """A parameter of an optimizer, its first name in the model, and its sharding by ``fully_shard``, if any."""
 
     name: str
@@ -30,7 +30,7 @@ class Member:
     sharding: ParameterSharding | None
 
 
-def members_of(model: nn.Module, optimizer: Optimizer) -> list[list[Member]]:
+def optimizer_params(model: nn.Module, optimizer: Optimizer) -> list[list[OptimizerParam]]:
     """Return the parameters of each group of ``optimizer``.
 
     Raises:
@@ -39,7 +39,7 @@ def members_of(model: nn.Module, optimizer: Optimizer) -> list[list[Member]]:
     shardings, names = at_rest(model), parameter_names(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     unmanaged = [parameter for group in groups for parameter in group if id(parameter) not in names]
-    taken = [found.description for parameter in unmanaged if (found := find_taken(parameter)) is not None]
+    taken = [found.description for parameter in unmanaged if (found := find_replaced(parameter)) is not None]
     if taken:
         raise CheckpointError(
             f"this {type(optimizer).__name__} was made before fully_shard, and holds what these parameters were then: "
@@ -50,7 +50,7 @@ def members_of(model: nn.Module, optimizer: Optimizer) -> list[list[Member]]:
             f"this {type(optimizer).__name__} holds parameters that are not the model's, of shapes "
             f"{[tuple(parameter.shape) for parameter in unmanaged]}. Pass the model whose parameters() it was made of."
         )
-    return [[Member(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
+    return [[OptimizerParam(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
 
 
 # -- optimizers made before fully_shard
@@ -71,7 +71,7 @@ def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     replaced: dict[torch.Tensor, ShardedParameter] = {}
     unmanaged = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
-        taken = find_taken(parameter)
+        taken = find_replaced(parameter)
         sharded = None if taken is None else taken.parameter()
         if sharded is None or id(sharded.sharded) not in names:
             unmanaged.append(tuple(parameter.shape))
@@ -153,7 +153,7 @@ def _order_of(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
         return list(names.values())
     parameters = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        taken = None if id(parameter) in names else find_taken(parameter)
+        taken = None if id(parameter) in names else find_replaced(parameter)
         sharded = None if taken is None else taken.parameter()
         parameters.append(parameter if sharded is None else sharded.sharded)
     if any(id(parameter) not in names for parameter in parameters):

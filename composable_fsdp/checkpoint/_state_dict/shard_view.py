@@ -19,10 +19,10 @@ from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.checkpoint._coordination.mismatch import said
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Part", "checksum"]
+__all__ = ["LocalShard", "checksum"]
 
 
-class Part:
+class LocalShard:
     """This rank's shard of a tensor. Final.
 
     Args:

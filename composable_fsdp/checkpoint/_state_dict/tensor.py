@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp._comm.broadcast import fill_
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.shard_extent import extent_of, gather, has_own_memory
-from composable_fsdp._runtime.unsharded_values import whole_tensor
+from composable_fsdp._runtime.unsharded_values import assemble_full
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name, said
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local, Sharded
@@ -27,7 +27,7 @@ def to_form(name: str, tensor: torch.Tensor, sharding: ParameterSharding | None,
     """
     if isinstance(form, Full):
         try:
-            return whole_tensor(tensor, sharding, form.offload_to_cpu)
+            return assemble_full(tensor, sharding, form.offload_to_cpu)
         except Exception as error:  # the subclass's own code, which fails on all ranks
             local = local_part(tensor)
             if has_own_memory(local):
