@@ -25,12 +25,12 @@ from tests.parity.programs import (
     WHENS,
     Again,
     Block,
-    FSDPState,
     Leaf,
     Node,
     Placing,
     Precision,
     Program,
+    ShardCall,
     Step,
     completed,
 )
@@ -84,15 +84,15 @@ def _maybe(draw: Draw, strategy: st.SearchStrategy[T], default: T, one_in: int =
     return draw(strategy) if draw(st.integers(0, one_in - 1)) == one_in - 1 else default
 
 
-def _states(draw: Draw, shards: int, one_in: int = 2, *, is_root: bool = False) -> FSDPState | None:
-    return _maybe(draw, _some_unit(shards), FSDPState() if is_root else None, one_in)
+def _states(draw: Draw, shards: int, one_in: int = 2, *, is_root: bool = False) -> ShardCall | None:
+    return _maybe(draw, _some_unit(shards), ShardCall() if is_root else None, one_in)
 
 
 @st.composite
-def _some_unit(draw: Draw, shards: int) -> FSDPState:
+def _some_unit(draw: Draw, shards: int) -> ShardCall:
     lists = st.lists(st.integers(0, 5), max_size=3).map(tuple)
     smaller = [n for n in (1, 2, 4) if n <= shards]
-    return FSDPState(
+    return ShardCall(
         reshard=draw(st.sampled_from([None, True, False, *smaller])),
         dim=_maybe(draw, st.sampled_from([1, -1, 2, -2]), 0),
         precision=_maybe(draw, _precisions(), Precision()),
@@ -143,7 +143,7 @@ def _blocks(draw: Draw, depth: int, shards: int, *, is_root: bool = False) -> Bl
         returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
         uses_all=draw(st.booleans()),
         together=_states(draw, shards),
-        state=draw(st.sampled_from([FSDPState(), None]))
+        state=draw(st.sampled_from([ShardCall(), None]))
         if is_root and draw(st.booleans())
         else _states(draw, shards, is_root=is_root),
     )

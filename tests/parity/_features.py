@@ -21,9 +21,9 @@ from tests.parity.programs import (
     WHENS,
     Again,
     Block,
-    FSDPState,
     Leaf,
     Program,
+    ShardCall,
     Step,
     borrowed,
     groups,
@@ -41,7 +41,7 @@ def _any_leaf(test: Callable[[Leaf], object]) -> Callable[[Program], bool]:
     return _any_node(lambda node: isinstance(node, Leaf) and test(node))
 
 
-def _any_unit(test: Callable[[FSDPState], object]) -> Callable[[Program], bool]:
+def _any_unit(test: Callable[[ShardCall], object]) -> Callable[[Program], bool]:
     return lambda program: any(test(state) for state in groups(program.tree).values())
 
 

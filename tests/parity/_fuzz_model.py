@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.programs import Block, FSDPState, Leaf, Program, borrowed, groups, places
+from tests.parity.programs import Block, Leaf, Program, ShardCall, borrowed, groups, places
 
 __all__ = [
     "BlockModule",
@@ -65,7 +65,7 @@ class Group:
     """The group that a module's own parameters belong to: where its unit is in the tree, and which."""
 
     path: tuple[int, ...] | None = None
-    state: FSDPState | None = None
+    state: ShardCall | None = None
 
 
 class Part(nn.Module):
@@ -79,7 +79,7 @@ class Part(nn.Module):
     def __init__(self, node: Leaf | Block, group: Group, clock: Clock) -> None:
         super().__init__()
         self.node, self.group, self.clock = node, group, clock
-        self.state: FSDPState | None = None
+        self.state: ShardCall | None = None
 
     def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError

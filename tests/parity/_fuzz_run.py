@@ -42,7 +42,7 @@ from tests.parity._fuzz_model import (
     randomise,
     states,
 )
-from tests.parity.programs import FSDPState, Leaf, Placing, Program, Step, groups
+from tests.parity.programs import Leaf, Placing, Program, ShardCall, Step, groups
 
 __all__ = [
     "OPTIMIZERS",
@@ -354,7 +354,7 @@ def lenders(model: nn.Module, borrower: Part) -> list[nn.Module]:
     return [sharded[path] for path in dict.fromkeys(paths)]
 
 
-def has_dim(tensor: torch.Tensor, state: FSDPState) -> bool:
+def has_dim(tensor: torch.Tensor, state: ShardCall) -> bool:
     return -tensor.ndim <= state.dim < tensor.ndim
 
 
@@ -362,7 +362,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def policy_of(state: FSDPState) -> MixedPrecisionPolicy:
+def policy_of(state: ShardCall) -> MixedPrecisionPolicy:
     p = state.precision
     return MixedPrecisionPolicy(dtype_of(p.param), dtype_of(p.reduce), dtype_of(p.output), p.cast_inputs)
 

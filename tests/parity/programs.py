@@ -1,7 +1,7 @@
 """Programs of the fuzzer: which module, how it is grouped, what three training steps do with it. Values, no tensors.
 
 A program is a tree of frozen dataclasses that can be pickled, compared and pasted: its ``repr`` leaves out what has its
-default value. A module that ``fully_shard`` is called on has a :class:`FSDPState`. What a word in a field means is said
+default value. A module that ``fully_shard`` is called on has a :class:`ShardCall`. What a word in a field means is said
 where it is carried out: modules in ``_fuzz_model``, steps in ``_fuzz_run``. A new feature is a field with a default
 here, a draw in ``_draw``, a row in ``_features``, and its meaning for the sharded run and for the reference.
 """
@@ -29,13 +29,13 @@ __all__ = [
     "WHENS",
     "Again",
     "Block",
-    "FSDPState",
     "Leaf",
     "Node",
     "Place",
     "Placing",
     "Precision",
     "Program",
+    "ShardCall",
     "Step",
     "borrowed",
     "completed",
@@ -77,7 +77,7 @@ class Precision(_Short):
 
 
 @dataclass(frozen=True, repr=False)
-class FSDPState(_Short):
+class ShardCall(_Short):
     """A ``fully_shard`` call.
 
     Args:
@@ -128,7 +128,7 @@ class Leaf(_Short):
     absent: tuple[int, ...] = ()
     returns: str = "tensor"
     uses_all: bool = False
-    state: FSDPState | None = None
+    state: ShardCall | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,8 +144,8 @@ class Block(_Short):
     absent: tuple[int, ...] = ()
     returns: str = "tensor"
     uses_all: bool = False
-    together: FSDPState | None = None
-    state: FSDPState | None = None
+    together: ShardCall | None = None
+    state: ShardCall | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -297,7 +297,7 @@ def places(tree: Node) -> list[Place]:
     return list(walk(tree, (), None))
 
 
-def groups(tree: Node) -> dict[tuple[int, ...], FSDPState]:
+def groups(tree: Node) -> dict[tuple[int, ...], ShardCall]:
     """How units are sharded, by their paths."""
     found = {}
     for place in places(tree):
@@ -338,7 +338,7 @@ def completed(tree: Node) -> Node:
     while missing := [p.path for p in places(tree) if isinstance(p.node, Again) and p.target is None]:
         tree = _with(tree, missing[0], lambda _: Leaf())
     if not isinstance(tree, Again) and tree.state is None and any(isinstance(p.node, Again) for p in places(tree)):
-        tree = replace(tree, state=FSDPState())  # a module in two roots is none of the library's promises
+        tree = replace(tree, state=ShardCall())  # a module in two roots is none of the library's promises
     while True:
         found = places(tree)
         by_path = {place.path: place for place in found}
@@ -356,7 +356,7 @@ def completed(tree: Node) -> Node:
         if not lacking:
             return tree
         tree = _with(
-            tree, lacking[0], lambda node: node if isinstance(node, Again) else replace(node, state=FSDPState())
+            tree, lacking[0], lambda node: node if isinstance(node, Again) else replace(node, state=ShardCall())
         )
 
 

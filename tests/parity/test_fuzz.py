@@ -43,7 +43,7 @@ from tests._internals import (
 from tests.parity._draw import programs
 from tests.parity._features import FEATURES, features
 from tests.parity._fuzz_reference import differences
-from tests.parity.programs import Block, FSDPState, Leaf, Program, Step
+from tests.parity.programs import Block, Leaf, Program, ShardCall, Step
 from tests.transports import IN_COMMON, SOCKETS, Environment
 
 ROUND = 1000
@@ -226,8 +226,8 @@ def test_the_programs_of_ci_make_use_of_every_feature() -> None:
 def _reentrant(times: int, *before: Leaf, reshard: bool | None = None) -> Program:
     segment = Block(kind="repeat", times=times, children=(Block(kind="reentrant checkpoint", children=(Leaf(),)),))
     if not before:
-        return Program(tree=replace(segment, state=FSDPState(reshard=reshard)), width=2)
-    return Program(tree=Block(kind="chain", children=(*before, segment), state=FSDPState(reshard=reshard)), width=2)
+        return Program(tree=replace(segment, state=ShardCall(reshard=reshard)), width=2)
+    return Program(tree=Block(kind="chain", children=(*before, segment), state=ShardCall(reshard=reshard)), width=2)
 
 
 FOUND = {
@@ -237,8 +237,8 @@ FOUND = {
     "a frozen group that is kept, thawed while it is being gathered by hand": Program(
         tree=Block(
             kind="chain",
-            children=(Block(kind="chain", children=(Leaf(frozen=(0,)),), state=FSDPState()), Leaf(), Leaf()),
-            state=FSDPState(),
+            children=(Block(kind="chain", children=(Leaf(frozen=(0,)),), state=ShardCall()), Leaf(), Leaf()),
+            state=ShardCall(),
         ),
         width=2,
         steps=(Step(keep="always", by_hand="unshard before"),) * 3,
