@@ -54,7 +54,6 @@ class Suite:
     Attributes:
         release: what pip downloads. Its wheel if that has the tests, else its source distribution.
         path: of the file with the tests, in the release.
-        entry: of our file that pytest runs in place of it, below ``suites_overlay``.
         tests: what ``pytest -k`` takes.
         ranks: how many ``torchrun`` starts; the tests start their own processes if it is 0.
         changes: regular expressions, each with what takes the place of its matches in the test file, first to last.
@@ -67,7 +66,6 @@ class Suite:
     path: str
     checks: str
     tests: str = ""
-    entry: str = ""
     source: bool = False
     ranks: int = 0
     changes: Sequence[tuple[str, str]] = ()
@@ -126,15 +124,6 @@ SUITES = (
         changes=((r"( +)model = nn\.Linear", r"\1torch.manual_seed(0)\n\g<0>"), *TO_CPU),
     ),
     Suite(
-        "torchtitan",
-        "torchtitan==0.3.0",
-        "torchtitan/experiments/graph_trainer/tests/test_numerics.py",
-        "losses of 20 steps equal to those of SimpleFSDP, to the bit: replicated, sharded and hybrid",
-        tests="TestSimpleFSDP",
-        source=True,
-        changes=((r"class TestSimpleFSDP\(FSDPTest\):\n", r"\g<0>    world_size = 4\n\n"), *TO_CPU),
-    ),
-    Suite(
         "axolotl",
         "axolotl==0.19.0",
         "tests/e2e/multigpu/test_tiled_mlp_fsdp2.py",
@@ -142,17 +131,6 @@ SUITES = (
         source=True,
         ranks=2,
         changes=((r"cuda:\{torch\.cuda\.current_device\(\)\}", "cpu"), (r'backend="nccl"', 'backend="gloo"'), *TO_CPU),
-    ),
-    Suite(
-        "transformers",
-        "transformers==5.23.0",
-        "tests/test_fsdp_mixin.py",
-        "FSDPTesterMixin for a dense model and one with experts: which modules are sharded; losses, gradient norms and "
-        "values step by step with DDP; bf16, hybrid meshes, expert parallelism, checkpoints",
-        tests="Llama",
-        entry="tests/run_fsdp.py",
-        source=True,
-        changes=((r"os\.cpu_count\(\) or 1", "8"),),
     ),
 )
 
@@ -181,15 +159,13 @@ def run(suite: Suite, library: str) -> dict[str, Any]:
         out.mkdir()
         original = release_folder(suite) / suite.path
         shutil.copytree(release_folder(suite), tests, ignore=shutil.ignore_patterns("src"))
-        if (OVERLAY / suite.name).exists():
-            shutil.copytree(OVERLAY / suite.name, tests, dirs_exist_ok=True)
         text = original.read_text()
         for pattern, replacement in suite.changes:
             text = re.sub(pattern, replacement, text)
         (tests / suite.path).write_text(text)
         # The conftest files of these projects want the rest of their test environments.
         options = [f"--rootdir={tests}", "--noconftest", "--override-ini=addopts=", "-qs", "-pno:cacheprovider"]
-        pytest = [sys.executable, "-m", "pytest", str(tests / (suite.entry or suite.path)), *options, "-k", suite.tests]
+        pytest = [sys.executable, "-m", "pytest", str(tests / suite.path), *options, "-k", suite.tests]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks), "--no-python"]
         command = ["sh", "-c", 'exec "$@" --junitxml="$SUITE_OUT/rank-${RANK:-0}.xml"', "sh", *pytest]
         environment = {
