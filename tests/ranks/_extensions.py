@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-__all__ = ["Pair", "Scaled", "calls", "with_weights"]
+__all__ = ["Pair", "Scaled", "batch_of", "calls", "with_weights"]
 
 calls: list[str] = []
 """What the hooks were called with, in words, newest last."""
@@ -110,3 +110,7 @@ def with_weights(model: nn.Module, kind: Any) -> nn.Module:
             half = module.weight.detach() / 2
             module.weight = nn.Parameter(kind(half, half.clone()))
     return model
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))

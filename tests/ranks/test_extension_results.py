@@ -1,0 +1,361 @@
+"""What the library does with the results of all-gather hooks, and with the operations that a tensor class knows."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_fsdp import (
+    LostExtensionWarning,
+    MixedPrecisionPolicy,
+    ParameterError,
+    fully_shard,
+)
+from composable_fsdp.testing import run_ranks
+from tests.ranks._extensions import Pair, Scaled, batch_of
+
+# -- what hooks return
+
+
+class Travelling(torch.Tensor):
+    """A plain tensor with hooks, of a class that its operations keep."""
+
+    fsdp_pre_all_gather: Any
+    fsdp_post_all_gather: Any
+
+
+def kept_in(kind: Any) -> Any:
+    """A linear layer, 3 to 9, with a weight of class ``kind``."""
+    torch.manual_seed(6)
+    layer: Any = nn.Linear(3, 9, bias=False)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(kind))
+    return layer
+
+
+class PadsRows(Travelling):
+    """Pads its rows, sends them in bf16, and returns all of them in the compute dtype."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        rows = torch.zeros(-(-size[0] // mesh.size()), *size[1:], dtype=torch.bfloat16)
+        rows[: self.size(0)].copy_(self)
+        return (rows,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        (gathered,) = outputs
+        if out is None:
+            full = gathered.to(dtype)
+            return full, (gathered, full)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered[: out.size(0)])
+        return None
+
+
+class PadsFurther(PadsRows):
+    """Returns the padded rows as they were gathered, and four more."""
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        padded = torch.cat([outputs[0], outputs[0].new_zeros(4, *outputs[0].shape[1:])]).to(dtype)
+        if out is None:
+            return padded, (padded,)
+        out.copy_(padded[: out.size(0)])
+        return None
+
+
+class ReturnsFlat(PadsRows):
+    """Returns what was gathered as one row of values."""
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        flat = outputs[0].view(-1).to(dtype)
+        if out is None:
+            return flat, (flat,)
+        out.view(-1).copy_(flat[: out.numel()])
+        return None
+
+
+class PadsColumns(Travelling):
+    """The same on dim 1: sends columns as rows."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        columns = torch.zeros(-(-size[1] // mesh.size()), size[0], dtype=torch.bfloat16)
+        columns[: self.size(1)].copy_(self.t())
+        return (columns,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        full = outputs[0].t().to(dtype).contiguous()
+        if out is None:
+            return full, (full,)
+        out.copy_(full[:, : out.size(1)])
+        return None
+
+
+def plain_full(tensor: Any) -> torch.Tensor:
+    """The whole of a DTensor of a class that torch's functional collectives cannot return."""
+    local, spec = tensor._local_tensor.detach().as_subclass(torch.Tensor), tensor._spec
+    return DTensor(local, spec, requires_grad=False).full_tensor()
+
+
+def place(dim: int, _: nn.Parameter) -> Shard:
+    return Shard(dim)
+
+
+def pad_outputs(world_size: int) -> None:
+    rank = dist.get_rank()
+    kinds = ((PadsRows, 0), (PadsFurther, 0), (ReturnsFlat, 0), (PadsColumns, 1))
+    for (kind, dim), dtype, reshard in product(kinds, (None, torch.bfloat16), (True, False, world_size // 2)):
+        what = f"{kind.__name__}, {dtype}, {reshard}"
+        model, reference = kept_in(kind), kept_in(torch.Tensor)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        placement_of = partial(place, dim)
+        fully_shard(model, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement_of)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            batches = [batch_of(step, other)[:, :3] for other in range(world_size)]
+            rounded = reference.weight.bfloat16().to(dtype or torch.float32)
+            losses = [F.linear(x.to(rounded.dtype), rounded).float().square().mean() for x in batches]
+            loss = model(batches[rank]).float().square().mean()
+            torch.testing.assert_close({what: loss}, {what: losses[rank]})
+            loss.backward()
+            reference.zero_grad()
+            torch.stack(losses).mean().backward()
+            gradient = plain_full(model.weight.grad)
+            torch.testing.assert_close(gradient, reference.weight.grad, rtol=2e-2, atol=1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                reference.weight.copy_(plain_full(model.weight))
+
+
+@pytest.mark.behaviour("E-01", "E-03", "E-04")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_padded_result_of_the_second_hook_is_cut(world_size: int) -> None:
+    run_ranks(pad_outputs, world_size, world_size)
+
+
+class Fills(Travelling):
+    """Sends its rows as they are and makes a tensor of its own of them."""
+
+    later = "copies"
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.as_subclass(torch.Tensor),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        if self.later == "keeps":  # memory of the hook's own, which it neither frees nor fills again
+            self.cached[0] = self.cached[0] if out is not None else outputs[0].clone()
+            return (self.cached[0], ()) if out is None else None
+        made = outputs[0].clone()
+        if out is None:
+            if self.later == "returns views":
+                return outputs[0].view(made.shape), (outputs[0],)
+            return made, () if self.later == "forgets, returns another" else (made,)
+        if self.later == "copies":
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(made)
+        if self.later == "copies by data, returns another":
+            out.data.copy_(made)
+        if self.later in ("returns another", "forgets, returns another", "returns views"):
+            return made, (made,)
+        return (made, (made,)) if "returns another" in self.later else None
+
+    cached: ClassVar[dict[int, torch.Tensor]] = {}
+
+
+class FillsOne(Pair):
+    """Fills one of the two tensors that it is made of."""
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        if out is not None:
+            out.left.copy_(outputs[0])
+            return None
+        left, right = (output.clone() for output in outputs)
+        return Pair(left, right), (left, right)
+
+
+def ignore_out() -> None:
+    """Whatever way is taken to fill ``out`` counts, and nothing but that."""
+    marked = torch.full((9, 3), 0xA5A5A5A5, dtype=torch.uint32).view(torch.float32)  # as the check itself marks memory
+    fills = ("copies", "copies by data, returns another", "returns views", "keeps")
+    for later in (*fills, "returns nothing", "returns another", "forgets, returns another"):
+        for weight in (None, marked):
+            model = kept_in(type("Fills", (Fills,), {"later": later, "cached": {}}))
+            if weight is not None:
+                model.weight.data.copy_(weight)
+            exact = model.weight.detach().as_subclass(torch.Tensor).clone()
+            fully_shard(model)
+            model.unshard()
+            model.reshard()
+            if later in fills:
+                for _ in range(2):
+                    model.unshard()
+                    assert torch.equal(model.weight.detach(), exact), later
+                    model.reshard()
+                continue
+            with pytest.raises(
+                ParameterError, match=r"of parameter 'weight' \(Fills\) ignored out.*out\.copy_"
+            ) as caught:
+                model.unshard()
+            assert "views of the gathered outputs" in str(caught.value)
+    layer: Any = nn.Linear(3, 4)
+    layer.weight = nn.Parameter(FillsOne(torch.ones(4, 3), torch.ones(4, 3)))
+    fully_shard(layer)
+    layer.unshard()
+    layer.reshard()
+    with pytest.raises(ParameterError, match=r"of parameter 'weight' \(FillsOne\) ignored out"):
+        layer.unshard()
+
+
+@pytest.mark.behaviour("E-03", "H-02")
+def test_a_hook_that_does_not_fill_its_tensor_again_is_an_error() -> None:
+    run_ranks(ignore_out, 2)
+
+
+class Largest(Travelling):
+    """Scales by the largest value of all ranks, which no empty shard has."""
+
+    fails = False
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        if self.fails:
+            raise KeyError("no such scale")
+        scale = self.as_subclass(torch.Tensor).abs().max()
+        dist.all_reduce(scale, dist.ReduceOp.MAX, group=mesh.get_group())
+        return ((self.as_subclass(torch.Tensor) / scale * 127).round().to(torch.int8),), scale
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        full = outputs[0].to(dtype) * metadata / 127
+        if out is None:
+            return full, (full,)
+        out.copy_(full)
+        return None
+
+
+class FailsAnyhow(Largest):
+    fails = True
+
+
+def scale_nothing() -> None:
+    for kind in (Largest, FailsAnyhow):
+        torch.manual_seed(3)
+        model: Any = nn.Linear(4, 1, bias=False)
+        exact = model.weight.detach().clone()
+        model.weight = nn.Parameter(exact.as_subclass(kind))
+        fully_shard(model, reshard_after_forward=True)
+        assert model.weight.to_local().numel() == 4 * (dist.get_rank() == 0)
+        if kind.fails:  # an error of the hook's own is not hidden, on a rank with rows and on one without
+            with pytest.raises(KeyError, match="no such scale"):
+                model.unshard()
+            continue
+        for _ in range(2):
+            x = torch.ones(1, 4, requires_grad=True)
+            model(x).sum().backward()
+            scale = exact.abs().max() / 127
+            torch.testing.assert_close(x.grad, (exact / scale).round() * scale)
+
+
+@pytest.mark.behaviour("E-04")
+def test_a_hook_that_cannot_take_an_empty_shard_gets_a_row_of_zeros() -> None:
+    run_ranks(scale_nothing, 2)
+
+
+# -- which operations a class knows
+
+
+class Few(Pair):
+    """Like torchao's ``MXTensor``, it is neither split nor filled: it can be narrowed and cloned."""
+
+    refused: ClassVar[tuple[str, ...]] = ("split", "new_zeros", "copy_")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.overloadpacket.__name__ in cls.refused:
+            raise NotImplementedError(f"{cls.__name__} does not know {func}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Uncut(Few):
+    refused = ("split", "slice")
+
+
+class Hookless(Uncut):
+    fsdp_pre_all_gather = fsdp_post_all_gather = property()
+
+
+def cut_by_what_is_known() -> None:
+    torch.manual_seed(4)
+    for rows in (4, 3, 1):
+        value = torch.randn(rows, 2)
+        layer: Any = nn.Linear(2, rows, bias=False)
+        layer.weight = nn.Parameter(Few(value / 2, value / 2), requires_grad=False)
+        fully_shard(layer)
+        assert type(layer.weight.to_local()) is Few
+        torch.testing.assert_close(layer(torch.eye(2)), value.T)
+    for kind, ways in ((Uncut, "chunk: NotImplementedError.*narrow: Not"), (Hookless, "narrow and copy_: Not")):
+        layer = nn.Linear(2, 4)
+        layer.weight = nn.Parameter(kind(torch.ones(4, 2), torch.ones(4, 2)), requires_grad=False)
+        with pytest.raises(
+            ParameterError, match=f"'weight' is a {kind.__name__}, which cannot be.*{ways}.*ignored_par"
+        ):
+            fully_shard(layer)
+
+
+@pytest.mark.behaviour("A-16", "H-02")
+def test_a_class_is_cut_by_the_operations_that_it_knows_or_named() -> None:
+    run_ranks(cut_by_what_is_known, 2)
+
+
+class Forgetful(Pair):
+    """Its ``new_zeros`` is a plain tensor."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.new_zeros.default:
+            return func(args[0].left, *args[1:], **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and type(args[0]) is torch.Tensor:
+            return func(args[0], args[1].left + args[1].right)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class HookedParameter(nn.Parameter):
+    """Torch's operations make plain tensors of any subclass of ``nn.Parameter``."""
+
+    fsdp_pre_all_gather = Fills.fsdp_pre_all_gather
+    fsdp_post_all_gather = Fills.fsdp_post_all_gather
+
+
+def lose_hooks() -> None:
+    layer: Any = nn.Linear(2, 4)
+    layer.weight = nn.Parameter(Forgetful(torch.ones(4, 2), torch.ones(4, 2)))
+    gone = "'weight' has lost its hooks fsdp_post_all_gather, fsdp_pre_all_gather: it was a"
+    with pytest.warns(LostExtensionWarning, match=f"{gone} Forgetful, and new_zeros and copy_ of that class.*a Tensor"):
+        fully_shard(layer)
+    layer.unshard()
+    assert torch.equal(layer.weight, torch.full((4, 2), 2.0))
+    layer = nn.Linear(2, 4)
+    layer.weight = HookedParameter(torch.ones(4, 2))
+    with pytest.warns(LostExtensionWarning, match=f"{gone} HookedParameter"):
+        fully_shard(layer)
+    layer = nn.Linear(2, 4)
+    Scaled(layer.weight).hang_on()
+    with pytest.warns(
+        LostExtensionWarning, match=r"attributes of the tensor object: set them on parameter\._local_tensor"
+    ):
+        fully_shard(layer)
+    layer = fully_shard(nn.Linear(2, 4))
+    Scaled(layer.weight._local_tensor).hang_on()
+    layer(torch.ones(1, 2))
+    layer.reshard()
+    with pytest.warns(LostExtensionWarning, match=r"replaced after fully_shard \(to_empty.* by a Tensor without"):
+        layer.to_empty(device="cpu")
+
+
+@pytest.mark.behaviour("E-06", "H-02")
+def test_hooks_that_are_lost_are_warned_of() -> None:
+    run_ranks(lose_hooks, 2)
