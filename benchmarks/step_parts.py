@@ -34,7 +34,7 @@ from composable_fsdp._runtime.hooks import _ModuleHooks
 from composable_fsdp._runtime.root.iteration import Iteration
 
 MODEL, OTHERS = "model and optimizer", "other threads"
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier", "part")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "barrier", "end_epoch")
 PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
     "hooks": [
         (_ModuleHooks, ("begin", "take_inputs", "finish")),

@@ -112,7 +112,7 @@ class AliasingCommunicator(Communicator, Protocol):
         """Launch a barrier whose work is done when all ranks have launched it. ``name`` is its name in errors."""
         ...
 
-    def part(self, name: str) -> Work:
+    def end_epoch(self, name: str) -> Work:
         """Launch a barrier that ends an epoch of shared memory.
 
         No rank reads what others wrote before it. Afterwards each rank may write to its own part of the shared memory.

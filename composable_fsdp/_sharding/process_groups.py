@@ -38,7 +38,7 @@ class ProcessGroups:
         self.shared_memory: torch.Tensor | None = None
         """``(nbytes,)``: memory shared between ranks, with the shards of all ranks or the shared unsharded buffer."""
         self._released_at = -1
-        """The axis' ``epoch`` (epoch number) when the shared unsharded buffer was last released."""
+        """The epoch of the shard axis when the shared unsharded buffer was last released."""
         self.unshard_async_op = False
         """The ``async_op`` argument for a custom all-gather."""
         self.awaits_epoch_end = False

@@ -188,8 +188,8 @@ class FaultyCommunicator:
     def barrier(self, name: str) -> Work:
         return self._launch(name, lambda: cast(AliasingCommunicator, self.base).barrier(name), [])
 
-    def part(self, name: str) -> Work:
-        return self._launch(name, lambda: cast(AliasingCommunicator, self.base).part(name), [])
+    def end_epoch(self, name: str) -> Work:
+        return self._launch(name, lambda: cast(AliasingCommunicator, self.base).end_epoch(name), [])
 
     def all_gather(self, transfers: Sequence[Transfer], label: str = "all-gather") -> Work:
         return self._launch(label, lambda: self.base.all_gather(transfers, label), _outputs(transfers))

@@ -95,7 +95,7 @@ class SharedMemoryCommunicator:
     def barrier(self, name: str) -> Work:
         return self._engine.launch(collectives.Barrier(name))
 
-    def part(self, name: str) -> Work:
+    def end_epoch(self, name: str) -> Work:
         self._engine.epoch += 1
         return self.barrier(name)
 

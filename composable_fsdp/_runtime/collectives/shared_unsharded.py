@@ -3,11 +3,11 @@
 The full parameters of a bucket are in shared memory. Each rank casts its shards directly to their places there, and a
 barrier completes the all-gather: nothing is staged, sent or copied out.
 
-A rank's places have two states, by the communicator's ``epoch`` (barriers at the end of an epoch). They are
-*private* from the first parting after the rank freed the full parameters until it launches their next all-gather. They
-are *shared* once every rank has launched that. Invariant: a rank writes to private places only. An all-gather without a
-parting before it, as when a module runs twice in one forward or was unsharded by hand, starts with a barrier: when all
-ranks reach it, all have freed.
+A barrier ends each epoch; the communicator counts them (``epoch``). A rank's range of the buffer has two states. It is
+*private* from the end of the epoch in which the rank freed the full parameters until it launches their next all-gather.
+It is *shared* once every rank has launched that. Invariant: a rank writes to its range only while it is private. An
+all-gather in the same epoch, as when a module runs twice in one forward or after ``unshard()``, starts with a barrier,
+so that all ranks have freed the parameters before any of them writes.
 
 The memory, one element of the compute dtype per parameter and host, is allocated at the first write and released with
 the groups of all ranks. It is not freed in between, because page faults would cost more than it saves.

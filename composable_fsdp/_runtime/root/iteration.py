@@ -372,7 +372,7 @@ class Iteration:
             occasion: name of the event in errors.
             awaited: communicators over which ranks have read since the epoch began. The others need no synchronization.
         """
-        works = [communicator.part(occasion) for communicator in self._aliasing if communicator in awaited]
+        works = [communicator.end_epoch(occasion) for communicator in self._aliasing if communicator in awaited]
         for state in self.states.values() if works else ():
             state.group.note_epoch_end()
         return works
