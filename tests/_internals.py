@@ -86,14 +86,16 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.lazy_init import iteration_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
-    from composable_fsdp._runtime.root import fusion as company
     from composable_fsdp._runtime.root import reduce_queue
     from composable_fsdp._runtime.root.backward_tracker import _MOST_FORWARDS
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import Iteration
-    from composable_fsdp._runtime.root.prefetch import Unsharding
     from composable_fsdp._runtime.root.recovery import disconnect, reconnect
-    from composable_fsdp._runtime.schedule.policy import ForwardRecord, Lockstep, batch_before_prefetch, merge_adjacent
+    from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+    from composable_fsdp._runtime.schedule import passes, schedule
+    from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+    from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
+    from composable_fsdp._runtime.schedule.unused_groups import Lockstep
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding.mesh import (
         DataParallelAxes,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from composable_fsdp.testing import run_ranks
-from tests._internals import ShardedParameter, Unsharding, company
+from tests._internals import ScheduleRunner, ShardedParameter, passes
 from tests.goldens.cases import Found, known_programs
 from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
 from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
@@ -21,7 +21,7 @@ from tests.transports import SOCKETS, TRANSPORTS
 SOME = {name: program for name, program in known_programs().items() if program.world_size == 2 and int(name) < 12}
 
 
-def free_after_every_forward(self: Unsharding, state: Any, **_: object) -> None:
+def free_after_every_forward(self: ScheduleRunner, state: Any) -> None:
     state.group.reshard()  # so that backward gathers also what should have stayed
 
 
@@ -39,8 +39,8 @@ def flip_a_bit(self: ShardedParameter, *args: Any) -> None:
 
 ACCEPT = ShardedParameter.accept_gradient
 BREAKAGES: dict[str, tuple[Any, Callable[..., Any], str]] = {
-    "_reshard": (Unsharding, free_after_every_forward, "collective:all-gather"),
-    "merge_adjacent": (company, fuse_nothing, "collective:all-gather"),
+    "_keep": (ScheduleRunner, free_after_every_forward, "collective:all-gather"),
+    "merge_adjacent": (passes, fuse_nothing, "collective:all-gather"),
     "accept_gradient": (ShardedParameter, flip_a_bit, "results"),
 }
 """By the name that is replaced: where it is, by what, and what must be said to differ."""

@@ -293,11 +293,11 @@ def fail_while_one_waits() -> None:
     """The backward dies before the batch that the next group waits for; the next one may not find that group."""
     model = towers(3)
     root = state_of(model)
-    unsharding = iteration_of(root)._unsharding
+    runner = iteration_of(root)._runner
     seen = []
 
     def fail(_: torch.Tensor) -> None:
-        seen.append(unsharding._postponed)
+        seen.append(runner._delayed)
         raise ArithmeticError("in a hook")
 
     last = state_of(model[2]).group.parameters[-1]
@@ -307,7 +307,7 @@ def fail_while_one_waits() -> None:
     handle.remove()
     assert seen[0] is not None
     model.reset_iter_state()
-    assert unsharding._postponed is None
+    assert runner._delayed is None
 
 
 @pytest.mark.behaviour("H-01")

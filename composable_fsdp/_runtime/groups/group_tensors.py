@@ -129,6 +129,8 @@ class GroupTensors:
         self.rest_device = rest_device(offload, device)
         self.is_offloaded = self.rest_device != device
         """True if shards are on another device than that of the modules."""
+        self.plan_version = 0
+        """The number of plans so far; schedules depend on it."""
         self._shared_offsets: dict[_SharedKey, int] = {}
         self.pin_memory = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory and self.is_offloaded
         if in_common:
@@ -152,6 +154,7 @@ class GroupTensors:
         self.last_gather = GatherCache()
         """The cached all-gather of this group, or of several groups of which it is the first."""
         self.plan = self._make_plan()
+        self.plan_version += 1
         moved = [
             p
             for p in self.plan.buckets
@@ -393,6 +396,7 @@ class GroupTensors:
             for i in plan.indices:
                 self.parameters[i].sync_requires_grad(self._on_gradient(plan.batch))
         self.plan = self._make_plan()
+        self.plan_version += 1
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):
             bucket.update_plan(plan)
         self._note_registration()

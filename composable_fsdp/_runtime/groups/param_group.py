@@ -27,6 +27,7 @@ from composable_fsdp._runtime.groups.state_machine import (
     advance,
 )
 from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter
+from composable_fsdp._runtime.schedule.schedule import Event, Hook
 from composable_fsdp._sharding.mesh import DataParallelAxes
 from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import LifecycleError, ParameterError
@@ -64,8 +65,6 @@ class ParameterGroup:
         *,
         parameters: Sequence[ShardedParameter] | None = None,
     ) -> None:
-        self.name = name
-        """The name in errors and traces."""
         self.axes = axes
         self.offload = offload
         is_new = parameters is None
@@ -83,6 +82,7 @@ class ParameterGroup:
             in_common=is_new,
         )
         self.gradients = GroupGradients(name, self.tensors)
+        self.rename(name)
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: InFlight[None] | None = None
         self._may_be_written = False
@@ -95,6 +95,8 @@ class ParameterGroup:
     def rename(self, name: str) -> None:
         """Set the name, once the module's path in the model is known or has changed."""
         self.name = self.gradients.name = name
+        self.pre_forward_event = Event(Hook.PRE_FORWARD, name)
+        self.post_forward_event = Event(Hook.POST_FORWARD, name)
 
     @property
     def parameters(self) -> list[ShardedParameter]:

@@ -19,7 +19,8 @@ from composable_fsdp._consistency.order_check import order_check_from
 from composable_fsdp._runtime.groups.param_group import ParameterGroup
 from composable_fsdp._runtime.groups.version_check import Seen, VersionCheck
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_parameter
-from composable_fsdp._runtime.schedule.policy import PREFETCH_LIMIT, ForwardRecord
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.passes import PREFETCH_LIMIT
 from composable_fsdp.errors import LifecycleError
 from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 
@@ -70,6 +71,22 @@ _SETTINGS = (
 )
 
 
+class _Setting:
+    """A setting of an FSDP state; each assignment increments its ``settings_version``. Reads are plain attributes."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, state: FSDPState, value: object) -> None:
+        vars(state)[self._name] = value
+        state.settings_version += 1
+
+
+def _setting() -> Any:
+    """Return a :class:`_Setting`, typed so that an annotation of the attribute holds."""
+    return _Setting()
+
+
 _NO_RECORD = ForwardRecord()
 """The shared record of forwards without a backward. Nothing is written to it."""
 
@@ -82,12 +99,16 @@ class Round:
     needs a gradient, so that no hook shows the end of its backward.
     """
 
-    __slots__ = ("awaited", "ends_unseen", "position", "record", "remaining", "seen")
+    __slots__ = ("after", "awaited", "ends_unseen", "is_recorded", "position", "record", "remaining", "seen")
 
-    def __init__(self, module_ids: Collection[int]) -> None:
+    def __init__(self, module_ids: Collection[int], after: Any = None) -> None:
         self.remaining = set(module_ids)
+        self.after = after
+        """The scheduled actions for the post-forward event, or ``None`` for eager ones."""
         self.record = _NO_RECORD
         self.position = -1
+        self.is_recorded = False
+        """True if the end of the run is in the record of the forward."""
         self.awaited = 0
         self.ends_unseen = False
         self.seen: Seen | None = None
@@ -107,6 +128,19 @@ class FSDPState:
         lenders: the states whose groups own parameters that these modules use too. They are unsharded together.
     """
 
+    reshard: Reshard = _setting()
+    reshard_after_backward: bool = _setting()
+    unshard_in_backward: bool = _setting()
+    accumulation: Accumulation = _setting()
+    all_reduce: bool = _setting()
+    reductions_in_flight: int | None = _setting()
+    max_unsharded_bytes: int | None = _setting()
+    prefetch_limit: int = _setting()
+    max_merged_bytes: int = _setting()
+    forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
+    backward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
+    lenders: tuple[FSDPState, ...] = _setting()
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -115,6 +149,8 @@ class FSDPState:
         precision: MixedPrecisionPolicy,
         lenders: Sequence[FSDPState] = (),
     ) -> None:
+        self.settings_version = 0
+        """The number of changes of settings; schedules depend on it."""
         self._modules = tuple(map(ref, modules))
         self.module_ids = frozenset(map(id, modules))
         self.has_several_modules = len(modules) > 1
@@ -127,8 +163,8 @@ class FSDPState:
         self.unshard_in_backward = True
         self.accumulation = Accumulation.REDUCE
         self.all_reduce = True
-        self.reductions_in_flight: int | None = None
-        self.max_unsharded_bytes: int | None = None
+        self.reductions_in_flight = None
+        self.max_unsharded_bytes = None
         """For a root: the bound for prefetching, in bytes of unsharded parameters."""
         self.prefetch_limit = PREFETCH_LIMIT
         """For a root: the number of groups to prefetch."""
@@ -138,9 +174,9 @@ class FSDPState:
         """For a root: the size up to which neighbouring small groups share an all-gather or a reduction."""
         self.version_check: VersionCheck | None = VersionCheck(group, reads_shards=False)
         """The comparison of the parameters in backward with those in forward, or ``None`` if it is off."""
-        self.forward_prefetch: Sequence[ref[FSDPState]] | None = None
+        self.forward_prefetch = None
         """The states that the user chose to prefetch in forward."""
-        self.backward_prefetch: Sequence[ref[FSDPState]] | None = None
+        self.backward_prefetch = None
         """The states that the user chose to prefetch in backward."""
         self.lenders = tuple(lenders)
         self.borrowing: list[ref[FSDPState]] = []
@@ -183,6 +219,7 @@ class FSDPState:
 
     def _lend_to(self, borrower: FSDPState) -> None:
         self.borrowing.append(ref(borrower, self.borrowing.remove))
+        self.settings_version += 1
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

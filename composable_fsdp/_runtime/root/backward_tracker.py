@@ -12,7 +12,7 @@ from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.root.error_messages import unseen_output
 from composable_fsdp._runtime.root.forward_call import Call
-from composable_fsdp._runtime.schedule.policy import ForwardRecord
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 
 __all__ = ["Backward"]
 

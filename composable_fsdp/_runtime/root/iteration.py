@@ -33,15 +33,15 @@ from composable_fsdp._runtime.root.backward_tracker import Backward
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.forward_call import Call
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
-from composable_fsdp._runtime.root.fusion import Company
 from composable_fsdp._runtime.root.model_check import check_models
 from composable_fsdp._runtime.root.passes_underway import PassesUnderway
-from composable_fsdp._runtime.root.prefetch import Unsharding
 from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_failed, reconnect, rendezvous
 from composable_fsdp._runtime.root.reduce_queue import Reductions
 from composable_fsdp._runtime.root.root_options import check_settings
+from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 from composable_fsdp._runtime.root.unused_modules import InStep
-from composable_fsdp._runtime.schedule.policy import ForwardRecord
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp.errors import DivergenceError, PeerError
 
 __all__ = ["Iteration", "Pass"]
@@ -53,13 +53,6 @@ class Pass(Key):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
-
-
-class Hook(Key):
-    """The hook that called the iteration."""
-
-    PRE_FORWARD = "pre-forward"
-    POST_FORWARD = "post-forward"
 
 
 class Iteration:
@@ -91,9 +84,8 @@ class Iteration:
         axes = (pgs.axes.shard for state in states.values() for pgs in state.group.process_groups)
         self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
-        self._company = Company(root, states)
-        self._unsharding = Unsharding(root, states, streams, self._company, self.steps)
-        self._reductions = Reductions(states.values(), streams, self._company, self._unsharding)
+        self._runner = ScheduleRunner(root, states, streams, self.steps)
+        self._reductions = Reductions(states.values(), streams, self._runner)
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
         self._in_step: InStep | None = None
@@ -110,7 +102,7 @@ class Iteration:
     @streams.setter
     def streams(self, streams: CommStreams) -> None:
         self.drain()
-        self._streams = self._unsharding.streams = self._reductions.streams = streams
+        self._streams = self._runner.streams = self._reductions.streams = streams
 
     @property
     def current_pass(self) -> Pass:
@@ -142,10 +134,6 @@ class Iteration:
         if state.round is not None:
             return  # another module of the same group ran before
         self._run(Hook.PRE_FORWARD, state)
-        if self._pass is Pass.FORWARD:
-            state.round = Round(state.module_ids)
-            if state.version_check is not None and self._leads_to_backward:
-                state.round.seen = state.version_check.in_forward()
 
     @labelled("post_forward", lambda _, state, module: state.name)
     def post_forward(self, state: FSDPState, module: nn.Module) -> Call | None:
@@ -154,19 +142,28 @@ class Iteration:
             self._in_step.end(state)
         of_round = state.round or Round(())  # each recomputation gets a round of its own
         call = None
-        if self._leads_to_backward and of_round.position < 0:
-            recorded = self._pass is Pass.FORWARD and state.group.parameters
-            of_round.record = self._record if recorded else ForwardRecord()
-            of_round.position = of_round.record.append(state.group.name)
-            if recorded:
-                self._backward.count(state, self._record)
+        if not of_round.is_recorded:
+            self._record_end(state, of_round)
         if torch.is_grad_enabled():
             call = Call(state, of_round, is_recomputed=self._pass is Pass.BACKWARD)
         of_round.remaining.discard(id(module))
         if not of_round.remaining or state is self._outermost:
-            state.round = None
             self._run(Hook.POST_FORWARD, state)
         return call
+
+    def _record_end(self, state: FSDPState, of_round: Round) -> None:
+        """Record the end of the first module of ``state`` in this run."""
+        of_round.is_recorded = True
+        in_forward, leads_to_backward = self._pass is Pass.FORWARD, self._leads_to_backward
+        if in_forward and (leads_to_backward and state.group.parameters):
+            of_round.record = self._record
+            of_round.position = self._record.end(state.group.post_forward_event, leads_to_backward=True)
+            self._backward.count(state, self._record)
+            return
+        if in_forward:
+            self._record.end(state.group.post_forward_event, leads_to_backward=False)
+        if leads_to_backward:
+            of_round.record, of_round.position = ForwardRecord(), 0
 
     def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
         """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
@@ -201,7 +198,7 @@ class Iteration:
             self._in_step.reach(call.round.record, call.round.position, self._backward.number, state)
         if state.unshard_in_backward:
             batches = not call.round.ends_unseen and self._sends_batches(state)
-            self._unsharding.in_backward(state, call.round.record, call.round.position, sends_batches=batches)
+            self._runner.in_backward(state, call.round.record, call.round.position, sends_batches=batches)
 
     def post_backward(self, call: Call) -> None:
         """End the backward of ``call``: the gradients of its inputs and of its use of the parameters are complete."""
@@ -211,7 +208,7 @@ class Iteration:
         self._backward.leave(call)
         if call.round.ends_unseen:
             return  # the hook for the last gradient, or for the end of backward, comes later
-        if state.open_calls <= 0 and self._in_step is None and not self._company.is_waiting(state):
+        if state.open_calls <= 0 and self._in_step is None and not self._reductions.is_waiting(state):
             self.reduce_gradients(state)
         if call.round.awaited <= 0:
             for done in (state, *state.lenders):
@@ -257,6 +254,10 @@ class Iteration:
         for action in _ACTIONS[self._pass, hook]:
             action(self, state)
 
+    def _after_forward(self, state: FSDPState) -> None:
+        of_round, state.round = state.round, None
+        self._reshard_after_forward(state, None if of_round is None else of_round.after)
+
     def _begin_forward(self, state: FSDPState) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
         self._passes.begin_forward(state)
@@ -264,28 +265,30 @@ class Iteration:
         if self.post_optimizer_event is not None:
             self.streams.gather.wait_event(self.post_optimizer_event)
             self.post_optimizer_event = None
-        self._record = ForwardRecord()
         self._backward.forget_before_step()
         self.commit_residuals(begins_forward=True)
         self.drain_before_changes()
         self._grad_mode = torch.is_grad_enabled()
         self._in_step = InStep(self, state) if any(u.unequal_use for u in self.states.values()) else None
-        self._unsharding.begin_forward(ranks_may_differ=self._in_step is not None, leads_to_backward=self._grad_mode)
+        in_step = self._in_step is not None
+        self._record = self._runner.begin_forward(unequal_use=in_step, leads_to_backward=self._grad_mode)
 
     def _unshard_in_forward(self, state: FSDPState) -> None:
         if self._in_step is not None:
             self._in_step.begin(state)
-        self._unsharding.in_forward(state)
+        state.round = Round(state.module_ids, self._runner.in_forward(state))
+        if state.version_check is not None and self._leads_to_backward:
+            state.round.seen = state.version_check.in_forward()
 
     def end_skipped(self, state: FSDPState) -> None:
         """Do the work of the post-forward hook for a state that only other ranks may run."""
-        if self._leads_to_backward and state.group.parameters:
-            self._record.append(state.name)
+        leads_to_backward = self._leads_to_backward and bool(state.group.parameters)
+        self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
         self._reshard_after_forward(state)
 
     def gather_in_forward(self, state: FSDPState) -> None:
         """Unshard ``state``, as the pre-forward hook does."""
-        self._unsharding.in_forward(state)
+        self._runner.in_forward(state)
 
     @property
     def _leads_to_backward(self) -> bool:
@@ -296,14 +299,18 @@ class Iteration:
     def _unshard_for_recomputation(self, state: FSDPState) -> None:
         if self._in_step is not None:
             self._in_step.check_recomputed(state)
-        self._unsharding.for_recomputation(state)
+        self._runner.for_recomputation(state)
 
     def gather_in_backward(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
         """Unshard ``state``, which ended its forward at ``position`` of ``record``, in step with other ranks."""
-        self._unsharding.in_backward(state, record, position, sends_batches=False)
+        self._runner.in_backward(state, record, position, sends_batches=False)
 
-    def _reshard_after_forward(self, state: FSDPState) -> None:
-        self._unsharding.after_forward(state, leads_to_backward=self._leads_to_backward)
+    def _reshard_after_forward(self, state: FSDPState, after: Any = None) -> None:
+        """Perform the scheduled actions ``after`` a forward of ``state``, or eager ones."""
+        leads_to_backward = self._leads_to_backward
+        if leads_to_backward is not self._grad_mode:
+            after = None  # the schedule is for the grad mode of the outermost forward
+        self._runner.after_forward(state, after, leads_to_backward=leads_to_backward)
 
     def _end_forward_if_outermost(self, state: FSDPState) -> None:
         if state is not self._outermost:
@@ -318,7 +325,7 @@ class Iteration:
             if other.round is not None:  # some modules of the group did not run
                 other.round = None
                 self._reshard_after_forward(other)
-        self._unsharding.end_forward()
+        self._runner.end_forward()
         if self._aliasing:
             self._end_epoch_after_forward()
 
@@ -329,6 +336,7 @@ class Iteration:
         self._backward.begin()
         self.drain_before_changes()
         Variable._execution_engine.queue_callback(self._passes.begin_backward(self.end_backward))
+        self._runner.begin_backward()
         self._reductions.begin_backward()
 
     @labelled("root_post_backward_callback", lambda self: self.root.name)
@@ -337,8 +345,8 @@ class Iteration:
         if self._in_step is not None:
             self._in_step.end_backward(self._backward.number)
         self._backward.end()
-        self._unsharding.end_backward()
-        self._company.clear_waiting()
+        self._runner.end_backward()
+        self._reductions.clear_waiting()
         for state in self.states.values():
             state.open_calls = 0
             if state.group.gradients.are_held:
@@ -350,7 +358,7 @@ class Iteration:
             if state.reshard_after_backward:
                 state.group.reshard()
             else:
-                state.note_kept(self._unsharding.seen_steps)
+                state.note_kept(self._runner.seen_steps)
                 state.group.copy_out_shared()  # other ranks may update their shards while forwards here still use it
         # Launched before the wait for gradients, so that there is one wait.
         works = self._end_epoch("end of backward", self._aliasing)
@@ -383,14 +391,18 @@ class Iteration:
         if not self._leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states.values():
                 state.group.copy_out_shared()
-            if not self._unsharding.runs_on_all_ranks:  # and other ranks may not run this one either
+            if not self._runner.runs_on_all_ranks:  # and other ranks may not run this one either
                 return
         _wait_for(self._end_epoch("end of forward", awaited))
 
     def unshard_explicitly(self, state: FSDPState) -> bool:
         """Launch the all-gather of ``state``, which stays unsharded. Return whether it was sharded before."""
         self._verify_ranks()
-        return self._unsharding.unshard_explicitly(state)
+        return self._runner.unshard_explicitly(state)
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of the next iteration that trains."""
+        return self._runner.expected(is_last_backward=self.is_last_backward, has_barriers=bool(self._aliasing))
 
     def keep_unsharded(self, state: FSDPState) -> None:
         """Copy ``state``, which the user unsharded, out of shared memory, for forwards that other ranks may not run."""
@@ -495,8 +507,8 @@ class Iteration:
             state.group.reshard()
             state.open_calls, state.kept_version, state.round = 0, None, None
         self._backward.forget()
-        self._unsharding.end_backward()
-        self._company.clear_waiting()
+        self._runner.end_backward()
+        self._reductions.clear_waiting()
         if self._in_step is not None:
             self._in_step.forget_backward()
         self._passes.end()
@@ -524,7 +536,7 @@ _ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, FSDPState], None
     (Pass.IDLE, Hook.PRE_FORWARD): (Iteration._begin_forward, Iteration._unshard_in_forward),
     (Pass.FORWARD, Hook.PRE_FORWARD): (Iteration._unshard_in_forward,),
     (Pass.BACKWARD, Hook.PRE_FORWARD): (Iteration._unshard_for_recomputation,),
-    (Pass.FORWARD, Hook.POST_FORWARD): (Iteration._reshard_after_forward, Iteration._end_forward_if_outermost),
+    (Pass.FORWARD, Hook.POST_FORWARD): (Iteration._after_forward, Iteration._end_forward_if_outermost),
     (Pass.BACKWARD, Hook.POST_FORWARD): (),  # the backward that asked for recomputation still needs the parameters
 }
 

@@ -15,8 +15,7 @@ from composable_fsdp._runtime.groups.fused_reduce import Joiner
 from composable_fsdp._runtime.groups.gradients import GroupGradients, Launch, PendingReduction, reduce_together
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState
 from composable_fsdp._runtime.groups.state_machine import GradientState
-from composable_fsdp._runtime.root.fusion import Company
-from composable_fsdp._runtime.root.prefetch import Unsharding
+from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 
 __all__ = ["Reductions"]
 
@@ -36,17 +35,15 @@ class Reductions:
     Args:
         states: all FSDP states below the root.
         streams: the streams for launches.
-        company: the fusion of groups.
-        unsharding: launches all-gathers, some of them after a reduction.
+        runner: performs the schedule, in which all-gathers may follow a reduction.
     """
 
-    def __init__(
-        self, states: Collection[FSDPState], streams: CommStreams, company: Company, unsharding: Unsharding
-    ) -> None:
+    def __init__(self, states: Collection[FSDPState], streams: CommStreams, runner: ScheduleRunner) -> None:
         self._states = states
         self.streams = streams
-        self._company = company
-        self._unsharding = unsharding
+        self._runner = runner
+        self._waiting: set[FSDPState] = set()
+        """States whose gradients are complete and wait for those of their fusion."""
         self._joiner = Joiner()
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
@@ -73,15 +70,27 @@ class Reductions:
         if state.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
-        if alone or not self._company.reduces(state):
+        fusion = self._runner.fusion_of(state)
+        if alone or not fusion or not _can_fuse(state):
             self._reduce((gradients,), partial=state.keeps_partial)
             return
-        together = [each.group.gradients for each in self._company.mark_ready(state, at_end=at_end)]
+        self._waiting.add(state)
+        if not at_end and not self._waiting.issuperset(fusion):
+            return
+        self._waiting.difference_update(fusion)
+        together = [each.group.gradients for each in fusion if _can_fuse(each)]
         for member in together:
             if member.state is not GradientState.LOCAL:
                 member.contribute()
-        if together:
-            self._reduce(together, partial=False)
+        self._reduce(together, partial=False)
+
+    def is_waiting(self, state: FSDPState) -> bool:
+        """Return whether the gradients of ``state`` are complete and wait for those of its fusion."""
+        return state in self._waiting
+
+    def clear_waiting(self) -> None:
+        """Forget all waiting states: backward is over or abandoned."""
+        self._waiting.clear()
 
     @property
     def are_in_flight(self) -> bool:
@@ -107,9 +116,9 @@ class Reductions:
         reduction = launch.run()
         self._start()
         self._in_flight.append(reduction)
-        if self._unsharding.comes_after(reduction):
+        if self._runner.comes_after(reduction):
             self._make_room(launch)  # so that gradients and prefetched parameters are not in memory together
-            self._unsharding.launch_postponed()
+            self._runner.launch_delayed()
 
     def _make_room(self, launch: Launch) -> None:
         """Complete the oldest reductions before ``launch``, or the all-gather after it, allocates memory."""
@@ -132,3 +141,8 @@ class Reductions:
             reduction = self._in_flight.popleft()
             reduction.start()
             self._in_flight.append(reduction)
+
+
+def _can_fuse(state: FSDPState) -> bool:
+    """Return whether this backward sets the reduced gradients of ``state``, and may reduce them with others."""
+    return state.can_be_fused and state.accumulation is Accumulation.REDUCE and not state.keeps_partial

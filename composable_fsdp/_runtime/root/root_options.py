@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from composable_fsdp._runtime.groups.state import MERGED_BYTES, FSDPState
-from composable_fsdp._runtime.schedule.policy import PREFETCH_LIMIT
+from composable_fsdp._runtime.schedule.passes import PREFETCH_LIMIT
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = ["check_settings"]

@@ -14,7 +14,8 @@ from weakref import ref
 
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.groups.state_machine import ParameterState
-from composable_fsdp._runtime.schedule.policy import ForwardRecord, Lockstep, Turn
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.unused_groups import Lockstep, Turn
 from composable_fsdp.errors import LifecycleError
 
 __all__ = ["Actions", "InStep"]

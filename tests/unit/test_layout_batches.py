@@ -1,47 +1,15 @@
-"""Which groups travel together, and which gradients go ahead of their group: decided by sizes and order alone."""
+"""Division of a group into buckets of gradients: by sizes and order alone."""
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_fsdp.codecs.blockwise import Int8
-from tests._internals import ParameterSpec, PlanOptions, merge_adjacent, plan_group
-
-NAMES = st.sampled_from("abcdefgh")
-ORDERS = st.lists(NAMES, max_size=20)
-SIZES = st.dictionaries(NAMES, st.integers(0, 100))
-
-
-@given(ORDERS, SIZES, st.integers(0, 150))
-def test_groups_that_travel_together_are_small_enough_and_follow_each_other(
-    order: list[str], sizes: dict[str, int], limit: int
-) -> None:
-    merged = merge_adjacent(order, sizes, limit)
-    first_runs = list(dict.fromkeys(order))
-    for group, run in merged.items():
-        assert group in run
-        assert len(run) > 1
-        assert sum(sizes[name] for name in run) <= limit
-        start = first_runs.index(run[0])
-        assert tuple(first_runs[start : start + len(run)]) == run
-        assert all(merged[name] == run for name in run)
-
-
-@given(ORDERS, SIZES, st.integers(0, 150))
-def test_neighbours_that_would_fit_together_are_together(order: list[str], sizes: dict[str, int], limit: int) -> None:
-    merged = merge_adjacent(order, sizes, limit)
-    runs = list(dict.fromkeys(merged.get(name, (name,)) for name in order))
-    for left, right in pairwise(runs):
-        joined = (*left, right[0])
-        assert not (all(name in sizes for name in joined) and sum(sizes[name] for name in joined) <= limit)
-
-
-def test_a_limit_of_zero_bytes_merges_nothing_that_has_bytes() -> None:
-    assert merge_adjacent("abc", {"a": 1, "b": 1, "c": 1}, 0) == {}
+from tests._internals import ParameterSpec, PlanOptions, plan_group
 
 
 def spec(rows: int, **options: object) -> ParameterSpec:

@@ -1,0 +1,478 @@
+"""The executor of the schedule of one root: looks up the actions of an event and performs them.
+
+It decides nothing. An event that the schedule does not expect next, as in a first forward or a changed order, is served
+eagerly: the group is gathered, waited for, and freed after. So results never depend on the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+from composable_fsdp._memory.streams import CommStreams
+from composable_fsdp._runtime.collectives.packing import describe_groups
+from composable_fsdp._runtime.groups.gradients import PendingReduction
+from composable_fsdp._runtime.groups.param_group import ParameterGroup, unshard_together
+from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.groups.state_machine import ParameterState
+from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, plain_steps
+from composable_fsdp._runtime.root.group_spec import options_of, spec_of
+from composable_fsdp._runtime.schedule import passes
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
+from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
+from composable_fsdp._runtime.schedule.schedule import (
+    Action,
+    Event,
+    Free,
+    Gather,
+    Hook,
+    Keep,
+    Schedule,
+    Shrink,
+    Wait,
+)
+
+__all__ = ["ScheduleRunner"]
+
+_MOST_SCHEDULES = 16
+"""The number of compiled schedules to keep: one for each combination of order, options and unsharded groups."""
+
+_Fused: TypeAlias = Mapping[str, tuple[str, ...]]
+"""The groups of each fusion, by each of its groups."""
+
+_Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, Sequence[Event]]
+"""All that a schedule depends on besides options and plans."""
+
+Call: TypeAlias = tuple[Callable[["ScheduleRunner", Any], None], Any]
+"""A bound action: a method of the runner and its argument. It has no reference to the runner, which owns it."""
+
+
+class Row(NamedTuple):
+    """The bound actions of one run of a group in a pass.
+
+    ``waits`` follow ``gathers``, or precede them if ``waits_first``. ``delayed`` gathers follow the reduction of
+    ``bucket``. ``after`` are the actions at the post-forward event; ``None`` for eager ones.
+    """
+
+    event: Event
+    gathers: tuple[Call, ...] = ()
+    waits: tuple[Call, ...] = ()
+    waits_first: bool = False
+    after: tuple[Call, ...] | None = None
+    delayed: tuple[Call, ...] = ()
+    bucket: int = -1
+
+
+class _Compiled:
+    """A schedule with its actions bound to the groups of a root."""
+
+    def __init__(self, forward: list[Row], backward: list[Row]) -> None:
+        self.forward = forward
+        self.backward = backward
+        """The rows by position in the forward record."""
+
+
+class ScheduleRunner:
+    """Performs the schedule of the root's forwards and backwards. Final.
+
+    Args:
+        root: the state whose options apply to all.
+        states: all FSDP states below the root, by name.
+        streams: the streams for launches.
+        steps: the step counter of the optimizers of their parameters.
+    """
+
+    def __init__(
+        self, root: FSDPState, states: Mapping[str, FSDPState], streams: CommStreams, steps: OptimizerSteps
+    ) -> None:
+        self._root = root
+        self._states = states
+        self.streams = streams
+        self._steps = steps
+        self.seen_steps: object = self._steps_now
+        """The step counters at the last forward. Parameters kept unsharded since before a step are stale."""
+        self.runs_on_all_ranks = False
+        """True if all ranks run this forward: it leads to a backward or has launched an all-gather.
+
+        Any other forward may run on some ranks only, so it must not influence later launches.
+        """
+        self._unequal_use = False
+        self._known: list[Event] = []
+        """The events of the last forward that all ranks ran."""
+        self._version = -1
+        """The version of the options and plans for which the tables below hold."""
+        self._specs: dict[str, GroupSpec] = {}
+        self._eager: dict[tuple[Hook, str, bool], Row] = {}
+        self._compiled: list[tuple[_Key, _Compiled]] = []
+        """The compiled schedules, most recent first."""
+        self._fused: _Fused = {}
+        """The fusions of the current or last forward that all ranks ran."""
+        self._candidate: _Fused = {}
+        """The fusions of ``_known``, which the next forward that all ranks run will use."""
+        self._candidate_for: tuple[object, ...] = ()
+        self._eager_fused: _Fused = {}
+        """The fusions of the eager rows."""
+        self._forward: _Compiled | None = None
+        self._cursor = 0
+        self._backward: tuple[ForwardRecord | None, Sequence[Row]] = (None, ())
+        """The forward that the backward last came back to, and the rows of its schedule."""
+        self.record = ForwardRecord()
+        """The record of the current or last forward."""
+        self._delayed: tuple[FSDPState, Row] | None = None
+
+    # -- passes
+
+    def begin_forward(self, *, unequal_use: bool, leads_to_backward: bool) -> ForwardRecord:
+        """Begin a forward. With ``unequal_use``, ranks may run different modules."""
+        self._unequal_use = unequal_use
+        self._delayed = None  # left by a backward that failed
+        self._cursor = 0
+        self.runs_on_all_ranks = leads_to_backward
+        steps = self.seen_steps = self._steps_now
+        unsharded = []
+        for name, state in self._states.items():
+            if state.kept_version is not None:
+                self._drop_stale(state, steps)
+            if state.group.parameter_state is not ParameterState.SHARDED:
+                unsharded.append(name)
+        self._refresh_options()
+        candidate = self._candidate_fusions()
+        if leads_to_backward:
+            self._fused = candidate
+        self.record = ForwardRecord(candidate, frozenset(unsharded))
+        self._forward = self._compile(self._known, self.record, leads_to_backward=leads_to_backward)
+        return self.record
+
+    def _refresh_options(self) -> None:
+        """Make the specs again if an option or the plan of a group has changed."""
+        version = sum(state.settings_version + state.group.tensors.plan_version for state in self._states.values())
+        if version != self._version:
+            self._version = version
+            self._specs = {name: spec_of(state, self._root) for name, state in self._states.items()}
+            self._eager.clear()
+            self._compiled.clear()
+            self._candidate_for = ()
+
+    def _candidate_fusions(self) -> _Fused:
+        limit = self._root.max_merged_bytes
+        if self._candidate_for != (self._known, limit):
+            self._candidate_for = self._known, limit
+            self._candidate = passes.fusions(self._known, self._specs, limit)
+        return self._candidate
+
+    def _compile(self, order: list[Event], record: ForwardRecord, *, leads_to_backward: bool) -> _Compiled:
+        """Return the compiled schedule of an iteration whose forward has the events ``order``."""
+        key: _Key = (leads_to_backward, self._unequal_use, record.unsharded, record.fused, order)
+        for at, (known, compiled) in enumerate(self._compiled):
+            if known == key:
+                if at:
+                    self._compiled.insert(0, self._compiled.pop(at))
+                return compiled
+        del self._compiled[_MOST_SCHEDULES - 1 :]
+        options = self._options(leads_to_backward)
+        schedule = passes.build(order, self._specs, options, record.unsharded, record.fused)
+        compiled = self._bind(schedule, {} if self._unequal_use else record.fused)
+        self._compiled.insert(0, (key, compiled))
+        return compiled
+
+    def _options(self, leads_to_backward: bool) -> ScheduleOptions:
+        return options_of(
+            self._root,
+            self._states.values(),
+            host_waits=self.streams.block_the_host,
+            unequal_use=self._unequal_use,
+            leads_to_backward=leads_to_backward,
+        )
+
+    @staticmethod
+    def _drop_stale(kept: FSDPState, steps: object) -> None:
+        """Free ``kept``, which stayed unsharded, if its shards or their ``requires_grad`` may have changed since.
+
+        A fresh one is checked again: a forward may skip it, and an optimizer step may come before the next forward.
+        """
+        stepped = kept.kept_steps != steps
+        is_stale = (stepped and not kept.kept_frozen) or kept.kept_version != kept.group.tensors.version
+        if is_stale or any(parameter.was_flipped for parameter in kept.group.parameters):
+            kept.group.reshard()
+            kept.kept_version = None
+
+    @property
+    def _steps_now(self) -> tuple[int, int]:
+        return self._steps.number, plain_steps()
+
+    def unshard_explicitly(self, state: FSDPState) -> bool:
+        """Launch the all-gather of ``state`` outside of hooks, to keep it. Return whether it was sharded before."""
+        if state.kept_version is not None and not state.is_running:
+            self._drop_stale(state, self._steps_now)
+        is_new = not state.group.unshard_started
+        state.group.unshard(self.streams)
+        if is_new:
+            state.note_kept(self._steps_now)
+        elif state.kept_version is None:
+            state.note_kept(self.seen_steps)
+        return is_new
+
+    def end_forward(self) -> None:
+        """End the forward, which succeeded."""
+        if self.runs_on_all_ranks and self.record.events != self._known:
+            self._known = self.record.events
+        for state in self._states.values():
+            if state.group.parameter_state is ParameterState.UNSHARDING:
+                state.group.reshard()  # prefetched for a call that did not come
+
+    def begin_backward(self) -> None:
+        """Begin a backward."""
+        self._refresh_options()
+        self._backward = None, ()
+
+    def end_backward(self) -> None:
+        """End the backward, successful or not: no reduction launched from now on has gathers to launch after it."""
+        self._delayed = None
+
+    def expected(self, *, is_last_backward: bool, has_barriers: bool) -> Schedule:
+        """Return the schedule of the next iteration that trains, or an empty one before the first forward."""
+        self._refresh_options()
+        options = self._options(leads_to_backward=True)
+        options = replace(options, is_last_backward=is_last_backward, has_barriers=has_barriers)
+        if not self._known:
+            return Schedule(())
+        kept = frozenset(name for name, state in self._states.items() if state.kept_frozen)
+        return passes.build(self._known, self._specs, options, kept)
+
+    # -- events
+
+    def in_forward(self, state: FSDPState) -> Sequence[Call] | None:
+        """Perform the pre-forward event of ``state``. Return the ``after`` of its row."""
+        event = state.group.pre_forward_event
+        self.record.begin(event)
+        forward = self._forward.forward if self._forward is not None else ()
+        at = self._cursor
+        if at < len(forward) and forward[at].event is event:
+            self._cursor = at + 1
+            row = forward[at]
+        else:
+            row = self._resume(state, event, forward)
+        self._perform(row)
+        return row.after
+
+    def _resume(self, state: FSDPState, event: Event, forward: Sequence[Row]) -> Row:
+        """Return the row of an event that is not the next one: its next row, if any, else an eager one."""
+        for at in range(self._cursor, len(forward)):
+            if forward[at].event is event:
+                self._cursor = at + 1
+                return forward[at]
+        return self._eager_row(state, Hook.PRE_FORWARD)
+
+    def in_backward(self, state: FSDPState, record: ForwardRecord, position: int, *, sends_batches: bool) -> None:
+        """Perform the pre-backward event of ``state``, which is at ``position`` of ``record``.
+
+        A delayed gather follows the launch of a reduction, early or at the end of backward, and precedes the next one.
+        So the order of collectives is the same on all ranks, whatever parameters each has used. If backward reaches
+        another state first, that state is unsharded when it is needed.
+
+        Args:
+            state: the state that backward has reached.
+            record: the record of its forward.
+            position: that of ``state`` in ``record``.
+            sends_batches: ``state`` reduces its gradients in buckets, before backward reaches other states.
+        """
+        row = self._backward_row(state, record, position)
+        if row.delayed and sends_batches:
+            self._perform(row)
+            self._delayed = state, row
+        elif row.delayed:
+            self._perform(row._replace(gathers=(*row.gathers, *row.delayed)))
+        else:
+            self._perform(row)
+
+    def _backward_row(self, state: FSDPState, record: ForwardRecord, position: int) -> Row:
+        if record.events:
+            known, rows = self._backward
+            if known is not record:
+                rows = self._compile(record.order_of_backward(), record, leads_to_backward=True).backward
+                self._backward = record, rows
+            if position < len(rows) and rows[position].event.group == state.name:
+                return rows[position]
+        return self._eager_row(state, Hook.PRE_BACKWARD)
+
+    def for_recomputation(self, state: FSDPState) -> None:
+        """Unshard ``state`` for a recomputation inside backward."""
+        row = self._eager_row(state, Hook.PRE_BACKWARD)
+        self._perform(row._replace(gathers=()))
+
+    def after_forward(self, state: FSDPState, after: Sequence[Call] | None, *, leads_to_backward: bool) -> None:
+        """Perform the post-forward event of ``state``: the actions ``after``, or without them eager ones."""
+        if after is None:
+            after = self._eager_row(state, Hook.POST_FORWARD, leads_to_backward=leads_to_backward).after or ()
+        for act, target in after:
+            act(self, target)
+
+    # -- delayed gathers
+
+    def comes_after(self, reduction: PendingReduction) -> bool:
+        """Return whether :meth:`launch_delayed` must follow the launch of ``reduction``."""
+        if self._delayed is None:
+            return False
+        state, row = self._delayed
+        return reduction.has(state.group.gradients, row.bucket)
+
+    def launch_delayed(self) -> None:
+        """Launch the all-gathers that waited for a bucket of gradients."""
+        delayed, self._delayed = self._delayed, None
+        assert delayed is not None
+        for act, target in delayed[1].delayed:
+            act(self, target)
+
+    # -- fusion
+
+    def fusion_of(self, state: FSDPState) -> tuple[FSDPState, ...]:
+        """Return the states whose collectives are fused with those of ``state``, itself included."""
+        return tuple(self._states[name] for name in self._fused.get(state.name, ()))
+
+    # -- actions
+
+    def _perform(self, row: Row) -> None:
+        gathers, waits = row.gathers, row.waits
+        if row.waits_first:
+            missing = [target[1] for _, target in waits if not target[0].unshard_started]
+            if not missing:
+                gathers, waits = waits, gathers
+            else:  # the schedule expected them to be in flight
+                gathers = (*missing, *gathers)
+        for act, target in gathers:
+            act(self, target)
+        for act, target in waits:
+            act(self, target)
+
+    def _gather(self, target: tuple[Sequence[ParameterGroup], str]) -> None:
+        groups, label = target
+        if all(group.unshard_started for group in groups):
+            return
+        if not self.runs_on_all_ranks:
+            self.runs_on_all_ranks = True
+            self._fused = self.record.fused
+        unshard_together(groups, self.streams, label)
+
+    def _wait(self, target: tuple[ParameterGroup, Call]) -> None:
+        group, (gather, missing) = target
+        if not group.unshard_started:
+            gather(self, missing)
+        group.wait()
+
+    def _free(self, state: FSDPState) -> None:
+        if not state.is_running and not state.is_lent:
+            state.group.reshard()
+
+    def _keep(self, state: FSDPState) -> None:
+        if not state.is_running and not state.is_lent:
+            state.note_kept(self.seen_steps)
+
+    def _shrink(self, target: tuple[FSDPState, int]) -> None:
+        state, mesh_size = target
+        if not state.is_running and not state.is_lent:
+            state.note_kept(self.seen_steps)
+            state.group.shrink(mesh_size)
+
+    def _gather_if_it_fits(self, target: tuple[FSDPState, Call]) -> None:
+        state, (gather, missing) = target
+        if self._fits(state):
+            gather(self, missing)
+
+    def _fits(self, state: FSDPState) -> bool:
+        """Return whether ``state`` may be unsharded beside the groups that are."""
+        limit = self._root.max_unsharded_bytes
+        if limit is None or state.group.unshard_started:
+            return True
+        if self._unequal_use:  # ranks hold different groups at this point
+            return False
+        held = (u for u in self._states.values() if u.group.parameter_state is not ParameterState.SHARDED)
+        return sum(u.group.plan.unsharded_bytes for u in {*held, state}) <= limit
+
+    # -- binding
+
+    def _bind(self, schedule: Schedule, fused: _Fused) -> _Compiled:
+        """Bind the actions of ``schedule`` to the groups of the root."""
+        forward: list[Row] = []
+        backward: list[Row] = []
+        for event, actions in schedule:
+            state = self._states.get(event.group)
+            if state is None:
+                continue
+            rows = forward if event.hook in (Hook.PRE_FORWARD, Hook.POST_FORWARD) else backward
+            if event.hook is Hook.PRE_FORWARD:
+                rows.append(self._row(state.group.pre_forward_event, actions, "forward", fused))
+            elif event.hook is Hook.PRE_BACKWARD:
+                rows.append(self._row(event, actions, "backward", fused))
+            else:
+                last = next((i for i in reversed(range(len(rows))) if rows[i].event.group == event.group), None)
+                gathers = tuple(action for action in actions if isinstance(action, Gather))
+                if last is not None and event.hook is Hook.POST_FORWARD:
+                    rows[last] = rows[last]._replace(after=tuple(map(self._after, actions)))
+                elif last is not None and gathers:
+                    delayed = tuple(self._launch_of(gather, "backward", fused) for gather in gathers)
+                    rows[last] = rows[last]._replace(delayed=delayed, bucket=event.bucket)
+        return _Compiled(forward, backward[::-1])
+
+    def _row(self, event: Event, actions: Sequence[Action], direction: str, fused: _Fused) -> Row:
+        """Return the row of an event before a forward or backward."""
+        gathers = tuple(self._launch_of(a, direction, fused) for a in actions if isinstance(a, Gather))
+        waits = tuple(self._wait_of(a, direction, fused) for a in actions if isinstance(a, Wait))
+        return Row(event, gathers, waits, waits_first=bool(actions) and isinstance(actions[0], Wait))
+
+    def _launch_of(self, action: Gather, direction: str, fused: _Fused) -> Call:
+        first = action.groups[0]
+        where = "" if self._unequal_use else f" in {direction}"
+        label = f"all-gather of {describe_groups(fused.get(first, (first,)))}{where}"
+        return ScheduleRunner._gather, ([self._states[name].group for name in action.groups], label)
+
+    def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> Call:
+        """Return the call for ``action``, which gathers the group first if it is sharded against expectation."""
+        spec = self._specs[action.group]
+        names = passes.gathered_with(spec, self._specs, fused, in_backward=direction == "backward")
+        gather = self._launch_of(Gather(names), direction, fused)
+        return ScheduleRunner._wait, (self._states[action.group].group, gather)
+
+    def _after(self, action: Action) -> Call:
+        """Return the call for an action of a post-forward event."""
+        if isinstance(action, Shrink):
+            return ScheduleRunner._shrink, (self._states[action.group], action.mesh_size)
+        assert isinstance(action, Free | Keep)
+        act = ScheduleRunner._keep if isinstance(action, Keep) else ScheduleRunner._free
+        return act, self._states[action.group]
+
+    def _eager_row(self, state: FSDPState, hook: Hook, *, leads_to_backward: bool = True) -> Row:
+        """Return the actions of an event of ``state`` that do not depend on other events."""
+        fused = {} if self._unequal_use else self._fused
+        if self._eager_fused is not fused:
+            self._eager_fused = fused
+            self._eager.clear()
+        key = hook, state.name, leads_to_backward
+        row = self._eager.get(key)
+        if row is None:
+            row = self._eager[key] = self._make_eager_row(state, hook, fused, leads_to_backward=leads_to_backward)
+        return row
+
+    def _make_eager_row(self, state: FSDPState, hook: Hook, fused: _Fused, *, leads_to_backward: bool) -> Row:
+        spec, event = self._specs[state.name], Event(hook, state.name)
+        after = passes.reshard_after_forward(spec, self._specs, (), leads_to_backward=leads_to_backward)
+        if hook is Hook.POST_FORWARD:
+            return Row(event, after=tuple(map(self._after, after)))
+        in_backward = hook is Hook.PRE_BACKWARD
+        direction = "backward" if in_backward else "forward"
+        actions: list[Action] = []
+        for action in passes.unshard(spec):
+            if isinstance(action, Gather):
+                names = passes.gathered_with(self._specs[action.groups[0]], self._specs, fused, in_backward=in_backward)
+                action = Gather(names)
+            actions.append(action)
+        row = self._row(event, actions, direction, fused)
+        chosen = (spec.backward_prefetch if in_backward else spec.forward_prefetch) or ()
+        ahead = []
+        for name in chosen:
+            other = self._specs.get(name)
+            if other is not None and (other.unshard_in_backward or not in_backward):
+                names = passes.gathered_with(other, self._specs, fused, in_backward=in_backward)
+                launch = self._launch_of(Gather(names), direction, fused)
+                ahead.append((ScheduleRunner._gather_if_it_fits, (self._states[name], launch)))
+        return row._replace(gathers=(*row.gathers, *ahead))

@@ -1,0 +1,66 @@
+"""The record of one forward: the events of its groups, from which the schedule of its backward is built. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from composable_fsdp._runtime.schedule.schedule import Event, Hook
+
+__all__ = ["ForwardRecord"]
+
+
+class ForwardRecord:
+    """The events of one forward. The autograd graph of that forward keeps it alive.
+
+    Attributes:
+        events: the pre-forward and post-forward events, in order.
+        ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
+        fused: the fusions of groups in this forward and its backward.
+        unsharded: the groups that were unsharded when it began.
+    """
+
+    def __init__(
+        self, fused: Mapping[str, tuple[str, ...]] | None = None, unsharded: frozenset[str] = frozenset()
+    ) -> None:
+        self.events: list[Event] = []
+        self.ended: list[str] = []
+        self.fused = fused or {}
+        self.unsharded = unsharded
+        self._without_backward: list[int] = []
+        self._backward = -1
+        self._lowest = 0
+
+    def begin(self, event: Event) -> None:
+        """Append the pre-forward event of a group."""
+        self.events.append(event)
+
+    def end(self, event: Event, *, leads_to_backward: bool) -> int:
+        """Append the post-forward event of a group. Return its position, or -1 if no backward comes back to it."""
+        self.events.append(event)
+        if not leads_to_backward:
+            self._without_backward.append(len(self.events) - 1)
+            return -1
+        self.ended.append(event.group)
+        return len(self.ended) - 1
+
+    def order_of_backward(self) -> list[Event]:
+        """Return the events of those runs of groups that a backward may come back to."""
+        if not self._without_backward:
+            return self.events
+        dropped = set(self._without_backward)
+        for index in self._without_backward:
+            group = self.events[index].group
+            begun = [i for i in range(index) if self.events[i] == Event(Hook.PRE_FORWARD, group) and i not in dropped]
+            dropped.update(begun[-1:])
+        return [event for index, event in enumerate(self.events) if index not in dropped]
+
+    def reach(self, position: int, backward: int) -> range:
+        """Return the later positions that backward number ``backward`` has not reached yet, last first.
+
+        ``position`` itself comes last, unless this backward has reached it or an earlier one.
+        """
+        if backward != self._backward:
+            self._backward, self._lowest = backward, len(self.ended)
+        reached = range(self._lowest - 1, position - 1, -1)
+        self._lowest = min(self._lowest, position)
+        return reached

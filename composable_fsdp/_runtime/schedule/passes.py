@@ -1,0 +1,552 @@
+"""Passes: pure functions from schedules to schedules.
+
+:func:`eager` makes the schedule of a first iteration: gather, wait, compute, free, reduce. Each other pass changes one
+thing about it, and :func:`build` applies all of them. Every option that decides *when* something happens is a field of
+:class:`GroupSpec` or :class:`ScheduleOptions`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from composable_fsdp._runtime.schedule.schedule import (
+    Action,
+    Barrier,
+    Bucket,
+    Event,
+    Free,
+    Gather,
+    Hook,
+    Keep,
+    Reduce,
+    Schedule,
+    Shrink,
+    Step,
+    Wait,
+    WaitReduce,
+)
+from composable_fsdp.policies import AUTO_RESHARD, Reshard, ReshardKind
+
+__all__ = [
+    "PREFETCH_LIMIT",
+    "GroupSpec",
+    "ScheduleOptions",
+    "bound_in_flight",
+    "build",
+    "delay_prefetch_on_host",
+    "eager",
+    "fuse_small",
+    "fusions",
+    "is_full",
+    "keep_last",
+    "merge_adjacent",
+    "prefetch",
+]
+
+PREFETCH_LIMIT = 1
+"""The default number of prefetched groups.
+
+Each further one costs its unsharded size. It pays where reductions take longer than the computation of the modules.
+"""
+
+MIN_BYTES_IN_FLIGHT = 1 << 20
+"""On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
+
+_SLACK_DIVISOR = 8
+"""On streams, ``1 / _SLACK_DIVISOR`` of the largest group's bytes may be in flight beyond them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """The properties of one parameter group that a schedule depends on.
+
+    Args:
+        name: the group.
+        unsharded_bytes: the memory that unsharding takes, in bytes.
+        full_bytes: the size of the full parameters in bytes, in whatever memory.
+        gradient_bytes: the bytes of each bucket of gradients; 0 for a bucket without trainable parameters.
+        has_parameters: False for a module whose parameters all belong to nested groups.
+        is_root: True for the group of the outermost module.
+        is_small: True if latency, not bandwidth, dominates its collectives.
+        can_fuse: True if its all-gathers may be fused with those of other groups.
+        can_fuse_reduction: True if its reductions may be fused with those of other groups.
+        reshard: what to do after forward.
+        reshard_after_backward: free it after backward.
+        unshard_in_backward: backward needs its parameters.
+        owners: groups whose parameters its modules use too (tied weights).
+        users: groups whose modules use parameters of this one.
+        forward_prefetch: the groups that the user chose to prefetch in its forward, or ``None``.
+        backward_prefetch: the same for its backward.
+        reduces: False while gradients are accumulated without communication.
+        reduces_buckets: each bucket is reduced as soon as its gradients are ready.
+        frees_with_last_gradient: no module needs its parameters once all of its gradients are ready.
+        has_nested: its modules contain other groups.
+        can_delay_prefetch: prefetches may follow one of its buckets.
+    """
+
+    name: str
+    unsharded_bytes: int = 0
+    full_bytes: int = 0
+    gradient_bytes: tuple[int, ...] = ()
+    has_parameters: bool = True
+    is_root: bool = False
+    is_small: bool = False
+    can_fuse: bool = True
+    can_fuse_reduction: bool = True
+    reshard: Reshard = AUTO_RESHARD
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    owners: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
+    forward_prefetch: tuple[str, ...] | None = None
+    backward_prefetch: tuple[str, ...] | None = None
+    reduces: bool = True
+    reduces_buckets: bool = False
+    frees_with_last_gradient: bool = True
+    has_nested: bool = False
+    can_delay_prefetch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleOptions:
+    """The options of a root that a schedule depends on.
+
+    Args:
+        prefetch_limit: the number of groups to prefetch.
+        max_unsharded_bytes: the bound on unsharded parameters for prefetching, in bytes.
+        max_fused_bytes: the maximum size of the full parameters in one fusion, in bytes.
+        reductions_in_flight: the number of reductions in flight, or ``None`` for the default of the device.
+        host_waits: the device has no streams, so waits block the host.
+        unequal_use: ranks may run different modules. Nothing is fused, and with a bound nothing is prefetched.
+        leads_to_backward: False for a forward without gradients.
+        is_last_backward: backward ends with a wait for all reductions.
+        has_barriers: ranks share memory, so passes end with a barrier.
+    """
+
+    prefetch_limit: int = PREFETCH_LIMIT
+    max_unsharded_bytes: int | None = None
+    max_fused_bytes: int = 1 << 20
+    reductions_in_flight: int | None = None
+    host_waits: bool = False
+    unequal_use: bool = False
+    leads_to_backward: bool = True
+    is_last_backward: bool = True
+    has_barriers: bool = False
+
+
+Specs = Mapping[str, GroupSpec]
+
+
+def build(
+    order: Sequence[Event],
+    specs: Specs,
+    options: ScheduleOptions,
+    unsharded: Collection[str] = (),
+    fused: Mapping[str, tuple[str, ...]] | None = None,
+) -> Schedule:
+    """Return the schedule of an iteration whose forward has the events ``order``.
+
+    Args:
+        order: the pre-forward and post-forward events of a forward, in order.
+        specs: the properties of all groups, by name.
+        options: the options of the root.
+        unsharded: the groups that are unsharded before the forward.
+        fused: the fusions, by group; by default those of ``order``.
+    """
+    schedule = eager(order, specs, options, unsharded)
+    if not options.unequal_use:
+        schedule = fuse_small(schedule, specs, fusions(order, specs, options.max_fused_bytes) if fused is None else fused)
+    schedule = keep_last(schedule, specs, options)
+    schedule = prefetch(schedule, specs, options)
+    if options.host_waits:
+        schedule = delay_prefetch_on_host(schedule, specs, options)
+    return bound_in_flight(schedule, specs, options)
+
+
+# -- the eager schedule
+
+
+def eager(
+    order: Sequence[Event], specs: Specs, options: ScheduleOptions, unsharded: Collection[str] = ()
+) -> Schedule:
+    """Return the schedule that gathers each group when it is needed and frees it when it is not."""
+    held, steps, running = set(unsharded), list[Step](), list[str]()
+    for event in order:
+        spec = specs[event.group]
+        if event.hook is Hook.PRE_FORWARD:
+            running.append(spec.name)
+            actions = unshard(spec, held)
+        else:
+            running.remove(spec.name)
+            actions = reshard_after_forward(spec, specs, running, leads_to_backward=options.leads_to_backward)
+            actions = tuple(action for action in actions if not isinstance(action, Free) or action.group in held)
+        steps.append(_step(held, event, actions))
+    end: tuple[Action, ...] = (Barrier(),) if options.has_barriers else ()
+    steps.append(_step(held, Event(Hook.END_FORWARD), end))
+    if options.leads_to_backward:
+        steps += _eager_backward(order, specs, options, held)
+    return Schedule(tuple(steps), frozenset(unsharded))
+
+
+def unshard(spec: GroupSpec, held: Collection[str] = ()) -> tuple[Action, ...]:
+    """Return the actions that unshard ``spec`` and the owners of its tied weights, except for what is ``held``."""
+    needed = (spec.name, *spec.owners)
+    return (*(Gather((name,)) for name in needed if name not in held), *map(Wait, needed))
+
+
+def reshard_after_forward(
+    spec: GroupSpec, specs: Specs, running: Collection[str], *, leads_to_backward: bool
+) -> tuple[Action, ...]:
+    """Return the actions after a forward of ``spec`` while the groups ``running`` still run."""
+    actions: list[Action] = []
+    for done in (spec, *(specs[name] for name in spec.owners if name in specs)):
+        if done.name in running or any(user in running for user in done.users):
+            continue
+        kind = done.reshard.kind
+        if kind is ReshardKind.NEVER or (kind is ReshardKind.AUTO and done.is_root and leads_to_backward):
+            actions.append(Keep(done.name))
+        elif kind is ReshardKind.SMALLER and leads_to_backward:
+            actions.append(Shrink(done.name, done.reshard.mesh_size))
+        else:
+            actions.append(Free(done.name))
+    return tuple(actions)
+
+
+def _eager_backward(
+    order: Sequence[Event], specs: Specs, options: ScheduleOptions, held: set[str]
+) -> Iterator[Step]:
+    runs_left = Counter(event.group for event in order if event.hook is Hook.PRE_FORWARD)
+    for event in reversed(order):
+        spec = specs[event.group]
+        if not spec.has_parameters:
+            continue
+        if event.hook is Hook.POST_FORWARD:
+            yield _step(held, Event(Hook.PRE_BACKWARD, spec.name), unshard(spec, held) if spec.unshard_in_backward else ())
+            continue
+        runs_left[spec.name] -= 1
+        if not runs_left[spec.name]:  # the gradients of all runs are complete
+            yield from _reduce_steps(spec, held)
+        users = [done for done in (spec, *(specs[name] for name in spec.owners if name in specs))]
+        freed = [d.name for d in users if d.name in held and d.reshard_after_backward and not d.users]
+        yield _step(held, Event(Hook.POST_BACKWARD, spec.name), tuple(map(Free, freed)))
+    left = [name for name in specs if name in held and specs[name].reshard_after_backward]
+    end: tuple[Action, ...] = (Barrier(),) if options.has_barriers else ()
+    yield _step(held, Event(Hook.END_BACKWARD), (*map(Free, left), *end))
+
+
+def _reduce_steps(spec: GroupSpec, held: set[str]) -> Iterator[Step]:
+    """Yield the events of the buckets of ``spec``. The parameters are freed first, since a reduction takes memory."""
+    trainable = [index for index, nbytes in enumerate(spec.gradient_bytes) if nbytes]
+    for index in trainable:
+        is_last = index == trainable[-1]
+        if not spec.reduces_buckets and not is_last:
+            continue
+        buckets = [index] if spec.reduces_buckets else trainable
+        is_free = spec.frees_with_last_gradient and spec.reshard_after_backward
+        is_free = is_last and is_free and (not spec.has_nested or held <= {spec.name})
+        actions: list[Action] = [Free(spec.name)] if is_free and spec.name in held else []
+        actions += [Reduce((Bucket(spec.name, each),)) for each in buckets if spec.reduces]
+        yield _step(held, Event(Hook.GRAD_READY, spec.name, index), tuple(actions))
+
+
+def _step(held: set[str], event: Event, actions: tuple[Action, ...]) -> Step:
+    """Return a step, after ``held`` has been updated by its actions."""
+    for action in actions:
+        if isinstance(action, Gather):
+            held.update(action.groups)
+        elif isinstance(action, Free | Shrink):
+            held.discard(action.group)
+    return Step(event, actions)
+
+
+# -- fusion
+
+
+def fusions(order: Iterable[Event], specs: Specs, max_bytes: int) -> dict[str, tuple[str, ...]]:
+    """Return, for each group that is fused with its neighbours in ``order``, the groups of its fusion."""
+    names = dict.fromkeys(event.group for event in order if event.hook is Hook.PRE_FORWARD)
+    small = {n: specs[n].full_bytes for n in names if specs[n].is_small and not specs[n].is_root}
+    return merge_adjacent([name for name in names if specs[name].has_parameters], small, max_bytes)
+
+
+def merge_adjacent(order: Sequence[str], nbytes: Mapping[str, int], limit: int) -> dict[str, tuple[str, ...]]:
+    """Return, for each group that is fused with others, the groups of its fusion, as they are adjacent in ``order``.
+
+    Args:
+        order: the groups; the first occurrence of each counts.
+        nbytes: the sizes of the groups that may be fused. Any other group separates its neighbours.
+        limit: the maximum number of bytes in one fusion.
+    """
+    runs: list[list[str]] = [[]]
+    filled = 0
+    for group in dict.fromkeys(order):
+        size = nbytes.get(group, limit + 1)
+        if filled + size > limit:
+            runs.append([])
+            filled = 0
+        if size <= limit:
+            runs[-1].append(group)
+            filled += size
+    return {group: tuple(run) for run in runs if len(run) > 1 for group in run}
+
+
+def gathered_with(
+    spec: GroupSpec, specs: Specs, fused: Mapping[str, tuple[str, ...]], *, in_backward: bool
+) -> tuple[str, ...]:
+    """Return ``spec`` and the groups of its fusion that come after it in a pass."""
+    members = fused.get(spec.name)
+    if members is None or not spec.can_fuse or (in_backward and not spec.unshard_in_backward):
+        return (spec.name,)
+    index = members.index(spec.name)
+    later = members[index::-1] if in_backward else members[index:]
+    return tuple(n for n in later if specs[n].can_fuse and (specs[n].unshard_in_backward or not in_backward))
+
+
+def fuse_small(schedule: Schedule, specs: Specs, fused: Mapping[str, tuple[str, ...]]) -> Schedule:
+    """Merge the all-gathers, and the reductions, of small groups that are adjacent in the order of forward."""
+    held, steps, ready = set(schedule.initially_unsharded), list[Step](), dict[str, Reduce]()
+    for event, actions in schedule:
+        in_backward = event.hook is Hook.PRE_BACKWARD
+        changed: list[Action] = []
+        for action in actions:
+            if isinstance(action, Gather):
+                spec = specs[action.groups[0]]
+                together = gathered_with(spec, specs, fused, in_backward=in_backward)
+                missing = tuple(name for name in together if name not in held)
+                changed += [Gather(missing)] if spec.name in missing else []
+                held.update(missing)
+            elif isinstance(action, Reduce):
+                changed += _fuse_reduction(action, specs, fused, ready)
+            else:
+                changed.append(action)
+        if event.hook is Hook.END_BACKWARD and ready:
+            changed[:0] = ready.values()
+        steps.append(_step(held, event, tuple(changed)))
+    return replace(schedule, steps=tuple(steps))
+
+
+def _fuse_reduction(
+    action: Reduce, specs: Specs, fused: Mapping[str, tuple[str, ...]], ready: dict[str, Reduce]
+) -> list[Action]:
+    """Return the reductions to launch once ``action`` could be. ``ready`` has those that wait for their fusion."""
+    name = action.buckets[0].group
+    members = [n for n in fused.get(name, ()) if specs[n].can_fuse and specs[n].can_fuse_reduction and specs[n].reduces]
+    if name not in members:
+        return [action]
+    before = ready.get(name)
+    ready[name] = action if before is None else Reduce(before.buckets + action.buckets)
+    trainable = [n for n in members if any(specs[n].gradient_bytes)]
+    if not all(n in ready and len(ready[n].buckets) == sum(map(bool, specs[n].gradient_bytes)) for n in trainable):
+        return []
+    return [Reduce(tuple(bucket for n in trainable for bucket in ready.pop(n).buckets))]
+
+
+# -- unsharding ahead of use
+
+
+def keep_last(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
+    """Keep the last groups of forward, which backward needs first, where the device would be idle during their gather.
+
+    Where the host waits, they are freed like the others: the memory peak often comes with the loss.
+    """
+    if options.host_waits or not options.leads_to_backward:
+        return schedule
+    begun = [e.group for e, _ in schedule.at(Hook.PRE_FORWARD) if specs[e.group].has_parameters]
+    last = begun[max(0, len(begun) - options.prefetch_limit) :]
+    steps, held = [], set(schedule.initially_unsharded)
+    kept: set[str] = set()
+    for event, actions in schedule:
+        changed: list[Action] = []
+        for action in actions:
+            if isinstance(action, Free) and event.hook is Hook.POST_FORWARD and action.group in last:
+                staying = {*last[last.index(action.group) :]}
+                fits = _fits(held | staying, specs, options)
+                if specs[action.group].reshard.kind is ReshardKind.AUTO and fits:
+                    action = Keep(action.group)
+            if isinstance(action, Gather) and kept.intersection(action.groups):
+                missing = tuple(name for name in action.groups if name not in held)
+                if not missing:
+                    continue
+                action = Gather(missing)
+            if isinstance(action, Keep):
+                kept.add(action.group)
+            changed.append(action)
+            _step(held, event, (action,))
+        steps.append(Step(event, tuple(changed)))
+    return replace(schedule, steps=tuple(steps))
+
+
+def _fits(groups: Iterable[str], specs: Specs, options: ScheduleOptions) -> bool:
+    """Return whether ``groups`` may be in memory together."""
+    if options.max_unsharded_bytes is None:
+        return True
+    if options.unequal_use:  # ranks hold different groups at this point
+        return False
+    return sum(specs[name].unsharded_bytes for name in groups if name in specs) <= options.max_unsharded_bytes
+
+
+def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
+    """Move all-gathers to the earlier events of other groups: by default one group ahead, or as the user chose.
+
+    A prefetch follows the wait for a group that was itself prefetched: an arriving message is in memory twice for a
+    moment, as message and as parameters, and should not add to the next one. Otherwise it precedes the wait. A group
+    that does not fit in ``max_unsharded_bytes`` is not prefetched.
+    """
+    steps = [(event, list(actions)) for event, actions in schedule]
+    held = set(schedule.initially_unsharded)
+    for at, (event, actions) in enumerate(schedule):
+        own = steps[at][1]
+        for action in own:
+            _step(held, event, (action,))
+        if event.hook not in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
+            continue
+        in_backward = event.hook is Hook.PRE_BACKWARD
+        place = next((i for i, action in enumerate(own) if isinstance(action, Wait)), len(own))
+        if not any(isinstance(action, Gather) for action in own):
+            place = len(own)
+        if in_backward and not specs[event.group].unshard_in_backward:
+            continue
+        for name in prefetch_targets(schedule, at, specs, options):
+            if name in held or not _fits({*held, name}, specs, options):
+                continue
+            found = _take_gather(steps, at, name)
+            moved = Gather(gathered) if (gathered := tuple(n for n in found if n not in held)) else Gather((name,))
+            own.insert(place, moved)
+            place += 1
+            held.update(moved.groups)
+    return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
+
+
+def prefetch_targets(schedule: Schedule, at: int, specs: Specs, options: ScheduleOptions) -> list[str]:
+    """Return the groups to prefetch at step ``at``: the chosen ones, or the next distinct ones of the pass.
+
+    Groups that are in memory already count against the limit too, so the unsharded memory stays bounded.
+    """
+    event = schedule.steps[at].event
+    in_backward = event.hook is Hook.PRE_BACKWARD
+    spec = specs[event.group]
+    chosen = spec.backward_prefetch if in_backward else spec.forward_prefetch
+    if chosen is None:
+        found: dict[str, None] = {}
+        for later in range(at + 1, len(schedule) if spec.has_parameters else 0):
+            hook, name, _ = schedule.steps[later].event
+            if len(found) >= options.prefetch_limit or hook is Hook.END_FORWARD:
+                break
+            if hook is event.hook and name != spec.name and specs[name].has_parameters:
+                found[name] = None
+        chosen = tuple(found)
+    return [name for name in chosen if name in specs and (not in_backward or specs[name].unshard_in_backward)]
+
+
+def _take_gather(steps: Sequence[tuple[Event, list[Action]]], at: int, name: str) -> tuple[str, ...]:
+    """Remove the next all-gather of ``name`` after step ``at`` of its pass, and return its groups."""
+    for later in range(at + 1, len(steps)):
+        event, actions = steps[later]
+        if event.hook is Hook.END_FORWARD:
+            break
+        for action in actions:
+            if isinstance(action, Gather) and name in action.groups:
+                actions.remove(action)
+                return action.groups
+    return (name,)
+
+
+def delay_prefetch_on_host(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
+    """Move prefetches in backward behind a bucket of the group that computes, where the host waits for collectives.
+
+    The bucket is the last one reduced while the group still computes. So the prefetched parameters share memory with
+    the last bucket only, and have the rest of the group's backward to arrive.
+    """
+    steps = [(event, list(actions)) for event, actions in schedule]
+    for at, (event, actions) in enumerate(schedule):
+        if event.hook is not Hook.PRE_BACKWARD or specs[event.group].backward_prefetch is not None:
+            continue
+        spec = specs[event.group]
+        needed = {spec.name, *spec.owners}
+        ahead = [a for a in actions if isinstance(a, Gather) and not needed.intersection(a.groups)]
+        index = delayed_until(spec, prefetch_targets(schedule, at, specs, options), specs)
+        if index is None or not ahead:
+            continue
+        ready = Event(Hook.GRAD_READY, spec.name, index)
+        for later in range(at + 1, len(steps)):
+            if steps[later][0] == ready:
+                steps[at][1][:] = [action for action in actions if action not in ahead]
+                steps[later][1].extend(ahead)
+            if steps[later][0].hook is not Hook.GRAD_READY:
+                break  # the run ends, and an earlier one completes the gradients
+    return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
+
+
+def delayed_until(spec: GroupSpec, ahead: Sequence[str], specs: Specs) -> int | None:
+    """Return the bucket of ``spec`` to prefetch ``ahead`` after, or ``None`` to prefetch when its backward begins.
+
+    Less than a bucket of prefetched parameters is not worth the later start. If part of the group is frozen, too few
+    gradients come to make room for.
+    """
+    buckets = len(spec.gradient_bytes)
+    if not (spec.can_delay_prefetch and spec.reduces_buckets) or buckets < 2:
+        return None
+    if sum(specs[name].unsharded_bytes for name in ahead) * buckets < spec.full_bytes:
+        return None
+    return buckets - 2
+
+
+# -- reductions in flight
+
+
+def bound_in_flight(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
+    """Insert the waits that keep the memory of reductions in flight bounded, and the wait at the end of backward."""
+    in_flight: deque[tuple[int, int]] = deque()
+    steps = []
+    for event, actions in schedule:
+        changed: list[Action] = []
+        launched: tuple[int, int] | None = None
+        for action in actions:
+            if isinstance(action, Reduce):
+                launched = reduction_bytes(action, specs)
+                _make_room(in_flight, launched, options, changed)
+                in_flight.append(launched)
+            elif isinstance(action, Gather) and launched is not None:
+                _make_room(in_flight, launched, options, changed)  # before prefetched parameters add to the gradients
+            changed.append(action)
+        if event.hook is Hook.END_BACKWARD and in_flight and options.is_last_backward:
+            changed.append(WaitReduce(len(in_flight)))
+        steps.append(Step(event, tuple(changed)))
+    return replace(schedule, steps=tuple(steps))
+
+
+def reduction_bytes(action: Reduce, specs: Specs) -> tuple[int, int]:
+    """Return the gradient bytes of ``action``, and those of all buckets of its groups."""
+    groups = dict.fromkeys(bucket.group for bucket in action.buckets)
+    return (
+        sum(specs[bucket.group].gradient_bytes[bucket.number] for bucket in action.buckets),
+        sum(sum(specs[name].gradient_bytes) for name in groups),
+    )
+
+
+def _make_room(
+    in_flight: deque[tuple[int, int]], launched: tuple[int, int], options: ScheduleOptions, actions: list[Action]
+) -> None:
+    count = 0
+    while in_flight and is_full(in_flight, launched, options):
+        in_flight.popleft()
+        count += 1
+    if count:
+        actions.append(WaitReduce(count))
+
+
+def is_full(in_flight: Collection[tuple[int, int]], launched: tuple[int, int], options: ScheduleOptions) -> bool:
+    """Return whether ``in_flight`` leaves no room for ``launched``. Each is ``(bytes, bytes of its groups)``.
+
+    Where the host waits for collectives, one is in flight. On streams the limit is in bytes: hardly more than those of
+    the largest group in flight. So groups of equal size wait for each other, while the buckets of one group, or a small
+    group after a large one, follow without waiting.
+    """
+    limit = options.reductions_in_flight or (1 if options.host_waits else None)
+    if limit is not None:
+        return len(in_flight) >= limit
+    together = [*in_flight, launched]
+    largest = max(MIN_BYTES_IN_FLIGHT, *(of_groups for _, of_groups in together))
+    return sum(nbytes for nbytes, _ in together) > largest + largest // _SLACK_DIVISOR

@@ -1,0 +1,186 @@
+"""The schedule of one iteration as a value: the actions that the runtime performs at each event. Pure.
+
+``passes`` builds schedules, ``simulate`` predicts their time and memory, and the iteration of a root performs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+__all__ = [
+    "Action",
+    "Barrier",
+    "Bucket",
+    "Event",
+    "Free",
+    "Gather",
+    "Hook",
+    "Keep",
+    "Reduce",
+    "Schedule",
+    "Shrink",
+    "Step",
+    "Wait",
+    "WaitReduce",
+]
+
+
+class Hook(Enum):
+    """A hook of the runtime that fires for a group, for a bucket of it, or for the whole iteration."""
+
+    PRE_FORWARD = "pre-forward"
+    POST_FORWARD = "post-forward"
+    END_FORWARD = "end of forward"
+    PRE_BACKWARD = "pre-backward"
+    GRAD_READY = "gradients ready"
+    POST_BACKWARD = "post-backward"
+    END_BACKWARD = "end of backward"
+
+    __hash__ = object.__hash__  # by identity: ``Enum`` hashes member names in Python
+
+
+class Event(NamedTuple):
+    """One firing of a hook. ``group`` is empty for the ends of passes; ``bucket`` is that of ``GRAD_READY``."""
+
+    hook: Hook
+    group: str = ""
+    bucket: int = -1
+
+    def __str__(self) -> str:
+        bucket = f" bucket {self.bucket}" if self.bucket >= 0 else ""
+        return f"{self.hook.value} {self.group}{bucket}".rstrip()
+
+
+class Bucket(NamedTuple):
+    """A bucket of gradients: ``number`` counts the buckets of ``group`` in the order of their reduction."""
+
+    group: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.group}[{self.number}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Launch one all-gather of ``groups``. Groups that are unsharded or in flight already are left out."""
+
+    groups: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"gather {', '.join(self.groups)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait for the all-gather of ``group`` and register its unsharded parameters."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"wait {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Register the sharded parameters of ``group`` and free the unsharded ones."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"free {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Leave ``group`` unsharded after its forward."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"keep {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """Free ``group`` except for a slice from which ``mesh_size`` neighbouring ranks can gather it again."""
+
+    group: str
+    mesh_size: int
+
+    def __str__(self) -> str:
+        return f"shrink {self.group} to {self.mesh_size} ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Launch one reduction of ``buckets``."""
+
+    buckets: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        return f"reduce {', '.join(map(str, self.buckets))}"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReduce:
+    """Complete the oldest ``count`` reductions in flight and set their gradients."""
+
+    count: int
+
+    def __str__(self) -> str:
+        return f"wait for {self.count} reduction{'s' if self.count > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """Wait until no rank reads shared memory any more, so that each may write to its part."""
+
+    def __str__(self) -> str:
+        return "barrier"
+
+
+Action: TypeAlias = Gather | Wait | Free | Keep | Shrink | Reduce | WaitReduce | Barrier
+
+
+class Step(NamedTuple):
+    """An event and the actions that it triggers, in order."""
+
+    event: Event
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions at each event of one forward and its backward; the same on every rank.
+
+    ``initially_unsharded`` are the groups that are unsharded before the first event.
+
+    Invariants: a group is waited for before its modules compute, and freed or kept after. Every bucket is reduced once.
+    A schedule without its prefetches computes the same values. ``print`` shows it as a table.
+    """
+
+    steps: tuple[Step, ...]
+    initially_unsharded: frozenset[str] = frozenset()
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def at(self, hook: Hook) -> list[Step]:
+        """Return the steps of ``hook``, in order."""
+        return [step for step in self.steps if step.event.hook is hook]
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "(no forward has run yet, so the order of the groups is unknown)"
+        width = max(len(str(step.event)) for step in self.steps)
+        return "\n".join(
+            f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}".rstrip(" |") for step in self.steps
+        )
+
