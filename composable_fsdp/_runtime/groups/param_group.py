@@ -40,8 +40,6 @@ _UNSHARD_STARTED = frozenset(
     if operation is ParameterOperation.UNSHARD and after is before
 )
 """The states in which an all-gather is in flight or done."""
-_FULLY_SHARDED = frozenset({ParameterState.SHARDED, ParameterState.LENT})
-"""The states in which the group has nothing but the sharded parameters."""
 
 
 class ParameterGroup:
@@ -122,7 +120,8 @@ class ParameterGroup:
 
         Does nothing while gradients in the old layout are held: the next all-gather reduces them first.
         """
-        if self.parameter_state not in _FULLY_SHARDED or self.tensors.registration.is_current:
+        is_sharded = self.parameter_state in (ParameterState.SHARDED, ParameterState.LENT)
+        if not is_sharded or self.tensors.registration.is_current:
             return
         self.check_data()
         if self.gradients.are_held and any(parameter.was_flipped for parameter in self.parameters):
@@ -172,24 +171,15 @@ class ParameterGroup:
         if self.parameter_state is ParameterState.SHARDED:
             self.tensors.follow_patches()
 
-    # -- full parameters for the user
+    # -- parameters
 
-    def lend(self) -> None:
-        """Begin to have full parameters registered for the user. The group must be sharded."""
-        self._advance(ParameterOperation.LEND)
-
-    def take_back(self) -> None:
-        """End what :meth:`lend` began. The sharded parameters must be registered again."""
-        self._advance(ParameterOperation.RETURN)
+    def advance(self, operation: ParameterOperation) -> None:
+        """Set ``parameter_state`` to that after ``operation``, or raise a ``LifecycleError`` if it is not legal."""
+        self.parameter_state = advance(PARAMETER_TRANSITIONS, self.parameter_state, operation, self.name)
 
     def check_can_unshard(self) -> None:
         """Raise ``LifecycleError`` if the group is LENT, the only state in which it cannot be unsharded."""
         advance(PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name)
-
-    def _advance(self, operation: ParameterOperation) -> None:
-        self.parameter_state = advance(PARAMETER_TRANSITIONS, self.parameter_state, operation, self.name)
-
-    # -- parameters
 
     def unshard(self, streams: CommStreams) -> None:
         """Launch the all-gather, unless it is in flight or done."""
@@ -320,7 +310,7 @@ class ParameterGroup:
     @without_grad
     def shrink(self, mesh_size: int) -> None:
         """Reshard, but keep a slice from which ``mesh_size`` neighbouring ranks can all-gather again."""
-        self._advance(ParameterOperation.SHRINK)
+        self.advance(ParameterOperation.SHRINK)
         for pgs in self.process_groups:
             pgs.smaller = pgs.axes.smaller_shard_axis(mesh_size)
         for bucket in self.buckets:
