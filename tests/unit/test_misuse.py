@@ -442,6 +442,14 @@ def test_what_needs_no_full_parameters_of_its_own_goes_on_inside() -> None:
 
 
 @pytest.mark.behaviour("C-14")
+def test_conversions_inside_which_would_be_lost_are_refused() -> None:
+    model = build()
+    with unsharded_params(model), pytest.raises(ParameterError, match="was replaced after sharding by a Parameter"):
+        model.to(torch.float64)
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14")
 def test_a_group_that_the_user_unsharded_stays_so_while_another_is_lent() -> None:
     model = build()
     model(X).sum().backward()
