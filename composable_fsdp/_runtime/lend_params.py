@@ -82,11 +82,11 @@ def lend(states: Sequence[FSDPState], full_params: Mapping[ParamPlace, nn.Parame
     Yields a list, which at the end has what was registered for each parameter: the user may have set other tensors.
     """
     groups = list(dict.fromkeys(state.group for state in states))
-    iterations = [state.iteration for state in states if state.iteration is not None]
+    iterations = {state.iteration: state.group for state in reversed(states) if state.iteration is not None}
     for group in groups:
         group.advance(ParameterOperation.LEND)
-    for iteration in iterations:
-        iteration.lent = groups[0]
+    for iteration, group in iterations.items():
+        iteration.lent = group
     shown: list[object] = []
     try:
         for place, full_param in full_params.items():

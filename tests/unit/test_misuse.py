@@ -426,6 +426,21 @@ def test_the_first_forward_of_a_root_is_refused_while_a_module_in_it_is_lent(ran
     model(X).sum().backward()
 
 
+@pytest.mark.behaviour("C-14", "H-06")
+def test_the_error_names_a_group_of_the_root_that_was_called() -> None:
+    first, second = build(), fully_shard(nn.Linear(4, 4))
+    for model in (first, second):
+        model(X).sum().backward()
+    both = nn.ModuleDict({"first": first[0], "second": second})
+    with unsharded_params(both):
+        with pytest.raises(LifecycleError, match=r"^group '0' is LENT"):
+            first(X)
+        with pytest.raises(LifecycleError, match=r"^group 'root' is LENT"):
+            second(X)
+    for model in (first, second):
+        model(X).sum().backward()
+
+
 @pytest.mark.behaviour("C-14")
 def test_what_needs_no_full_parameters_of_its_own_goes_on_inside() -> None:
     model = build()
