@@ -7,24 +7,28 @@ neither on its shards, nor on what the body did or raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from composable_fsdp._comm.broadcast import broadcast_
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
-from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp._runtime.lend_params import LentParams, check_idle
-from composable_fsdp._runtime.params.param_places import ParamPlace, registered_parameters
-from composable_fsdp._runtime.shard_extent import shardings_of, states_below
-from composable_fsdp._runtime.unsharded_values import agree_on_gradients, keep, keep_gradient, whole_parameter
-from composable_fsdp._sharding.param_sharding import ParameterSharding
+from composable_fsdp._runtime.lend_params import (
+    full_parameter,
+    lend,
+    prepare_to_lend,
+    sharded_places,
+    write_gradient_shard,
+    write_shard,
+)
+from composable_fsdp._runtime.params.param_places import ParamPlace
+from composable_fsdp._runtime.params.sharded_param import ShardedParameter
+from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.errors import ConfigurationError, ParameterError
 
 __all__ = ["apply_to_full_params", "unsharded_params"]
@@ -68,7 +72,7 @@ def unsharded_params(
         ConfigurationError: ``rank0_only`` with ``writeback``, if no mesh has all ranks that hold parameters.
     """
     states = states_below(module) if recurse else [state for state in [find_state(module)] if state is not None]
-    with _unsharded(module, states, _Options(writeback, rank0_only, offload_to_cpu, with_grads)):
+    with _unsharded(module, states, writeback, rank0_only, offload_to_cpu, with_grads):
         yield
 
 
@@ -102,170 +106,146 @@ def apply_to_full_params(
         ParameterError: parameters are on the meta device.
         ConfigurationError: ``rank0_only`` with ``writeback``, if no mesh has all ranks that hold parameters.
     """
-    options = _Options(writeback, rank0_only, offload_to_cpu, with_grads)
     for state in states_below(module):
-        with _unsharded(module, [state], options) as lent:
-            for name, full_param in lent.items():
+        with _unsharded(module, [state], writeback, rank0_only, offload_to_cpu, with_grads) as full_params:
+            for name, full_param in full_params.items():
                 fn(name, full_param)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The arguments of :func:`unsharded_params`."""
-
-    writeback: bool
-    rank0_only: bool
-    offload_to_cpu: bool
-    with_grads: bool
+_Params = Mapping[ParamPlace, ShardedParameter]
+"""The parameters of one request, in the order of their modules."""
 
 
 @contextmanager
-def _unsharded(module: nn.Module, states: Sequence[FSDPState], options: _Options) -> Iterator[dict[str, nn.Parameter]]:
+def _unsharded(
+    module: nn.Module,
+    states: Sequence[FSDPState],
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+) -> Iterator[dict[str, nn.Parameter]]:
     """Unshard the parameters of ``states``, and yield those that this rank shows, by their names in ``module``."""
-    check_idle(states)
-    for state in states:
-        if state.iteration is not None:
-            iteration_of(state).drain()
-        state.group.reshard()
-        state.group.refresh()
-    entries = _sharded_parameters(module, states)
-    shardings = _shardings(entries, states)
-    writeback_mesh = _WritebackMesh(entries, shardings) if options.rank0_only and entries else None
-    if writeback_mesh is not None and options.writeback:
-        writeback_mesh.check_has_all_ranks()
-    has_gradient = agree_on_gradients([e.parameter for e in entries]) if options.with_grads else [False] * len(entries)
-    shows = writeback_mesh is None or writeback_mesh.is_first
-    full_params = [
-        whole_parameter(e.parameter, s, g, shows, options.offload_to_cpu)
-        for e, s, g in zip(entries, shardings, has_gradient, strict=True)
-    ]
-    lent = LentParams(states, entries, full_params)
-    try:
-        yield {e.name: full_param for e, full_param in zip(entries, full_params, strict=True) if full_param is not None}
-    except BaseException:
-        shown = lent.end()
-        if options.writeback and writeback_mesh is not None:
-            writeback_mesh.write_back(shown, options.with_grads, raised=True)
-        raise
-    shown = lent.end()
-    if options.writeback and writeback_mesh is not None:
-        writeback_mesh.write_back(shown, options.with_grads, raised=False)
-    elif options.writeback:
-        _write_back_own(entries, shardings, shown, options.with_grads)
-
-
-def _sharded_parameters(module: nn.Module, states: Sequence[FSDPState]) -> list[ParamPlace]:
-    ours = {id(p) for state in states for p in state.registered_parameters()}
-    entries = [e for e in registered_parameters(module) if id(e.parameter) in ours]
-    on_meta = [e.name for e in entries if e.parameter.is_meta]
+    prepare_to_lend(states)
+    params = sharded_places(module, states)
+    on_meta = [place.name for place in params if place.parameter.is_meta]
     if on_meta:
         raise ParameterError(
             f"unsharded_params: parameters are still on the meta device and have no values: {on_meta}. First call "
             "composable_fsdp.initialize(module, seed=...), or to_empty(module, device=...) and load a state dict."
         )
-    return entries
+    mesh = _largest_mesh(params, must_have_all_ranks=writeback) if rank0_only and params else None
+    shows = mesh is None or _is_first_rank(mesh)
+    have_gradients = _agree_on_gradients(params) if with_grads else {}
+    full_params: dict[ParamPlace, nn.Parameter | None] = {}
+    for place, param in params.items():
+        full_param = full_parameter(param, has_gradient=have_gradients.get(place, False), offload_to_cpu=offload_to_cpu)
+        full_params[place] = full_param if shows else None
+        del full_param  # before the next one is gathered
+    raised = True
+    try:
+        with lend(states, full_params) as shown:
+            yield {place.name: full_param for place, full_param in full_params.items() if full_param is not None}
+        raised = False
+    finally:
+        if writeback and (mesh is not None or not raised):
+            _write_back(params, shown, mesh, with_grads, raised)
 
 
-def _shardings(entries: Sequence[ParamPlace], states: Sequence[FSDPState]) -> list[ParameterSharding]:
-    known = shardings_of(states)
-    return [known[id(entry.parameter)] for entry in entries]
+def _agree_on_gradients(params: _Params) -> dict[ParamPlace, bool]:
+    """Return, for each parameter, whether any rank of its mesh has a gradient: all ranks must gather the same ones."""
+    found = {place: place.parameter.grad is not None for place in params}
+    for mesh in dict.fromkeys(param.sharding.mesh for param in params.values()):
+        here = [place for place, param in params.items() if param.sharding.mesh == mesh]
+        flags = torch.tensor([found[place] for place in here], dtype=torch.uint8, device=mesh.device_type)
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                dist.all_reduce(flags, dist.ReduceOp.MAX, mesh.get_group(axis))
+        found.update(zip(here, map(bool, flags.tolist()), strict=True))
+    return found
+
+
+# -- the first rank
+
+
+def _largest_mesh(params: _Params, *, must_have_all_ranks: bool) -> DeviceMesh:
+    """Return the mesh whose first rank shows the full parameters.
+
+    Raises:
+        ConfigurationError: a rank that holds a shard of a parameter is not in it, and ``must_have_all_ranks``.
+    """
+    meshes = list(dict.fromkeys(param.sharding.mesh for param in params.values()))
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    reached = set(largest.mesh.flatten().tolist())
+    for mesh in meshes if must_have_all_ranks else ():
+        if not reached.issuperset(mesh.mesh.flatten().tolist()):
+            raise ConfigurationError(
+                "unsharded_params(rank0_only=True, writeback=True) sends the first rank's values to all others, "
+                f"but no mesh has all ranks that hold parameters: {largest} lacks some of {mesh}. Pass "
+                "rank0_only=False and write the same on every rank, or enter it for each part separately."
+            )
+    return largest
+
+
+def _is_first_rank(mesh: DeviceMesh) -> bool:
+    return not any(mesh.get_coordinate() or ())
+
+
+def _send_from_first_rank(
+    value: torch.Tensor, param: ShardedParameter, has_gradient: bool, mesh: DeviceMesh
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the full value and gradient of the first rank, where they are those of ``value``."""
+    device, shape, dtype = mesh.device_type, param.sharded.shape, param.sharded.dtype
+    if _is_first_rank(mesh):
+        sent = (value, value.grad) if has_gradient else (value,)
+        messages = [cast(torch.Tensor, tensor).detach().to(device, dtype) for tensor in sent]
+    else:
+        messages = [torch.empty(shape, dtype=dtype, device=device) for _ in range(1 + has_gradient)]
+    broadcast_(messages, mesh)
+    return messages[0], messages[1] if has_gradient else None
 
 
 # -- writeback
 
+_DISCARD, _KEEP, _REFUSE = range(3)
 
-def _write_back_own(
-    entries: Sequence[ParamPlace], shardings: Sequence[ParameterSharding], shown: Sequence[object], with_grads: bool
+
+def _write_back(
+    params: _Params, shown: Sequence[object], mesh: DeviceMesh | None, with_grads: bool, raised: bool
 ) -> None:
-    """Write each rank's shard of its own values back."""
-    wrong = _wrong_shapes(entries, shown)
-    if wrong:
-        _raise_wrong_shapes(wrong)
-    for entry, sharding, value in zip(entries, shardings, cast(Sequence[torch.Tensor], shown), strict=True):
-        keep(entry.parameter, sharding, value, value.requires_grad)
-        if with_grads:
-            keep_gradient(entry.parameter, sharding, value.grad)
+    """Write this rank's shards of the values in ``shown`` to the sharded parameters.
 
-
-def _raise_wrong_shapes(wrong: object) -> NoReturn:
-    raise ParameterError(
-        f"on leaving unsharded_params, these parameters are not of the shape that they had: {wrong}. None was written "
-        "back. Change parameters in place, or replace them by others of the same shape."
-    )
-
-
-def _wrong_shapes(entries: Sequence[ParamPlace], shown: Sequence[object]) -> dict[str, object]:
-    return {
-        entry.name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
-        for entry, value in zip(entries, shown, strict=True)
-        if not isinstance(value, torch.Tensor) or value.shape != entry.parameter.shape
+    With ``mesh``, the first rank's values are written on all ranks, or none are: the outcome of the body there decides.
+    A rank on which the body raised takes part as well, so that no rank waits for another.
+    """
+    wrong = {
+        place.name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        for place, value in zip(params, shown, strict=True)
+        if not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape
     }
-
-
-def _mesh(entry: ParamPlace) -> DeviceMesh:
-    return cast(DTensor, entry.parameter).device_mesh
-
-
-class _WritebackMesh:
-    """The largest mesh of the parameters. Its first rank shows the full parameters and sends them to the others."""
-
-    DISCARD, KEEP, REFUSE = range(3)
-
-    def __init__(self, entries: Sequence[ParamPlace], shardings: Sequence[ParameterSharding]) -> None:
-        self._entries = entries
-        self._shardings = shardings
-        self._meshes = list(dict.fromkeys(_mesh(e) for e in entries))
-        self._mesh = max(self._meshes, key=lambda mesh: mesh.size())
-        self.is_first = not any(self._mesh.get_coordinate() or ())
-
-    def check_has_all_ranks(self) -> None:
-        """Check that every rank that holds a shard of a parameter is in the mesh.
-
-        Raises:
-            ConfigurationError: some rank is not.
-        """
-        reached = set(self._mesh.mesh.flatten().tolist())
-        for mesh in self._meshes:
-            if not reached.issuperset(mesh.mesh.flatten().tolist()):
-                raise ConfigurationError(
-                    "unsharded_params(rank0_only=True, writeback=True) sends the first rank's values to all others, "
-                    f"but no mesh has all ranks that hold parameters: {self._mesh} lacks some of {mesh}. Pass "
-                    "rank0_only=False and write the same on every rank, or enter it for each part separately."
-                )
-
-    def write_back(self, shown: Sequence[object], with_grads: bool, *, raised: bool) -> None:
-        """Keep the first rank's values on all ranks, or none: the outcome of the body on the first rank decides.
-
-        A rank on which the body raised takes part as well, so that no rank waits for another.
-        """
-        outcome = torch.zeros(1 + len(self._entries), dtype=torch.int64, device=self._mesh.device_type)
-        if self.is_first and not raised:
-            wrong = bool(_wrong_shapes(self._entries, shown))
-            outcome[0] = self.REFUSE if wrong else self.KEEP
-            outcome[1:] = torch.tensor([_code(value) for value in shown], dtype=torch.int64)
-        broadcast_([outcome], self._mesh)
+    verdict = _DISCARD if raised else _REFUSE if wrong else _KEEP
+    codes = [_code(value) for value in shown]
+    if mesh is not None:
+        outcome = torch.tensor([verdict, *codes], dtype=torch.int64, device=mesh.device_type)
+        broadcast_([outcome], mesh)
         verdict, *codes = outcome.tolist()
-        if verdict == self.REFUSE:
-            _raise_wrong_shapes(_wrong_shapes(self._entries, shown) if self.is_first else "see the first rank")
-        if verdict == self.KEEP:
-            for entry, sharding, value, code in zip(self._entries, self._shardings, shown, codes, strict=True):
-                self._send(entry, sharding, value, code, with_grads)
-
-    def _send(self, entry: ParamPlace, sharding: ParameterSharding, value: object, code: int, with_grads: bool) -> None:
-        requires_grad, has_gradient = bool(code & 1), bool(code & 2) and with_grads
-        first_value = value if self.is_first and isinstance(value, torch.Tensor) else None
-        full_param = self._as_message(entry, first_value)
-        gradient = self._as_message(entry, None if first_value is None else first_value.grad) if has_gradient else None
-        broadcast_([full_param] if gradient is None else [full_param, gradient], self._mesh)
-        keep(entry.parameter, sharding, full_param, requires_grad)
+    if verdict == _REFUSE:
+        raise ParameterError(
+            "on leaving unsharded_params, these parameters are not of the shape that they had: "
+            f"{wrong or 'see the first rank'}. None was written back. Change parameters in place, or replace them by "
+            "others of the same shape."
+        )
+    if verdict == _DISCARD:
+        return
+    for param, shown_value, code in zip(params.values(), shown, codes, strict=True):
+        value = cast(torch.Tensor, shown_value)
+        if mesh is None:
+            gradient = value.grad
+        else:
+            value, gradient = _send_from_first_rank(value, param, bool(code & 2) and with_grads, mesh)
+        write_shard(param, value, bool(code & 1))
         if with_grads:
-            keep_gradient(entry.parameter, sharding, gradient)
-
-    def _as_message(self, entry: ParamPlace, tensor: torch.Tensor | None) -> torch.Tensor:
-        like = entry.parameter
-        if tensor is None:
-            return torch.empty(like.shape, dtype=like.dtype, device=self._mesh.device_type)
-        return tensor.detach().to(self._mesh.device_type, like.dtype)
+            write_gradient_shard(param, gradient)
 
 
 def _code(value: object) -> int:

@@ -422,7 +422,7 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as ``nn.Module.zero_grad`` does; also drop accumulated gradients not reduced yet."""
         states = list(_states(self, recurse=True))
-        for iteration in {iteration_of(state) for state in states if state.iteration is not None}:
+        for iteration in {state.iteration for state in states if state.iteration is not None}:
             iteration.drain()  # reductions in flight would set gradients later
         for state in states:
             state.group.gradients.drop()

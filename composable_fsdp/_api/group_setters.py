@@ -9,7 +9,6 @@ import torch
 
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, LifecycleError
 
@@ -67,7 +66,7 @@ def set_root_option(state: FSDPState, choice: str, value: object) -> None:
     """
     before = getattr(state, choice)
     setattr(state, choice, value)
-    if not isinstance(state.iteration, Iteration):  # the first forward or the end of unsharded_params checks it
+    if state.iteration is None:  # the first forward checks it
         return
     try:
         check_settings(state.iteration.root, [state])

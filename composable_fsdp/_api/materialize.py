@@ -18,12 +18,17 @@ from composable_fsdp._comm.verify_ranks import verify_same
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.starting_values import sample_start
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of_parameter
-from composable_fsdp._runtime.lazy_init import iteration_of
-from composable_fsdp._runtime.lend_params import LentParams, check_idle
+from composable_fsdp._runtime.lend_params import (
+    empty_full_parameter,
+    full_parameter,
+    lend,
+    prepare_to_lend,
+    sharded_places,
+    write_shard,
+)
 from composable_fsdp._runtime.params.param_places import ParamPlace, registered_buffers, registered_parameters
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
 from composable_fsdp._runtime.shard_extent import states_below
-from composable_fsdp._runtime.unsharded_values import blank_parameter, keep, whole_parameter
 from composable_fsdp._sharding.mesh import data_parallel_axes
 from composable_fsdp.errors import ConfigurationError, ParameterError
 
@@ -167,12 +172,7 @@ def initialize(model: M, fn: InitFunction = reset_parameters, *, seed: int) -> M
     if fn is reset_parameters:
         _check_methods(model)
     states = states_below(model)
-    check_idle(states, "initialize")
-    for state in states:
-        if state.iteration is not None:
-            iteration_of(state).drain()
-        state.group.reshard()
-        state.group.refresh()
+    prepare_to_lend(states, "initialize")
     blank = _allocate_model(model, states)
     written = _WriteRecord()
     with (
@@ -291,41 +291,38 @@ class _Initializer:
 
     def __init__(self, model: nn.Module, states: Sequence[FSDPState], blank: set[str], written: _WriteRecord) -> None:
         self._model, self._written = model, written
-        self._parameters = {id(p.sharded): (state, p) for state in states for p in state.group.parameters}
-        self._own: dict[int, list[ParamPlace]] = {}
-        for entry in registered_parameters(model):
-            if id(entry.parameter) in self._parameters:
-                for module, _ in entry.places:
-                    self._own.setdefault(id(module), []).append(entry)
+        self._own: dict[int, dict[ParamPlace, ShardedParameter]] = {}
+        for place, parameter in sharded_places(model, states).items():
+            for module, _ in place.places:
+                self._own.setdefault(id(module), {})[place] = parameter
         self._blank = {name: tensor for name, tensor in _named_tensors(model) if name in blank}
         for tensor in self._blank.values():
             written.watch(tensor)
 
     def run(self, fn: InitFunction, module: nn.Module) -> None:
         """Call ``fn`` with ``module`` and copy what it wrote to the module's parameters into their shards."""
-        entries = list({id(entry): entry for entry in self._own.get(id(module), ())}.values())
-        if not entries:
+        parameters = self._own.get(id(module), {})
+        full_params = {
+            place: empty_full_parameter(p) if place.name in self._blank else full_parameter(p)
+            for place, p in parameters.items()
+        }
+        storages = [_storage(full_param) for full_param in full_params.values()]
+        for full_param in full_params.values():
+            self._written.watch(full_param)
+        states = [state for p in parameters.values() if (state := state_of_parameter(p)) is not None]
+        with lend(states, full_params) as results:
             fn(module)
-            return
-        states, parameters = zip(*(self._parameters[id(entry.parameter)] for entry in entries), strict=True)
-        full_parameters = [self._full_parameter(entry, p) for entry, p in zip(entries, parameters, strict=True)]
-        storages = [_storage(full) for full in full_parameters]
-        for full in full_parameters:
-            self._written.watch(full)
-        lent = LentParams(states, entries, full_parameters)
-        try:
-            fn(module)
-        finally:
-            results = lent.end()
-        for entry, parameter, value, storage in zip(entries, parameters, results, storages, strict=True):
-            if not isinstance(value, torch.Tensor) or value.shape != entry.parameter.shape:
+        for (place, parameter), value, storage in zip(parameters.items(), results, storages, strict=True):
+            if not isinstance(value, torch.Tensor) or value.shape != place.parameter.shape:
                 found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ParameterError(
-                    f"initialize: fn left parameter {entry.name!r} of shape {tuple(entry.parameter.shape)} as {found}. "
+                    f"initialize: fn left parameter {place.name!r} of shape {tuple(place.parameter.shape)} as {found}. "
                     "It must keep shapes: write to parameters in place."
                 )
             if _storage(value) != storage or self._written.was_written(value):
-                self._keep(entry, parameter, value)
+                write_shard(parameter, value, value.requires_grad)
+                self._blank.pop(place.name, None)
+                parameter.start = sample_start(value, local_part(parameter.sharded))
             self._written.unwatch(storage)
 
     def uninitialized(self) -> list[str]:
@@ -336,20 +333,6 @@ class _Initializer:
             for name, tensor in self._blank.items()
             if current.get(name) is tensor and not self._written.was_written(tensor)
         ]
-
-    def _full_parameter(self, entry: ParamPlace, parameter: ShardedParameter) -> nn.Parameter:
-        if entry.name in self._blank:
-            return blank_parameter(entry.parameter)
-        full = whole_parameter(
-            entry.parameter, parameter.sharding, has_gradient=False, shows=True, offload_to_cpu=False
-        )
-        assert full is not None
-        return full
-
-    def _keep(self, entry: ParamPlace, parameter: ShardedParameter, value: torch.Tensor) -> None:
-        keep(entry.parameter, parameter.sharding, value, value.requires_grad)
-        self._blank.pop(entry.name, None)
-        parameter.start = sample_start(value, local_part(entry.parameter))
 
 
 # -- ignored parameters and modules

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
 from composable_fsdp._runtime.groups.group_tensors import shard_full_tensor
 from composable_fsdp._runtime.groups.state import FSDPState, ModuleReference
-from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.pytree import map_tensors, tensors_in
 from composable_fsdp._runtime.root.forward_call import Call
@@ -198,7 +198,7 @@ class _ModuleHooks:
     def begin(self, caller: FrameType) -> None:
         """Begin a call that the frame ``caller`` runs."""
         state = self._state
-        iteration = iteration_of(state)
+        iteration: Iteration = state.iteration or assemble(state)
         iteration.check_thread(state)
         calls = state.calls_under_way
         is_inner = bool(calls) and is_being_called(state)

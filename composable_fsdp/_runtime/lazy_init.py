@@ -32,9 +32,16 @@ _CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
 
 
 def iteration_of(state: FSDPState) -> Iteration:
-    """Return the iteration of ``state``. If there is none, make one with ``state`` as the root."""
+    """Return the iteration of ``state``. If there is none, make one with ``state`` as the root.
+
+    Raises:
+        LifecycleError: full parameters of the root are registered for the user.
+    """
     iteration: Iteration | None = state.iteration
-    return assemble(state) if iteration is None else iteration
+    if iteration is None:
+        return assemble(state)
+    iteration.check_not_lent()
+    return iteration
 
 
 def assemble(root: FSDPState) -> Iteration:
@@ -45,6 +52,8 @@ def assemble(root: FSDPState) -> Iteration:
     watch_optimizers()
     warn_of_unmanaged(root)
     states = _states_by_name(root)
+    for state in states.values():
+        state.group.check_can_unshard()
     tie_weights(list(states.values()))
     iteration = Iteration(root, states, CommStreams(root.group.axes.device))
     set_order_check(
@@ -102,7 +111,8 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
     note_optimizer_step([p for p, _ in sharded])
-    for iteration in {state.iteration for _, state in sharded if state.iteration is not None}:
+    states = {state for _, state in sharded}
+    for iteration in {iteration_of(state) for state in states if state.iteration is not None}:
         iteration.steps.note()
 
 

@@ -21,9 +21,11 @@ from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._layout.block import Cut, Extent
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
+from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.params.tensor_subclass import plain_tensors
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 
-__all__ = ["extent_of", "gather", "has_own_memory", "like", "shardings_of", "states_below"]
+__all__ = ["assemble_full", "extent_of", "gather", "has_own_memory", "like", "shardings_of", "states_below"]
 
 
 def states_below(module: nn.Module) -> list[FSDPState]:
@@ -79,6 +81,18 @@ def gather(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> t
     full = _all_gather_shards(local, sharding)
     inner = sharding.inner
     return full if inner is None else inner.wrap(full).full_tensor()
+
+
+def assemble_full(tensor: torch.Tensor, sharding: ParameterSharding | None, offload_to_cpu: bool) -> torch.Tensor:
+    """Return the full value in its own memory, even if this rank has all of it. For arguments see :func:`gather`."""
+    local, full = local_part(tensor).detach(), gather(tensor.detach(), sharding)
+    if offload_to_cpu:
+        full = full.cpu()
+    return full.clone() if _storage_addresses(full) & _storage_addresses(local) else full
+
+
+def _storage_addresses(tensor: torch.Tensor) -> set[int]:
+    return {plain.untyped_storage().data_ptr() for plain in plain_tensors(tensor)}
 
 
 def like(sharded: DTensor, local: torch.Tensor) -> DTensor:

@@ -485,6 +485,7 @@ _SHARDED_STATES = {
     ParameterState.UNSHARDING: ShardedState.SHARDED,
     ParameterState.UNSHARDED: ShardedState.UNSHARDED,
     ParameterState.SHRUNK: ShardedState.SHARDED_POST_FORWARD,
+    ParameterState.LENT: ShardedState.SHARDED,
 }
 
 

@@ -301,6 +301,10 @@ def refusals() -> list[str]:
         for call in (lambda: model(*batch[:-1]), sharded(model.get_submodule("layers.2")).unshard):
             with pytest.raises(LifecycleError, match="inside unsharded_params"):
                 call()
+    with unsharded_params(model, rank0_only=True, writeback=False):
+        if dist.get_rank() == 0:  # refused before any collective
+            with pytest.raises(LifecycleError, match="inside unsharded_params"):
+                model(*batch[:-1])
     backward(model, "mlp")
     with pytest.raises(ParameterError) as error, unsharded_params(model):
         model.get_submodule("layers.1").weight = nn.Parameter(torch.ones(2, 2))

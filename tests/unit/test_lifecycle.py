@@ -56,16 +56,19 @@ def test_every_operation_is_legal_somewhere(table: Table, operations: type[Enum]
     assert {operation for _, operation in table} == set(operations)
 
 
-@pytest.mark.parametrize("state", P)
+NOT_LENT = [state for state in P if state is not P.LENT]
+
+
+@pytest.mark.parametrize("state", NOT_LENT)
 @pytest.mark.parametrize(("operation", "ends"), [(PO.UNSHARD, {P.UNSHARDING, P.UNSHARDED}), (PO.RESHARD, {P.SHARDED})])
-def test_unshard_and_reshard_are_legal_in_every_state(
+def test_unshard_and_reshard_are_legal_in_every_state_but_lent(
     state: ParameterState, operation: ParameterOperation, ends: set[ParameterState]
 ) -> None:
     assert advance(PARAMETER_TRANSITIONS, state, operation, "g") in ends
 
 
-@pytest.mark.parametrize("state", P)
-def test_unshard_and_then_wait_gives_unsharded_parameters_from_every_state(state: ParameterState) -> None:
+@pytest.mark.parametrize("state", NOT_LENT)
+def test_unshard_and_then_wait_gives_unsharded_parameters_from_every_state_but_lent(state: ParameterState) -> None:
     unsharding = advance(PARAMETER_TRANSITIONS, state, PO.UNSHARD, "g")
     assert advance(PARAMETER_TRANSITIONS, unsharding, PO.WAIT, "g") is P.UNSHARDED
 
@@ -84,12 +87,28 @@ def test_reduce_is_legal_in_every_state_and_sends_only_what_was_not_sent(state: 
 
 @pytest.mark.parametrize(
     ("table", "state", "operation"),
-    [(t, *row) for t in (PARAMETER_TRANSITIONS, GRADIENT_TRANSITIONS) for row in t if row[1] is not PO.SHRINK],
+    [
+        (t, *row)
+        for t in (PARAMETER_TRANSITIONS, GRADIENT_TRANSITIONS)
+        for row in t
+        if row[1] not in (PO.SHRINK, PO.LEND, PO.RETURN)
+    ],
     ids=lambda value: value.name if isinstance(value, Enum) else "",
 )
 def test_an_operation_done_twice_is_as_good_as_once(table: Table, state: Enum, operation: Enum) -> None:
     once = advance(table, state, operation, "g")
     assert advance(table, once, operation, "g") is once
+
+
+@pytest.mark.parametrize("state", [state for state in P if state is not P.SHARDED])
+def test_only_sharded_parameters_can_be_lent(state: ParameterState) -> None:
+    with pytest.raises(LifecycleError, match="LEND is not legal here"):
+        advance(PARAMETER_TRANSITIONS, state, PO.LEND, "g")
+
+
+def test_lent_parameters_can_only_be_resharded_which_changes_nothing_and_returned() -> None:
+    legal = {op: end for (begin, op), end in PARAMETER_TRANSITIONS.items() if begin is P.LENT}
+    assert legal == {PO.RESHARD: P.LENT, PO.RETURN: P.SHARDED}
 
 
 @pytest.mark.parametrize("state", [P.SHARDED, P.UNSHARDING, P.SHRUNK])
@@ -135,7 +154,7 @@ def test_gradients_are_local_exactly_while_some_have_not_been_sent(operations: l
 
 def test_an_illegal_operation_names_the_group_the_state_what_is_legal_and_the_way_out() -> None:
     message = (
-        "group 'layers.3' is SHARDED: WAIT is not legal here (legal: UNSHARD, RESHARD). "
+        "group 'layers.3' is SHARDED: WAIT is not legal here (legal: UNSHARD, RESHARD, LEND). "
         "After an exception in forward or backward, call reset_iter_state() on the root module."
     )
     with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$") as caught:
@@ -143,6 +162,16 @@ def test_an_illegal_operation_names_the_group_the_state_what_is_legal_and_the_wa
     assert isinstance(caught.value, FSDPError)
     assert isinstance(caught.value, RuntimeError)
     assert caught.value.__suppress_context__  # the KeyError would tell nobody anything
+
+
+def test_an_illegal_operation_on_lent_parameters_says_where_it_came_and_what_to_leave() -> None:
+    message = (
+        "group 'layers.3' is LENT: UNSHARD is not legal here (legal: RESHARD, RETURN). A forward, unshard() or another "
+        "operation of a sharded module came inside unsharded_params, where parameters of its root are full, or inside "
+        "a function that initialize called. Leave it first."
+    )
+    with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$"):
+        advance(PARAMETER_TRANSITIONS, P.LENT, PO.UNSHARD, "layers.3")
 
 
 def test_an_illegal_operation_on_gradients_reads_the_same() -> None:

@@ -366,6 +366,115 @@ def test_data_that_are_the_same_conversions_and_data_of_local_tensors_are_follow
     assert torch.equal(model(X), plain(X))
 
 
+# -- inside unsharded_params
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "forward": lambda model: model(X),
+    "forward of a module inside": lambda model: model[0](X),
+    "unshard": lambda model: model.unshard(),
+    "reset": lambda model: model.reset_iter_state(),
+    "setting of the root": lambda model: model.set_is_last_backward(True),
+}
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a step"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_run_modules_with_full_parameters_is_refused(name: str, ran: bool) -> None:
+    model = build()
+    if ran:
+        model(X).sum().backward()
+    sharded = list(model.parameters())
+    group = "root" if ran else "(Sequential|Encoder)"
+    match = rf"^group '{group}' is LENT: .* inside unsharded_params, .*Leave it first\.$"
+    with unsharded_params(model):
+        full = list(model.parameters())
+        with pytest.raises(LifecycleError, match=match):
+            REFUSED[name](model)
+        assert all(a is b for a, b in zip(model.parameters(), full, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), sharded, strict=True))
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+@pytest.mark.parametrize("inside", [lambda model: model, lambda model: model[0]], ids=["all", "another module"])
+def test_forwards_backwards_and_steps_are_refused_while_any_module_of_the_root_is_lent(
+    inside: Callable[[Any], nn.Module],
+) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    loss = model(X).sum()
+    with unsharded_params(inside(model)):
+        for operation in (loss.backward, optimizer.step, lambda: model(X), model.unshard):
+            with pytest.raises(LifecycleError, match=r"is LENT: UNSHARD is not legal here.*inside unsharded_params"):
+                operation()
+    model.reset_iter_state()
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a step of its own"])
+def test_the_first_forward_of_a_root_is_refused_while_a_module_in_it_is_lent(ran: bool) -> None:
+    model = build()
+    if ran:
+        model[0](X).sum().backward()
+    match = r"is LENT: UNSHARD is not legal here.*inside unsharded_params"
+    with unsharded_params(model[0]), pytest.raises(LifecycleError, match=match):
+        model(X)
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+def test_the_error_names_a_group_of_the_root_that_was_called() -> None:
+    first, second = build(), fully_shard(nn.Linear(4, 4))
+    for model in (first, second):
+        model(X).sum().backward()
+    both = nn.ModuleDict({"first": first[0], "second": second})
+    with unsharded_params(both):
+        with pytest.raises(LifecycleError, match=r"^group '0' is LENT"):
+            first(X)
+        with pytest.raises(LifecycleError, match=r"^group 'root' is LENT"):
+            second(X)
+    for model in (first, second):
+        model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14")
+def test_what_needs_no_full_parameters_of_its_own_goes_on_inside() -> None:
+    model = build()
+    model(X).sum().backward()
+    model[2].linear.weight.grad = None
+    with unsharded_params(model):
+        assert not any(isinstance(value, DTensor) for value in model.state_dict().values())
+        model.reshard()
+        model.zero_grad()
+        model.set_prefetch_limit(3)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14")
+def test_conversions_inside_which_would_be_lost_are_refused() -> None:
+    model = build()
+    with unsharded_params(model), pytest.raises(ParameterError, match="was replaced after sharding by a Parameter"):
+        model.to(torch.float64)
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14")
+def test_a_group_that_the_user_unsharded_stays_so_while_another_is_lent() -> None:
+    model = build()
+    model(X).sum().backward()
+    model.unshard()
+    with unsharded_params(model[0]):
+        assert not isinstance(model[2].linear.weight, DTensor)
+    assert not isinstance(model[2].linear.weight, DTensor)
+    model(X).sum().backward()
+
+
 # -- two threads
 
 

@@ -122,7 +122,8 @@ class ParameterGroup:
 
         Does nothing while gradients in the old layout are held: the next all-gather reduces them first.
         """
-        if self.parameter_state is not ParameterState.SHARDED or self.tensors.registration.is_current:
+        is_sharded = self.parameter_state in (ParameterState.SHARDED, ParameterState.LENT)
+        if not is_sharded or self.tensors.registration.is_current:
             return
         self.check_data()
         if self.gradients.are_held and any(parameter.was_flipped for parameter in self.parameters):
@@ -173,6 +174,14 @@ class ParameterGroup:
             self.tensors.follow_patches()
 
     # -- parameters
+
+    def advance(self, operation: ParameterOperation) -> None:
+        """Set ``parameter_state`` to that after ``operation``, or raise a ``LifecycleError`` if it is not legal."""
+        self.parameter_state = advance(PARAMETER_TRANSITIONS, self.parameter_state, operation, self.name)
+
+    def check_can_unshard(self) -> None:
+        """Raise ``LifecycleError`` if the group is LENT, the only state in which it cannot be unsharded."""
+        advance(PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.UNSHARD, self.name)
 
     def unshard(self, streams: CommStreams) -> None:
         """Launch the all-gather, unless it is in flight or done."""
@@ -303,9 +312,7 @@ class ParameterGroup:
     @without_grad
     def shrink(self, mesh_size: int) -> None:
         """Reshard, but keep a slice from which ``mesh_size`` neighbouring ranks can all-gather again."""
-        self.parameter_state = advance(
-            PARAMETER_TRANSITIONS, self.parameter_state, ParameterOperation.SHRINK, self.name
-        )
+        self.advance(ParameterOperation.SHRINK)
         for pgs in self.process_groups:
             pgs.smaller = pgs.axes.smaller_shard_axis(mesh_size)
         for bucket in self.buckets:

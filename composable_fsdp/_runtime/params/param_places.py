@@ -9,7 +9,7 @@ from torch import nn
 __all__ = ["ParamPlace", "registered_buffers", "registered_parameters"]
 
 
-@dataclass
+@dataclass(eq=False)
 class ParamPlace:
     """A parameter, its first qualified name, and every (module, attribute) under which it is registered."""
 

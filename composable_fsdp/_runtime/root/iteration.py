@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
+from composable_fsdp._runtime.groups.param_group import ParameterGroup
 from composable_fsdp._runtime.groups.profiling import ask_logger, labelled
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, Round, alive
 from composable_fsdp._runtime.groups.state_machine import GradientState, Key, ParameterState
@@ -79,6 +80,8 @@ class Iteration:
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
         """The thread that began the current pass."""
+        self.lent: ParameterGroup | None = None
+        """A group in LENT, while there is one: no module of this root may run."""
         self._is_verified = False
         """True once the ranks have verified that they built the same model."""
         axes = (pgs.axes.shard for state in states.values() for pgs in state.group.process_groups)
@@ -112,11 +115,12 @@ class Iteration:
     # -- entry points of hooks
 
     def check_thread(self, state: FSDPState) -> None:
-        """Raise an error if another thread is inside a pass.
+        """Raise an error if another thread is inside a pass, or full parameters are registered for the user.
 
         Raises:
-            LifecycleError: another thread is inside a pass. The text names both threads.
+            LifecycleError: another thread is inside a pass, and the text names both threads; or a group is LENT.
         """
+        self.check_not_lent()
         thread = self._thread
         if self._pass is Pass.IDLE:
             ask_logger()
@@ -126,6 +130,11 @@ class Iteration:
         recomputes = torch._C._current_graph_task_id() != -1  # autograd has one thread for each device
         if self._pass is Pass.FORWARD or (self._passes.runs_backward and not recomputes):
             raise another_thread(state, thread, self._pass.value, self.root)
+
+    def check_not_lent(self) -> None:
+        """Raise a ``LifecycleError`` if a group is LENT."""
+        if self.lent is not None:
+            self.lent.check_can_unshard()
 
     @labelled("pre_forward", lambda _, state: state.name)
     def pre_forward(self, state: FSDPState) -> None:
@@ -330,6 +339,7 @@ class Iteration:
             self._end_epoch_after_forward()
 
     def _begin_backward(self) -> None:
+        self.check_not_lent()
         ask_logger()
         self._pass_around_backward, self._pass = self._pass, Pass.BACKWARD
         self._thread = threading.current_thread()

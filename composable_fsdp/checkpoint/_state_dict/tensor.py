@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._comm.broadcast import fill_
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
-from composable_fsdp._runtime.shard_extent import extent_of, gather, has_own_memory
-from composable_fsdp._runtime.unsharded_values import assemble_full
+from composable_fsdp._runtime.shard_extent import assemble_full, extent_of, gather, has_own_memory
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name, said
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local, Sharded
