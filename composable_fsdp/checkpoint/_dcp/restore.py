@@ -25,7 +25,7 @@ from composable_fsdp.checkpoint._dcp.planner import LoadPlanner
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
 from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape
-from composable_fsdp.checkpoint._state_dict.names import plain_name, tensors_of
+from composable_fsdp.checkpoint._state_dict.names import plain_name, prepare_for_access, tensors_of
 from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
 from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
@@ -96,6 +96,7 @@ class RestorePlan:
         """Values that modules load through ``load_state_dict``, by plain name."""
         self._members: list[OptimizerParam] = []
         self._groups: list[dict[str, Any]] = []
+        prepare_for_access(model)
         self._communication = communication_of(model)
         self.mismatch = Mismatch()
         self.has_changed = False

@@ -22,10 +22,11 @@ from composable_fsdp.checkpoint._dcp.contents import Contents, contents_of
 from composable_fsdp.checkpoint._dcp.directory import PartialCheckpoint, complete
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
 from composable_fsdp.checkpoint._dcp.manifest import FileRecord, Manifest, TensorRecord, library_version
-from composable_fsdp.checkpoint._dcp.optimizer_state import check_replicated, contribution_of, merge
+from composable_fsdp.checkpoint._dcp.optimizer_state import Contribution, check_replicated, contribution_of, merge
 from composable_fsdp.checkpoint._dcp.planner import SavePlanner, add_aliases
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
+from composable_fsdp.checkpoint._state_dict.names import prepare_for_access
 
 __all__ = ["CheckpointSaver"]
 
@@ -72,10 +73,13 @@ class CheckpointSaver:
         """Plan which rank writes what, and create the directory."""
 
         what = f"saving to {self._path}"
+
+        def contribute() -> Contribution:
+            prepare_for_access(model)
+            return contribution_of(model, optimizer)
+
         merged = self._ranks.exchange(
-            what,
-            lambda: contribution_of(model, optimizer),
-            lambda contributions: [merge(contributions)] * len(contributions),
+            what, contribute, lambda contributions: [merge(contributions)] * len(contributions)
         )
 
         contents = Contents()

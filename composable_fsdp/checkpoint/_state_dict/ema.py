@@ -17,8 +17,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._runtime.params.sharded_param import local_part
+from composable_fsdp._runtime.shard_extent import shardings_of, states_below
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse, tensor_text
-from composable_fsdp.checkpoint._state_dict.names import Entry, at_rest, on_meta, plain_name
+from composable_fsdp.checkpoint._state_dict.names import Entry, on_meta, plain_name, prepare_for_access
 from composable_fsdp.checkpoint._state_dict.tensor import compare, fill
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
@@ -81,6 +82,7 @@ class ShardedEMA:
         self._decay = decay
         self._averages_buffers = buffers
         self._is_swapped = False
+        prepare_for_access(model)
         current = {entry.name: entry for entry in self._current() if entry.value.requires_grad or _is_buffer(entry)}
         _check_averageable(current)
         device = torch.device("cpu") if offload_to_cpu else None
@@ -97,6 +99,7 @@ class ShardedEMA:
         """
         self._check_not_swapped("update()")
         weight = 1.0 - _check_decay(self._decay(self.steps + 1))
+        prepare_for_access(self._model)
         pairs = list(zip(self._locals(), self._values(), strict=True))
         same_kind = [(a, v) for a, v in pairs if a.dtype == v.dtype and a.device == v.device]
         if same_kind:
@@ -118,6 +121,7 @@ class ShardedEMA:
             LifecycleError: inside another ``swapped`` block.
         """
         self._check_not_swapped("swapped()")
+        prepare_for_access(self._model)
         before = [value.clone() for value in self._values()]
         self._write(self._locals())
         self._is_swapped = True
@@ -125,6 +129,7 @@ class ShardedEMA:
             yield
         finally:
             self._is_swapped = False
+            prepare_for_access(self._model)  # a forward inside the block may have left it unsharded
             self._write(before)
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,6 +142,7 @@ class ShardedEMA:
         Raises:
             CheckpointError: names, shapes or kinds of dtypes differ. The text lists them, and nothing is loaded then.
         """
+        prepare_for_access(self._model)
         given: Mapping[str, torch.Tensor] = state_dict["averages"]
         mismatch = Mismatch(unexpected={n: type(v).__name__ for n, v in given.items() if n not in self.averages})
         for name, average in self.averages.items():
@@ -150,14 +156,14 @@ class ShardedEMA:
         self.steps = int(state_dict["steps"])
 
     def entries(self) -> list[Entry]:
-        """Return the averages with the sharding of their parameters, for checkpoints."""
+        """Return the averages with the sharding of their parameters. The model must be prepared for access."""
         return [replace(entry, value=self.averages[entry.name]) for entry in self._averaged()]
 
     # -- the model's tensors, and the local shards of tensors and averages
 
     def _current(self) -> list[Entry]:
-        """Reshard the model, and return those of its tensors that can be averaged."""
-        shardings = at_rest(self._model)
+        """Return those of the model's tensors that can be averaged."""
+        shardings = shardings_of(states_below(self._model))
         tensors = [*self._model.named_parameters()]
         if self._averages_buffers:
             tensors += [*self._model.named_buffers()]  # type: ignore[list-item]
@@ -186,7 +192,7 @@ class ShardedEMA:
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
-        """Overwrite the model's shards, which must be resharded."""
+        """Overwrite the model's shards."""
         averaged = self._averaged()
         if averaged:
             torch._foreach_copy_([local_part(entry.value).detach() for entry in averaged], values)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import has_own_memory
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse, tensor_text
-from composable_fsdp.checkpoint._state_dict.names import Entry, entries_of, on_meta, plain_name
+from composable_fsdp.checkpoint._state_dict.names import Entry, entries_of, on_meta, plain_name, prepare_for_access
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Sharded
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
 from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, to_form
@@ -44,6 +44,7 @@ def state_dict(model: nn.Module, form: Form = SHARDED) -> dict[str, Any]:
     Raises:
         CheckpointError: the full form, while parameters are on the meta device.
     """
+    prepare_for_access(model)
     entries = entries_of(model)
     if isinstance(form, Full):
         for problem in _on_meta(entries):
@@ -157,6 +158,7 @@ class _Load:
         self._model = model
         self._form = form
         self._streams = streams
+        prepare_for_access(model)
         self._entries = entries_of(model)
         self._owners = OwnerRanks.of(((e.value, e.sharding) for e in self._entries.values()), all_ranks=streams)
         self._given: dict[str, Any] = {}

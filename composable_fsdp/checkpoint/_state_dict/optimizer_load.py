@@ -16,7 +16,7 @@ from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import like
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse
 from composable_fsdp.checkpoint._state_dict.model import streams_from_rank0
-from composable_fsdp.checkpoint._state_dict.names import on_meta, plain_name
+from composable_fsdp.checkpoint._state_dict.names import on_meta, plain_name, prepare_for_access
 from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
 from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
@@ -89,6 +89,7 @@ class _Load:
         self._optimizer = optimizer
         self._form = form
         self._streams = streams
+        prepare_for_access(model)
         self._groups = optimizer_params(model, optimizer)
         self._members = {member.name: member for group in self._groups for member in group}
         self._owners = OwnerRanks.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from composable_fsdp._runtime.shard_extent import like
 from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape, is_plain
 from composable_fsdp.checkpoint._state_dict.model import SHARDED, comes_from_rank0
+from composable_fsdp.checkpoint._state_dict.names import prepare_for_access
 from composable_fsdp.checkpoint._state_dict.options import Form
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
 from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
@@ -43,6 +44,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     Raises:
         CheckpointError: the optimizer has parameters that are not the model's, or ranks have state of different ones.
     """
+    prepare_for_access(model)
     groups = optimizer_params(model, optimizer)
     members = [member for group in groups for member in group]
     tensors = ((member.parameter, member.sharding) for member in members)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from composable_fsdp._layout.block import Cut, Extent
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_replaced, local_part
-from composable_fsdp._runtime.shard_extent import like
+from composable_fsdp._runtime.shard_extent import like, shardings_of, states_below
 from composable_fsdp._sharding.param_sharding import ParameterSharding
-from composable_fsdp.checkpoint._state_dict.names import at_rest, parameter_names, plain_name
+from composable_fsdp.checkpoint._state_dict.names import parameter_names, plain_name, prepare_for_access
 from composable_fsdp.errors import CheckpointError, ParameterError
 
 __all__ = ["OptimizerParam", "optimizer_params", "rekey_optimizer", "rekey_optimizer_state_dict"]
@@ -31,12 +31,12 @@ class OptimizerParam:
 
 
 def optimizer_params(model: nn.Module, optimizer: Optimizer) -> list[list[OptimizerParam]]:
-    """Return the parameters of each group of ``optimizer``.
+    """Return the parameters of each group of ``optimizer``. The model must be prepared for access.
 
     Raises:
         CheckpointError: some are not parameters of ``model``, or no longer are. The text says which, and what to do.
     """
-    shardings, names = at_rest(model), parameter_names(model)
+    shardings, names = shardings_of(states_below(model)), parameter_names(model)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     unmanaged = [parameter for group in groups for parameter in group if id(parameter) not in names]
     taken = [found.description for parameter in unmanaged if (found := find_replaced(parameter)) is not None]
@@ -66,7 +66,7 @@ def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     Raises:
         ParameterError: some parameters are neither the model's nor its original ones. Nothing has changed then.
     """
-    at_rest(model)
+    prepare_for_access(model)
     names = parameter_names(model)
     replaced: dict[torch.Tensor, ShardedParameter] = {}
     unmanaged = []
@@ -126,7 +126,7 @@ def rekey_optimizer_state_dict(
         CheckpointError: the number of parameters differs, or some are not the model's; or there are several groups and
             no ``optimizer`` to tell the order of their parameters.
     """
-    at_rest(model)
+    prepare_for_access(model)
     order = _order_of(model, optimizer)
     if to == "names":
         new_keys: dict[Any, Any] = dict(_numbered(state, order, optimizer is not None))
