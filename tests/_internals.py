@@ -129,8 +129,8 @@ if TYPE_CHECKING:
     from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensors
     from composable_fsdp.checkpoint._state_dict import model, owners, tensor
     from composable_fsdp.checkpoint._state_dict.names import entries_of, parameter_names, plain_name
+    from composable_fsdp.checkpoint._state_dict.optimizer_params import lacking, restored
     from composable_fsdp.checkpoint._state_dict.options import Form
-    from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
     from composable_fsdp.checkpoint._tools.cli import app
     from composable_fsdp.checkpoint._tools.convert import convert
     from composable_fsdp.checkpoint._tools.sources import DcpSource, Kind, open_source

@@ -306,11 +306,13 @@ def test_what_does_not_fit_is_named_and_numbers_and_files_are_read() -> None:
     wrong, fresh, fewer, local, full, one_less, numbers, empty, strange, rank0, groups, some, unknown, _, seen = first
     assert wrong.splitlines() == [
         "the state dict does not fit AdamW. Nothing was loaded.",
-        "  unexpected (1):",
+        "  unexpected (2):",
+        "    param_group of frozen, layers.0.weight, layers.1.weight, …: members: 5",
         "    unknown: state",
         "  of another shape (1):",
         "    flag.exp_avg: (2,), expected (1,)",
-        "  a parameter group has other members: missing ['flag'], unexpected ['unknown']",
+        "  no saved param_group has the parameters of group 0: flag, frozen, layers.0.weight, … (missing [flag], "
+        "unexpected [unknown])",
     ]
     assert fresh == wrong
     assert "  1 parameter groups, expected 2" in fewer

@@ -195,6 +195,18 @@ def buffers_dtypes_and_errors() -> None:
         sharded_ema(blank, 0.5)
     with pytest.raises(CheckpointError, match=r"the averages do not fit those of FSDPNormed.*\n.*missing \(3\)"):
         ema.load_state_dict({"steps": 1, "averages": {"linear.bias": torch.ones(4)}})
+    given: dict[str, Any] = ema.state_dict()
+    if dist.get_rank() == 1:
+        given["averages"]["unknown"] = given["averages"].pop("linear.bias")
+    with pytest.raises(CheckpointError) as raised:
+        ema.load_state_dict({**given, "steps": 9})
+    assert str(raised.value).splitlines()[1:] == [
+        "  missing (1):",
+        "    linear.bias: float32 (4,) (on rank 1)",
+        "  unexpected (1):",
+        "    unknown: float32 (4,) (on rank 1)",
+    ]
+    assert ema.steps == 0
     ema = sharded_ema(model, 0.5)
     model.linear = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(ParameterError, match=r"averaged, but FSDPNormed has them no longer: \['linear\.weight"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,20 +106,23 @@ class Mismatch:
     others: list[str] = field(default_factory=list)
 
 
-def leave_common_unexpected(mismatches: Sequence[Mismatch]) -> None:
+def leave_common_unexpected(mismatches: Collection[Mismatch]) -> None:
     """Keep as unexpected only the tensors that no rank expects: ranks may hold different parts of a model."""
     common = set.intersection(*(set(mismatch.unexpected) for mismatch in mismatches))
     for mismatch in mismatches:
         mismatch.unexpected = {name: what for name, what in mismatch.unexpected.items() if name in common}
 
 
-def mismatch_text(mismatches: Mapping[int, Mismatch]) -> str:
+def mismatch_text(mismatches: Mapping[int, Mismatch], ignore: Collection[str] = ()) -> str:
     """Return the differences of all ranks, sorted by kind; empty if there are none.
 
-    An entry names its ranks unless all ranks have it.
+    An entry names its ranks unless all ranks have it. Kinds in ``ignore``, attributes of :class:`Mismatch`, are left
+    out.
     """
     lines = []
     for kind, title in _TITLES.items():
+        if kind in ignore:
+            continue
         entries = _marked(
             {rank: [f"{n}: {what}" for n, what in vars(m)[kind].items()] for rank, m in mismatches.items()}
         )
@@ -127,17 +130,18 @@ def mismatch_text(mismatches: Mapping[int, Mismatch]) -> str:
             lines += [f"  {title} ({len(entries)}):", *(f"    {entry}" for entry in entries[:_SHOWN])]
         if len(entries) > _SHOWN:
             lines.append(f"    and {len(entries) - _SHOWN} more")
-    lines += [f"  {sentence}" for sentence in _marked({rank: mismatch.others for rank, mismatch in mismatches.items()})]
+    if "others" not in ignore:
+        lines += [f"  {sentence}" for sentence in _marked({rank: each.others for rank, each in mismatches.items()})]
     return "\n".join(lines)
 
 
-def refuse(what: str, mismatches: Mapping[int, Mismatch]) -> None:
-    """Raise if any rank has differences. Called with equal arguments, it raises the same error on every rank.
+def refuse(what: str, mismatches: Mapping[int, Mismatch], ignore: Collection[str] = ()) -> None:
+    """Raise if any rank has differences of kinds not in ``ignore``. Equal arguments give the same error on every rank.
 
     Raises:
         CheckpointError: there are differences. The text begins with ``what`` and lists all of them.
     """
-    differences = mismatch_text(mismatches)
+    differences = mismatch_text(mismatches, ignore)
     if differences:
         raise CheckpointError(f"{what}. Nothing was loaded.\n{differences}")
 

@@ -32,8 +32,8 @@ from composable_fsdp._runtime.shard_extent import states_below
 from composable_fsdp.checkpoint._dcp.optimizer_state import MergedState, serialize, state_of
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
-from composable_fsdp.checkpoint._state_dict.local_state import is_plain
 from composable_fsdp.checkpoint._state_dict.names import tensors_of
+from composable_fsdp.checkpoint._state_dict.optimizer_params import OptimizerParams, is_plain
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
 from composable_fsdp.communication_state import CommunicationState
 
@@ -159,7 +159,7 @@ def contents_of(
 
 
 def _add_optimizer(contents: Contents, model: nn.Module, optimizer: Optimizer, merged: MergedState) -> None:
-    for member, key, value in state_of(model, optimizer):
+    for member, key, value in state_of(OptimizerParams(model, optimizer)):
         path = ("optimizer", "state", member.name, key)
         if (member.name, key) in merged.shards:
             contents.add_tensor(path, LocalShard(alias_of(cast(DTensor, member.parameter), value), member.sharding))

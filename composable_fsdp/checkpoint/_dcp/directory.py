@@ -16,6 +16,7 @@ import shutil
 import socket
 from pathlib import Path
 
+from composable_fsdp.checkpoint._safetensors.atomic_replace import sync
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
@@ -120,15 +121,6 @@ def checkpoints_at(path: str | os.PathLike[str]) -> list[Path]:
     return found
 
 
-def _sync_directory(path: Path) -> None:
-    """Write the directory entries of ``path`` to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class PartialCheckpoint:
     """A checkpoint of ``step`` that is being written to ``partial``. :meth:`commit` moves it to ``final``.
 
@@ -155,13 +147,13 @@ class PartialCheckpoint:
 
     def commit(self, keep_last: int | None = None) -> None:
         """Move the written files, already synced, to ``final``. Then delete all but the ``keep_last`` highest steps."""
-        _sync_directory(self.partial)
+        sync(self.partial)
         old = self.final.with_name(self.final.name + _OLD)
         replaces = self.final.exists()
         if replaces:
             self.final.rename(old)
         self.partial.rename(self.final)
-        _sync_directory(self._path)
+        sync(self._path)
         obsolete = [old] if replaces else []
         if keep_last is not None:
             others = [found for step, found in complete(self._path).items() if step != self.step]

@@ -51,14 +51,6 @@ class _Fit:
     fits_communication: bool
 
 
-@dataclass(frozen=True)
-class _ReadResult:
-    """The outcome of reading on one rank: whether anything was changed, and the error, if any."""
-
-    has_changed: bool
-    problem: str
-
-
 class CheckpointLoader:
     """One load on one rank.
 
@@ -162,13 +154,13 @@ class CheckpointLoader:
         """Read this rank's shards of all tensors."""
         failure: CheckpointError | None = None
 
-        def each() -> _ReadResult:
+        def each() -> tuple[bool, str]:
             nonlocal failure
             try:
                 self._plan.run(self.folder, communication=self._communication, show=self._show)
             except CheckpointError as error:
                 failure = error
-            return _ReadResult(self._plan.has_changed, "" if failure is None else str(failure))
+            return self._plan.has_changed, "" if failure is None else str(failure)
 
         try:
             self._ranks.exchange(self._what, each, self._check_reads)
@@ -186,10 +178,11 @@ class CheckpointLoader:
         """The ``extra`` that this rank saved, or rank 0 if the number of ranks has changed."""
         return cast(dict[str, Any], self._objects.get(f"{self._rank_prefix}.extra", {}))
 
-    def _check_reads(self, reads: list[_ReadResult]) -> list[None]:
-        problems = {rank: read.problem for rank, read in enumerate(reads) if read.problem}
+    def _check_reads(self, reads: list[tuple[bool, str]]) -> list[None]:
+        """Raise if a rank had a problem, the second of its pair. The first says whether it has changed anything."""
+        problems = {rank: problem for rank, (_, problem) in enumerate(reads) if problem}
         if problems:
-            state = "The model is loaded in part." if any(r.has_changed for r in reads) else "Nothing was loaded."
+            state = "The model is loaded in part." if any(changed for changed, _ in reads) else "Nothing was loaded."
             advice = "" if self._is_verified else " verify=True finds damage before anything is loaded."
             raise CheckpointError(f"{join_rank_texts(problems, len(reads))} {state}{advice}")
         return [None] * len(reads)
@@ -197,11 +190,9 @@ class CheckpointLoader:
     def _decide(self, fits: list[_Fit], model: str, strict: bool) -> list[bool]:
         """Raise or warn about differences, and return for each rank whether to load the codec state."""
         mismatches = {rank: fit.mismatch for rank, fit in enumerate(fits)}
-        leave_common_unexpected(list(mismatches.values()))
-        refuse(
-            f"{self.folder} does not fit {model}",
-            mismatches if strict else {r: Mismatch(shapes=m.shapes, classes=m.classes) for r, m in mismatches.items()},
-        )
+        leave_common_unexpected(mismatches.values())
+        ignore = () if strict else ("missing", "unexpected", "dtypes", "others")
+        refuse(f"{self.folder} does not fit {model}", mismatches, ignore)
         differences = mismatch_text(mismatches)
         if differences:
             logger.warning("%s is loaded in part.\n%s", self.folder, differences)

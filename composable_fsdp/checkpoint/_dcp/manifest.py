@@ -11,10 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
 from composable_fsdp.checkpoint._dcp.directory import MANIFEST
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["FORMAT", "FileRecord", "Manifest", "TensorRecord", "body_of", "check_file", "library_version"]
+__all__ = ["FORMAT", "FileRecord", "Manifest", "TensorRecord", "body_of", "check_file"]
 
 FORMAT = 1
 """Version of the manifest and of the checkpoint's keys. All versions up to this one can be read."""
@@ -57,6 +61,16 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     library: str
     torch: str
+
+    @staticmethod
+    def of(step: int, ranks: int, files: Mapping[str, FileRecord], metadata: Metadata) -> Manifest:
+        """Describe a checkpoint that this library and torch have saved, with DCP's ``metadata``, aliases included."""
+        tensors = {
+            key: TensorRecord(tuple(saved.size), dtype_name(saved.properties.dtype))
+            for key, saved in metadata.state_dict_metadata.items()
+            if isinstance(saved, TensorStorageMetadata)
+        }
+        return Manifest(step, ranks, files, tensors, _library_version(), torch.__version__)
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder`` and sync it to disk."""
@@ -141,7 +155,7 @@ def _check(path: Path, record: FileRecord, contents: bool) -> None:
         raise CheckpointError(f"{path} is damaged: its CRC-32 is {checksum:08x} instead of {record.crc32}.")
 
 
-def library_version() -> str:
+def _library_version() -> str:
     """Return the installed version of composable_fsdp."""
     try:
         return importlib.metadata.version("composable-fsdp")

@@ -16,8 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composable_fsdp.checkpoint._coordination.mismatch import named
-from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape, is_plain
-from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
+from composable_fsdp.checkpoint._state_dict.optimizer_params import (
+    OptimizerParam,
+    OptimizerParams,
+    has_shards_shape,
+    is_plain,
+)
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["Contribution", "MergedState", "check_replicated", "contribution_of", "merge", "serialize", "state_of"]
@@ -61,12 +65,13 @@ def contribution_of(model: nn.Module, optimizer: Optimizer | None) -> Contributi
     if optimizer is None:
         return Contribution()
     groups = {}
-    for members, group in zip(optimizer_params(model, optimizer), optimizer.param_groups, strict=True):
+    params = OptimizerParams(model, optimizer)
+    for members, group in zip(params.groups, optimizer.param_groups, strict=True):
         names = [member.name for member in members]
         groups[tuple(names)] = serialize({**group, "params": names})
     plain = {
         (member.name, key): has_shards_shape(value, member)
-        for member, key, value in state_of(model, optimizer)
+        for member, key, value in state_of(params)
         if is_plain(value, member)
     }
     return Contribution(groups, plain)
@@ -84,12 +89,11 @@ def merge(contributions: Sequence[Contribution]) -> MergedState:
     return MergedState(deserialized, frozenset(key for key, are in may_be_shards.items() if are))
 
 
-def state_of(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[OptimizerParam, str, Any]]:
+def state_of(params: OptimizerParams) -> Iterator[tuple[OptimizerParam, str, Any]]:
     """Yield each parameter with each key and value of its optimizer state."""
-    for members in optimizer_params(model, optimizer):
-        for member in members:
-            for key, value in optimizer.state.get(member.parameter, {}).items():
-                yield member, str(key), value
+    for member in params.members.values():
+        for key, value in params.state_of(member).items():
+            yield member, str(key), value
 
 
 def serialize(value: object) -> bytes:

@@ -7,7 +7,7 @@ tensor-parallel shard. These plans follow the :class:`~composable_fsdp._layout.b
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,9 +33,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from composable_fsdp.checkpoint._dcp.contents import Contents
-from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 
-__all__ = ["LoadPlanner", "SavePlanner", "add_aliases"]
+__all__ = ["LoadPlanner", "SavePlanner", "add_aliases", "write_item"]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -58,7 +57,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         parts = self.contents.parts
-        items = [_write_item(index, parts[index.fqn], block) for index, block in self._blocks.items()]
+        items = [write_item(i, block.shape, parts[i.fqn].shape, block.dtype) for i, block in self._blocks.items()]
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.contents.objects]
         return SavePlan(items, planner_data=self.contents.paths)
 
@@ -86,13 +85,11 @@ class SavePlanner(DefaultSavePlanner):
         return tensors + sum(len(self.contents.objects[key]) for key in objects)
 
 
-def _write_item(index: MetadataIndex, part: LocalShard, block: torch.Tensor) -> WriteItem:
+def write_item(index: MetadataIndex, sizes: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> WriteItem:
+    """Return the item for a block of these ``sizes`` at the offset in ``index``, of a tensor of this ``shape``."""
     assert index.offset is not None
-    data = TensorWriteData(
-        ChunkStorageMetadata(index.offset, block.shape),
-        TensorProperties(dtype=block.dtype),
-        torch.Size(part.shape),
-    )
+    chunk = ChunkStorageMetadata(index.offset, torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -24,10 +24,8 @@ from composable_fsdp.checkpoint._dcp.filesystem import reader_of
 from composable_fsdp.checkpoint._dcp.planner import LoadPlanner
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
 from composable_fsdp.checkpoint._state_dict.inner_tensors import Record, class_name, wanted_of
-from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape
-from composable_fsdp.checkpoint._state_dict.names import plain_name, tensors_of
-from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
-from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
+from composable_fsdp.checkpoint._state_dict.names import plain_name, prepare_for_access, tensors_of
+from composable_fsdp.checkpoint._state_dict.optimizer_params import OptimizerParam, OptimizerParams, has_shards_shape
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.communication_state import CommunicationState
 from composable_fsdp.errors import CheckpointError
@@ -77,7 +75,6 @@ class RestorePlan:
         objects: Mapping[str, Any],
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
         self._averages = averages
         self._metadata = metadata
         self._saved = metadata.state_dict_metadata
@@ -94,8 +91,9 @@ class RestorePlan:
         """Memory for optimizer state that has inner tensors, by key."""
         self._by_module: dict[str, Any] = {}
         """Values that modules load through ``load_state_dict``, by plain name."""
-        self._members: list[OptimizerParam] = []
-        self._groups: list[dict[str, Any]] = []
+        self._params: OptimizerParams | None = None
+        self._groups: list[Mapping[str, Any] | None] = []
+        prepare_for_access(model)
         self._communication = communication_of(model)
         self.mismatch = Mismatch()
         self.has_changed = False
@@ -124,7 +122,7 @@ class RestorePlan:
             raise CheckpointError(f"{folder} could not be loaded: {said(error)}.") from error
 
     def _run(self, folder: Path, communication: bool, show: bool) -> None:
-        state = {} if self._optimizer is None else self._allocate_state(self._optimizer)
+        state = {} if self._params is None else self._allocate_state(self._params)
         if communication:
             for name, each in self._communication.items():
                 self._parts[f"communication.{name}.residual"] = LocalShard(each["residual"])
@@ -145,8 +143,8 @@ class RestorePlan:
                 for attribute, value in absent.items():
                     setattr(tensor, attribute, value)
             self._load_through_modules()
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+        if self._params is not None:
+            self._params.load(self._groups, state, {})
         if self._averages is not None:
             self._averages.steps = self._objects.get("averages.steps", self._averages.steps)
         if communication and self._communication:
@@ -221,36 +219,22 @@ class RestorePlan:
 
     def _match_optimizer(self, optimizer: Optimizer) -> None:
         saved_groups, states = _saved_param_groups(self._objects), self._states()
-        if not saved_groups:
+        self._params = params = OptimizerParams(self._model, optimizer)
+        if saved_groups:
+            self._groups = params.match_groups(saved_groups, self.mismatch)
+        else:
+            self._groups = [None] * len(params.groups)
             self.mismatch.others.append("the checkpoint has no param_groups of an optimizer.")
-        by_names = {frozenset(group["params"]): group for group in saved_groups}
-        groups = optimizer_params(self._model, optimizer)
-        for i, (members, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-            own, first = [member.name for member in members], len(self._members)
-            self._members += members
-            saved = by_names.get(frozenset(own))
-            self._groups.append(restored(group, saved or {}, range(first, first + len(own))))
-            if saved is not None:
-                self.mismatch.others += lacking(optimizer, i, saved)
-            elif saved_groups:
-                self.mismatch.others.append(
-                    f"no param_group of the checkpoint has the parameters of group {i}: {_first_names(own)}"
-                )
-        wanted = {frozenset(member.name for member in members) for members in groups}
-        for names in by_names.keys() - wanted:
-            self.mismatch.unexpected[f"param_group of {_first_names(sorted(names))}"] = f"members: {len(names)}"
-        known = {member.name for member in self._members}
-        for name in states.keys() - known:
+        for name in states.keys() - params.members.keys():
             self.mismatch.unexpected[f"optimizer state of {name}"] = ", ".join(states[name])
-        for member in self._members:
+        for member in params.members.values():
             for key, full_key in states.get(member.name, {}).items():
                 if full_key in self._records:
-                    self._match_inner_state(optimizer, member, key, full_key)
+                    self._match_inner_state(member, params.state_of(member).get(key), key, full_key)
 
-    def _match_inner_state(self, optimizer: Optimizer, member: OptimizerParam, key: str, full_key: str) -> None:
+    def _match_inner_state(self, member: OptimizerParam, value: Any, key: str, full_key: str) -> None:
         """Find or allocate the tensor for optimizer state that has inner tensors: only its own class can create one."""
         name, kind = f"optimizer state {key} of {member.name}", self._records[full_key].kind
-        value = optimizer.state.get(member.parameter, {}).get(key)
         if value is None:
             local = local_part(member.parameter)
             if class_name(local) != kind:
@@ -276,12 +260,12 @@ class RestorePlan:
                 found.setdefault(record.path[2], {})[record.path[3]] = key
         return found
 
-    def _allocate_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-        """Allocate state for ``optimizer.load_state_dict``. The optimizer's own tensors are used where they fit."""
-        state: dict[int, dict[str, Any]] = {}
+    def _allocate_state(self, params: OptimizerParams) -> dict[str, dict[str, Any]]:
+        """Allocate state by parameter name. The optimizer's own tensors are used where they fit."""
+        state: dict[str, dict[str, Any]] = {}
         states = self._states()
-        for i, member in enumerate(self._members):
-            existing = optimizer.state.get(member.parameter, {})
+        for member in params.members.values():
+            existing = params.state_of(member)
             for key, full_key in states.get(member.name, {}).items():
                 saved = self._saved.get(full_key)
                 if saved is None:
@@ -290,7 +274,7 @@ class RestorePlan:
                     value, self._parts[full_key] = _allocate(key, saved, member, existing.get(key))
                 else:
                     value = self._objects[full_key]
-                state.setdefault(i, {})[key] = value
+                state.setdefault(member.name, {})[key] = value
         return state
 
     def _matches_communication(self) -> bool:
@@ -318,10 +302,6 @@ def _saved_param_groups(objects: Mapping[str, Any]) -> list[dict[str, Any]]:
         if key.startswith(prefix) and index.isdecimal():
             groups.setdefault(int(index), {})[setting] = value
     return [groups[index] for index in sorted(groups)]
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def _allocate(

@@ -8,24 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
 from composable_fsdp.checkpoint._coordination.progress import progress_bar
 from composable_fsdp.checkpoint._coordination.rank_group import RankGroup
 from composable_fsdp.checkpoint._dcp.contents import Contents, contents_of
 from composable_fsdp.checkpoint._dcp.directory import PartialCheckpoint, complete
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
-from composable_fsdp.checkpoint._dcp.manifest import FileRecord, Manifest, TensorRecord, library_version
-from composable_fsdp.checkpoint._dcp.optimizer_state import check_replicated, contribution_of, merge
+from composable_fsdp.checkpoint._dcp.manifest import FileRecord, Manifest
+from composable_fsdp.checkpoint._dcp.optimizer_state import Contribution, check_replicated, contribution_of, merge
 from composable_fsdp.checkpoint._dcp.planner import SavePlanner, add_aliases
 from composable_fsdp.checkpoint._state_dict import inner_tensors
 from composable_fsdp.checkpoint._state_dict.ema import ShardedEMA
+from composable_fsdp.checkpoint._state_dict.names import prepare_for_access
 
 __all__ = ["CheckpointSaver"]
 
@@ -72,10 +71,13 @@ class CheckpointSaver:
         """Plan which rank writes what, and create the directory."""
 
         what = f"saving to {self._path}"
+
+        def contribute() -> Contribution:
+            prepare_for_access(model)
+            return contribution_of(model, optimizer)
+
         merged = self._ranks.exchange(
-            what,
-            lambda: contribution_of(model, optimizer),
-            lambda contributions: [merge(contributions)] * len(contributions),
+            what, contribute, lambda contributions: [merge(contributions)] * len(contributions)
         )
 
         contents = Contents()
@@ -149,11 +151,5 @@ class CheckpointSaver:
         add_aliases(self._metadata, results, self._aliases)
         writer.finish(self._metadata, results)
         files = {name: record for each in written for name, record in each.records.items()} | writer.records
-        tensors = {
-            key: TensorRecord(tuple(saved.size), dtype_name(saved.properties.dtype))
-            for key, saved in self._metadata.state_dict_metadata.items()
-            if isinstance(saved, TensorStorageMetadata)
-        }
-        manifest = Manifest(self.step, self._ranks.size, files, tensors, library_version(), torch.__version__)
-        manifest.write(self._partial)
+        Manifest.of(self.step, self._ranks.size, files, self._metadata).write(self._partial)
         self._partial_checkpoint.commit(self._keep_last)

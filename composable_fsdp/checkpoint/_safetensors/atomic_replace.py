@@ -17,7 +17,7 @@ from pathlib import Path
 
 from composable_fsdp.checkpoint._safetensors.file_layout import INDEX, SINGLE, FileLayout, TensorFiles
 
-__all__ = ["Replacement", "has_parts", "reserve"]
+__all__ = ["Replacement", "has_parts", "reserve", "sync"]
 
 _INCOMPLETE = ".incomplete-"
 _PART = re.compile(r"model-([0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
@@ -70,15 +70,15 @@ class Replacement:
                 opened.write(files.index)
                 opened.flush()
                 os.fsync(opened.fileno())
-            _sync(self.folder)
+            sync(self.folder)
             os.replace(self.aside / INDEX, self.folder / INDEX)
-            _sync(self.folder)
+            sync(self.folder)
             (self.folder / SINGLE).unlink(missing_ok=True)
         else:
             os.replace(self.aside / SINGLE, self.folder / SINGLE)
-            _sync(self.folder)
+            sync(self.folder)
             (self.folder / INDEX).unlink(missing_ok=True)
-        _sync(self.folder)
+        sync(self.folder)
         self.aside.rmdir()
         current = {file.name for file in files.files}
         for path in self.folder.iterdir():
@@ -98,9 +98,9 @@ def reserve(file: int, nbytes: int) -> None:
         os.truncate(file, nbytes)
 
 
-def _sync(folder: Path) -> None:
-    """Flush a directory to disk, and with it the renames of files in it."""
-    opened = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file to disk, or a directory, and with it the renames of files in it."""
+    opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from composable_fsdp.checkpoint._state_dict.names import tensors_of
+from composable_fsdp.checkpoint._state_dict.names import prepare_for_access, tensors_of
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.errors import ConfigurationError
 
@@ -33,13 +33,14 @@ class KeyedTensor:
 
 
 def keyed_tensors(model: nn.Module, key_map: KeyMap | None) -> tuple[list[KeyedTensor], list[str]]:
-    """Return the parameters and persistent buffers of ``model``, and the names of its extra state.
+    """Prepare ``model`` for access, and return its parameters and persistent buffers, and the names of its extra state.
 
     Raises:
         CheckpointError: tensors are on the meta device. The text names them.
         ConfigurationError: ``key_map`` is neither a mapping nor a callable.
     """
     to_key = _as_function(key_map)
+    prepare_for_access(model)
     tensors, others = tensors_of(model)
     found = []
     for entries in tensors:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from composable_fsdp.checkpoint._coordination.progress import progress_bar, want
 from composable_fsdp.checkpoint._coordination.rank_group import TIMEOUT, meet
 from composable_fsdp.checkpoint._safetensors.keys import KeyedTensor, KeyMap, keyed_tensors
 from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensor, StoredTensors
+from composable_fsdp.checkpoint._state_dict.owners import digest
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard
 from composable_fsdp.errors import CheckpointError
 
@@ -124,7 +124,8 @@ class _Load:
         mismatch.unexpected = {key: f"{_dtype_of(stored)} {stored.shape}" for key, stored in unused.items()}
         if strict and not mismatch.shapes and not mismatch.dtypes:
             mismatch.others = [text for tensor in tensors for text in _check_ties(tensor, self._stored)]
-        return _Fit(mismatch, self._stored.path, self._digest())
+        described = sorted((name, each.code, each.shape) for name, each in self._stored.tensors.items())
+        return _Fit(mismatch, self._stored.path, digest(described))
 
     def read(self, *, show: bool) -> None:
         """Read this rank's shards, file by file."""
@@ -143,26 +144,19 @@ class _Load:
                     ) from error
                 advance(part.nbytes)
 
-    def _digest(self) -> str:
-        described = sorted((name, stored.code, stored.shape) for name, stored in self._stored.tensors.items())
-        return hashlib.sha256(repr(described).encode()).hexdigest()
-
 
 def _verify_fits(fits: list[_Fit], model: str, *, strict: bool) -> list[list[str]]:
     """Return for every rank the keys that no rank expects. Raise if anything does not fit."""
-    mismatches = [fit.mismatch for fit in fits]
-    leave_common_unexpected(mismatches)
-    unexpected = list(mismatches[0].unexpected)
-    if not strict:
-        mismatches = [replace(mismatch, missing={}, unexpected={}) for mismatch in mismatches]
-    refuse(f"{fits[0].path} does not fit {model}", dict(enumerate(mismatches)))
+    mismatches = {rank: fit.mismatch for rank, fit in enumerate(fits)}
+    leave_common_unexpected(mismatches.values())
+    refuse(f"{fits[0].path} does not fit {model}", mismatches, ignore=() if strict else ("missing", "unexpected"))
     others = [rank for rank, fit in enumerate(fits) if fit.digest != fits[0].digest]
     if others:  # a path may be another directory on another host
         raise CheckpointError(
             f"{fits[0].path} is not the same checkpoint on all ranks: {named(others)} found other tensors than rank 0. "
             "Put it on storage that all ranks share, or the same copy on every host."
         )
-    return [unexpected] * len(fits)
+    return [list(fits[0].mismatch.unexpected)] * len(fits)
 
 
 def _keys_of(tensor: KeyedTensor, stored: StoredTensors) -> dict[str, str]:

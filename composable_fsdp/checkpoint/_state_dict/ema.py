@@ -17,9 +17,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse, tensor_text
-from composable_fsdp.checkpoint._state_dict.names import Entry, at_rest, on_meta, plain_name
-from composable_fsdp.checkpoint._state_dict.tensor import compare, fill
+from composable_fsdp._runtime.shard_extent import shardings_of, states_below
+from composable_fsdp.checkpoint._state_dict.loader import StateDictLoader
+from composable_fsdp.checkpoint._state_dict.names import Entry, on_meta, plain_name, prepare_for_access
+from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
 from composable_fsdp.errors import ConfigurationError, LifecycleError, ParameterError
 
 __all__ = ["ShardedEMA", "sharded_ema"]
@@ -81,7 +82,9 @@ class ShardedEMA:
         self._decay = decay
         self._averages_buffers = buffers
         self._is_swapped = False
-        current = {entry.name: entry for entry in self._current() if entry.value.requires_grad or _is_buffer(entry)}
+        prepare_for_access(model)
+        frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
+        current = {entry.name: entry for entry in self._current() if id(entry.value) not in frozen}
         _check_averageable(current)
         device = torch.device("cpu") if offload_to_cpu else None
         self.averages = {name: _average_of(entry.value, dtype, device) for name, entry in current.items()}
@@ -97,6 +100,7 @@ class ShardedEMA:
         """
         self._check_not_swapped("update()")
         weight = 1.0 - _check_decay(self._decay(self.steps + 1))
+        prepare_for_access(self._model)
         pairs = list(zip(self._locals(), self._values(), strict=True))
         same_kind = [(a, v) for a, v in pairs if a.dtype == v.dtype and a.device == v.device]
         if same_kind:
@@ -118,6 +122,7 @@ class ShardedEMA:
             LifecycleError: inside another ``swapped`` block.
         """
         self._check_not_swapped("swapped()")
+        prepare_for_access(self._model)
         before = [value.clone() for value in self._values()]
         self._write(self._locals())
         self._is_swapped = True
@@ -125,6 +130,7 @@ class ShardedEMA:
             yield
         finally:
             self._is_swapped = False
+            prepare_for_access(self._model)  # a forward inside the block may have left it unsharded
             self._write(before)
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,29 +141,26 @@ class ShardedEMA:
         """Copy the values of :meth:`state_dict`: full tensors, or DTensors on any mesh. Call it on all ranks together.
 
         Raises:
-            CheckpointError: names, shapes or kinds of dtypes differ. The text lists them, and nothing is loaded then.
+            CheckpointError: names, shapes or kinds of dtypes differ on some rank. The text lists them and is the same
+                on every rank. Nothing is loaded then.
         """
-        given: Mapping[str, torch.Tensor] = state_dict["averages"]
-        mismatch = Mismatch(unexpected={n: type(v).__name__ for n, v in given.items() if n not in self.averages})
-        for name, average in self.averages.items():
-            if name in given:
-                compare(name, average, given[name], None, mismatch)
-            else:
-                mismatch.missing[name] = tensor_text(average.dtype, average.shape)
-        refuse(f"the averages do not fit those of {type(self._model).__name__}", {0: mismatch})
-        for entry in self.entries():
-            fill(entry.value, entry.sharding, given[entry.name].detach(), None)
+        prepare_for_access(self._model)
+        entries = {entry.name: entry for entry in self.entries()}
+        loader = StateDictLoader(OwnerRanks.of((entry.value, entry.sharding) for entry in entries.values()), None)
+        loader.match(entries, state_dict["averages"])
+        loader.agree(f"the averages do not fit those of {type(self._model).__name__}")
+        loader.fill(entries)
         self.steps = int(state_dict["steps"])
 
     def entries(self) -> list[Entry]:
-        """Return the averages with the sharding of their parameters, for checkpoints."""
+        """Return the averages with the sharding of their parameters. The model must be prepared for access."""
         return [replace(entry, value=self.averages[entry.name]) for entry in self._averaged()]
 
     # -- the model's tensors, and the local shards of tensors and averages
 
     def _current(self) -> list[Entry]:
-        """Reshard the model, and return those of its tensors that can be averaged."""
-        shardings = at_rest(self._model)
+        """Return those of the model's tensors that can be averaged."""
+        shardings = shardings_of(states_below(self._model))
         tensors = [*self._model.named_parameters()]
         if self._averages_buffers:
             tensors += [*self._model.named_buffers()]  # type: ignore[list-item]
@@ -179,17 +182,17 @@ class ShardedEMA:
         return [current[name] for name in self.averages]
 
     def _values(self) -> list[torch.Tensor]:
-        return [local_part(entry.value).detach() for entry in self._averaged()]
+        return [_local(entry) for entry in self._averaged()]
 
     def _locals(self) -> list[torch.Tensor]:
         return [local_part(average) for average in self.averages.values()]
 
     @torch.no_grad()
     def _write(self, values: list[torch.Tensor]) -> None:
-        """Overwrite the model's shards, which must be resharded."""
+        """Overwrite the model's shards."""
         averaged = self._averaged()
         if averaged:
-            torch._foreach_copy_([local_part(entry.value).detach() for entry in averaged], values)
+            torch._foreach_copy_([_local(entry) for entry in averaged], values)
             increment_version([entry.value for entry in averaged])  # copies to their local tensors do not
 
     def _check_not_swapped(self, what: str) -> None:
@@ -197,10 +200,6 @@ class ShardedEMA:
             raise LifecycleError(
                 f"{what} was called inside swapped(), where the model's values are the averages. Leave it first."
             )
-
-
-def _is_buffer(entry: Entry) -> bool:
-    return not isinstance(entry.value, nn.Parameter)
 
 
 def _check_decay(decay: float) -> float:

@@ -14,7 +14,7 @@ from composable_fsdp._runtime.shard_extent import shardings_of, states_below
 from composable_fsdp._sharding.param_sharding import ParameterSharding
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["Entry", "at_rest", "entries_of", "on_meta", "parameter_names", "plain_name", "tensors_of"]
+__all__ = ["Entry", "entries_of", "on_meta", "parameter_names", "plain_name", "prepare_for_access", "tensors_of"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that torch's activation-checkpoint wrappers and ``torch.compile`` add to names."""
@@ -47,19 +47,20 @@ class Entry:
         return isinstance(self.value, torch.Tensor) and self.name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
 
 
-def at_rest(model: nn.Module) -> dict[int, ParameterSharding]:
-    """Reshard the parameters of ``model``, and return the sharding of each, by its id."""
-    states = states_below(model)
-    for state in states:
+def prepare_for_access(model: nn.Module) -> None:
+    """Complete pending changes of ``model`` and reshard its parameters, so that its state can be read and written.
+
+    Each public operation on state calls this once, before it looks at any parameter.
+    """
+    for state in states_below(model):
         state.drain_before_changes()
         state.group.reshard()
         state.group.refresh()
-    return shardings_of(states)
 
 
 def entries_of(model: nn.Module) -> dict[str, Entry]:
-    """Return the entries of ``model.state_dict()`` by plain names, in its order, with parameters in sharded form."""
-    shardings = at_rest(model)
+    """Return the entries of ``model.state_dict()`` by plain names, in its order. The model must be prepared."""
+    shardings = shardings_of(states_below(model))
     state = model.state_dict(keep_vars=True)
     entries = (Entry(plain_name(k), value, shardings.get(id(value)), k) for k, value in state.items())
     return {entry.name: entry for entry in entries}

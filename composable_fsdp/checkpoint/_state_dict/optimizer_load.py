@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,13 +12,13 @@ from torch.optim import Optimizer
 
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import like
-from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, refuse
+from composable_fsdp.checkpoint._coordination.mismatch import Mismatch
+from composable_fsdp.checkpoint._state_dict.loader import StateDictLoader
 from composable_fsdp.checkpoint._state_dict.model import streams_from_rank0
-from composable_fsdp.checkpoint._state_dict.names import on_meta, plain_name
-from composable_fsdp.checkpoint._state_dict.options import Form, Full, Local
+from composable_fsdp.checkpoint._state_dict.names import on_meta, plain_name, prepare_for_access
+from composable_fsdp.checkpoint._state_dict.optimizer_params import OptimizerParam, OptimizerParams
+from composable_fsdp.checkpoint._state_dict.options import Form, Local
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
-from composable_fsdp.checkpoint._state_dict.param_groups import lacking, restored
-from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
 from composable_fsdp.checkpoint._state_dict.tensor import compare, fill, shard_for
 from composable_fsdp.optim.local_optimizer import ELEMENTWISE
 
@@ -58,115 +56,64 @@ def load_optimizer_state_dict(
         ConfigurationError: ``broadcast_from_rank0`` with a form that is not full.
     """
     streams = streams_from_rank0(form, broadcast_from_rank0)
-    _Load(model, optimizer, state, Full() if streams else form, streams).carry_out()
-
-
-@dataclass(frozen=True)
-class _TensorSpec:
-    """The shape and dtype of a tensor that is broadcast separately."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass
-class _Report:
-    """One rank's findings about the state dict that it was given."""
-
-    mismatch: Mismatch = field(default_factory=Mismatch)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    """The saved groups, in the order of the optimizer's groups."""
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """State by parameter name. If one rank broadcasts the values, it has specs instead of tensors."""
-    others: dict[str, Any] = field(default_factory=dict)
-    digest: str = ""
+    _Load(model, optimizer, state, form, streams).carry_out()
 
 
 class _Load:
     """One call of :func:`load_optimizer_state_dict`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, state: Any, form: Form | None, streams: bool) -> None:
+        prepare_for_access(model)
         self._optimizer = optimizer
-        self._form = form
-        self._streams = streams
-        self._groups = optimizer_params(model, optimizer)
-        self._members = {member.name: member for group in self._groups for member in group}
-        self._owners = OwnerRanks.of(((m.parameter, m.sharding) for m in self._members.values()), all_ranks=streams)
-        self._given: dict[str, dict[str, Any]] = {}
-        report = self._inspect(state)
-        if streams:
-            report.groups = [{k: _to_spec(v) for k, v in group.items()} for group in report.groups]
-        mine = report if streams else _Report(report.mismatch, digest=report.digest)
-        reports = self._owners.exchange(mine)
-        what = f"the state dict does not fit {type(optimizer).__name__}"
-        refuse(what, {rank: each.mismatch for rank, each in reports.items()})
-        if not streams and len({each.digest for each in reports.values()}) > 1:
-            refuse(what, {0: Mismatch(others=["ranks were given state of different parameters"])})
-        self._reports = reports if streams else {self._owners.rank: report}
+        self._params = OptimizerParams(model, optimizer)
+        self._members = self._params.members
+        tensors = ((m.parameter, m.sharding) for m in self._members.values())
+        self._loader = StateDictLoader(OwnerRanks.of(tensors, only_sources=streams), form)
+        self._form = self._loader.form
+        self._match(state)
+        self._loader.agree(f"the state dict does not fit {type(optimizer).__name__}")
 
     def carry_out(self) -> None:
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[str, dict[str, Any]] = {}
         with torch.inference_mode(False), torch.no_grad():
-            for index, member in enumerate(self._members.values()):
-                entry = self._report_of(member.parameter).state.get(member.name)
+            for name, member in self._members.items():
+                entry = self._loader.report_of(member.parameter).values.get(name)
                 if entry is not None:
-                    state[index] = {key: self._loaded_value(member, key, value) for key, value in entry.items()}
-        ids = iter(range(len(self._members)))
-        report = self._report_of()
-        groups = [
-            restored(group, saved, [next(ids) for _ in group["params"]])
-            for group, saved in zip(self._optimizer.param_groups, report.groups, strict=True)
-        ]
-        self._optimizer.load_state_dict({**report.others, "state": state, "param_groups": groups})
-
-    def _report_of(self, value: object = None) -> _Report:
-        """Return the report of the rank that has ``value``, or by default the report for the complete state dict."""
-        return self._reports[self._owners.source_of(value) if self._streams else self._owners.rank]
+                    state[name] = {key: self._loaded_value(member, key, value) for key, value in entry.items()}
+        groups, others = self._loader.report_of().settings
+        self._params.load(groups, state, others)
 
     # -- checks
 
-    def _inspect(self, state: Any) -> _Report:
-        others = on_meta((name, member.parameter) for name, member in self._members.items())
-        report = _Report(Mismatch(others=others))
-        is_source = not self._streams or self._owners.is_source_of()
-        mine = {n for n, m in self._members.items() if not self._streams or self._owners.is_source_of(m.parameter)}
-        if not mine and not is_source:
-            return report
-        if not _is_state(state) or (is_source and "param_groups" not in state):
+    def _match(self, state: Any) -> None:
+        loader, owners, report = self._loader, self._loader.owners, self._loader.report
+        others = report.mismatch.others
+        others += on_meta((name, member.parameter) for name, member in self._members.items())
+        mine = {name for name, member in self._members.items() if owners.provides(member.parameter)}
+        if not mine and not owners.provides():
+            return
+        if not _is_state(state) or (owners.provides() and "param_groups" not in state):
             others.append("a state dict of an optimizer has 'state' and 'param_groups'; this one has not")
-            return report
+            return
         if any(isinstance(name, int) for name in state["state"]):
             others.append("parameters have numbers for names: use rekey_optimizer_state_dict(state, model)")
-            return report
+            return
         entries = {plain_name(str(name)): dict(entry) for name, entry in state["state"].items()}
-        if is_source:
-            self._match_groups(state["param_groups"], report)
-            report.others = {k: v for k, v in state.items() if k not in ("state", "param_groups")}
-            report.mismatch.unexpected = {name: "state" for name in entries if name not in self._members}
-        self._given = {name: entries[name] for name in self._members if name in entries and name in mine}
-        for name, entry in self._given.items():
+        if owners.provides():
+            saved = [{**g, "params": [plain_name(str(name)) for name in g["params"]]} for g in state["param_groups"]]
+            groups = self._params.match_groups(saved, report.mismatch)
+            if len(saved) != len(groups):
+                others.append(f"{len(saved)} parameter groups, expected {len(groups)}")
+            if owners.only_sources:
+                groups = [group and {key: _on_host(value) for key, value in group.items()} for group in groups]
+            report.settings = groups, {k: v for k, v in state.items() if k not in ("state", "param_groups")}
+            report.mismatch.unexpected |= {name: "state" for name in entries if name not in self._members}
+        loader.given = {name: entries[name] for name in self._members if name in entries and name in mine}
+        for name, entry in loader.given.items():
             for key, value in entry.items():
                 self._compare(self._members[name], key, value, report.mismatch)
-            report.state[name] = {key: _to_spec(value) for key, value in entry.items()} if self._streams else entry
-        report.digest = digest([(name, list(entry)) for name, entry in self._given.items()])
-        return report
-
-    def _match_groups(self, saved: Sequence[Mapping[str, Any]], report: _Report) -> None:
-        """Find the saved group of each of the optimizer's groups by its parameters."""
-        named = [{**group, "params": [plain_name(str(n)) for n in group["params"]]} for group in saved]
-        by_members = {frozenset(group["params"]): group for group in named}
-        wanted = [[member.name for member in group] for group in self._groups]
-        report.groups = [by_members.get(frozenset(names), {}) for names in wanted]
-        for index, group in enumerate(report.groups):
-            report.mismatch.others += lacking(self._optimizer, index, group) if group else []
-        unmatched = [names for names in wanted if frozenset(names) not in by_members]
-        left = [group["params"] for members, group in by_members.items() if members not in map(frozenset, wanted)]
-        if len(wanted) != len(named):
-            report.mismatch.others.append(f"{len(named)} parameter groups, expected {len(wanted)}")
-        for names, there in zip_longest(unmatched, left, fillvalue=()):
-            missing, unexpected = [n for n in names if n not in there], [n for n in there if n not in names]
-            members = f"missing {missing}, unexpected {unexpected}"
-            report.mismatch.others.append(f"a parameter group has other members: {members}")
+            report.values[name] = {k: _described(v) for k, v in entry.items()} if owners.only_sources else entry
+        report.digest = digest([(name, list(entry)) for name, entry in loader.given.items()])
 
     def _compare(self, member: OptimizerParam, key: str, value: object, mismatch: Mismatch) -> None:
         """Compare what is known of the target with ``value``: some optimizers have state of any shape."""
@@ -183,27 +130,23 @@ class _Load:
     # -- values
 
     def _existing(self, member: OptimizerParam, key: str) -> torch.Tensor | None:
-        entry = self._optimizer.state.get(member.parameter, {})
-        value = entry.get(key) if isinstance(entry, Mapping) else None
+        value = self._params.state_of(member).get(key)
         return value if isinstance(value, torch.Tensor) else None
 
     def _loaded_value(self, member: OptimizerParam, key: str, value: Any) -> Any:
         """Return the value to give to the optimizer, after a broadcast if only one rank has it."""
-        if isinstance(value, _TensorSpec):
-            given = self._given.get(member.name, {}).get(key)
-            value = self._owners.send(member.parameter, given, value.dtype, value.shape)
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            given = self._loader.given.get(member.name, {}).get(key)
+            value = self._loader.receive(member.parameter, given, value.dtype, value.shape)
         if not isinstance(value, torch.Tensor):
             return value
         value = value.detach()
         if not value.ndim and not isinstance(value, DTensor):
             return value.clone()
-        if self._has_parameter_shape(member, value):
+        is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
+        if value.shape == (local_part(member.parameter) if is_local else member.parameter).shape:
             return self._load_sharded(member, key, value)
         return self._load_replicated(member, key, value)
-
-    def _has_parameter_shape(self, member: OptimizerParam, value: torch.Tensor) -> bool:
-        is_local = isinstance(self._form, Local) and not isinstance(value, DTensor)
-        return value.shape == (local_part(member.parameter) if is_local else member.parameter).shape
 
     def _load_sharded(self, member: OptimizerParam, key: str, value: torch.Tensor) -> torch.Tensor:
         parameter, existing = member.parameter, self._existing(member, key)
@@ -229,13 +172,15 @@ class _Load:
 
 
 def _is_state(state: Any) -> bool:
-    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
-        return False
-    return all(isinstance(entry, Mapping) for entry in state["state"].values())
+    entries = state.get("state") if isinstance(state, Mapping) else None
+    return isinstance(entries, Mapping) and all(isinstance(entry, Mapping) for entry in entries.values())
 
 
-def _to_spec(value: Any) -> Any:
-    """Replace a tensor with its spec, unless it is a scalar: tensors are not sent with the report."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _TensorSpec(tuple(value.shape), value.dtype) if value.ndim else value.cpu()
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _described(value: Any) -> Any:
+    """Return what is sent of a value with the report: of a tensor that is not a scalar, only shape and dtype."""
+    is_sent_later = isinstance(value, torch.Tensor) and value.ndim > 0
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_sent_later else _on_host(value)

@@ -15,11 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_fsdp._runtime.shard_extent import like
-from composable_fsdp.checkpoint._state_dict.local_state import has_shards_shape, is_plain
 from composable_fsdp.checkpoint._state_dict.model import SHARDED, comes_from_rank0
+from composable_fsdp.checkpoint._state_dict.names import prepare_for_access
+from composable_fsdp.checkpoint._state_dict.optimizer_params import (
+    OptimizerParam,
+    OptimizerParams,
+    has_shards_shape,
+    is_plain,
+)
 from composable_fsdp.checkpoint._state_dict.options import Form
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks, digest
-from composable_fsdp.checkpoint._state_dict.rekey import OptimizerParam, optimizer_params
 from composable_fsdp.checkpoint._state_dict.tensor import to_form
 from composable_fsdp.errors import CheckpointError
 
@@ -43,10 +48,11 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     Raises:
         CheckpointError: the optimizer has parameters that are not the model's, or ranks have state of different ones.
     """
-    groups = optimizer_params(model, optimizer)
-    members = [member for group in groups for member in group]
+    prepare_for_access(model)
+    params = OptimizerParams(model, optimizer)
+    members = list(params.members.values())
     tensors = ((member.parameter, member.sharding) for member in members)
-    owners = OwnerRanks.of(tensors, all_ranks=comes_from_rank0(form))
+    owners = OwnerRanks.of(tensors, only_sources=comes_from_rank0(form))
     packed = optimizer.state_dict()
     ids = [i for group in packed["param_groups"] for i in group["params"]]
     entries = {m.name: packed["state"][i] for i, m in zip(ids, members, strict=True) if i in packed["state"]}
@@ -54,19 +60,19 @@ def optimizer_state_dict(model: nn.Module, optimizer: Optimizer, form: Form = SH
     state: dict[Any, Any] = {}
     with torch.inference_mode(False), torch.no_grad():
         for member in members:
-            receives = not comes_from_rank0(form) or owners.is_source_of(member.parameter)
+            receives = owners.provides(member.parameter)
             for key, value in distributed.get(member.name, {}).items():
                 name = f"the state {key} of {member.name}"
                 found = to_form(name, value, member.sharding, form) if isinstance(value, torch.Tensor) else value
                 if receives:
                     state.setdefault(member.name, {})[key] = found
                 del found
-    if comes_from_rank0(form) and not owners.is_source_of():
+    if not owners.provides():
         return {"state": state} if state else {}
     state |= {key: value for key, value in packed["state"].items() if key not in set(ids)}
     named = [
         {**{k: v for k, v in group.items() if k != "param_names"}, "params": [member.name for member in of_group]}
-        for group, of_group in zip(packed["param_groups"], groups, strict=True)
+        for group, of_group in zip(packed["param_groups"], params.groups, strict=True)
     ]
     return {**packed, "state": state, "param_groups": named}
 

@@ -33,39 +33,49 @@ class OwnerRanks:
     The *source* of a tensor is the rank that provides its values if only one rank has them: the first rank of ``mesh``,
     which is rank 0 in most jobs. Parameters on ``smaller_meshes`` have fewer data-parallel ranks than others, such as
     experts, and are different on other ranks. Their source is the first rank of their own mesh.
+
+    With ``only_sources`` a tensor's source has its values in a state dict and other ranks have not. Otherwise each rank
+    has its own.
     """
 
     mesh: DeviceMesh | None
     smaller_meshes: frozenset[DeviceMesh] = frozenset()
+    only_sources: bool = False
 
     @staticmethod
-    def of(tensors: Iterable[tuple[object, ParameterSharding | None]], *, all_ranks: bool = False) -> OwnerRanks:
+    def of(tensors: Iterable[tuple[object, ParameterSharding | None]], *, only_sources: bool = False) -> OwnerRanks:
         """Find the owner ranks of ``tensors``, given with their sharding by ``fully_shard``.
 
-        Args:
-            all_ranks: use the default process group, if there is one, when no tensor is a DTensor.
+        With ``only_sources``, if no tensor is a DTensor, they are the ranks of the default process group, if any.
         """
         placed = [(v.device_mesh, sharding) for v, sharding in tensors if isinstance(v, DTensor)]
         meshes = dict.fromkeys(mesh for mesh, _ in placed)
-        if not meshes and all_ranks and dist.is_initialized():
-            return OwnerRanks(default_mesh())
+        if not meshes and only_sources and dist.is_initialized():
+            return OwnerRanks(default_mesh(), only_sources=True)
         num_ranks = {mesh: sharding.axes.num_ranks for mesh, sharding in placed if sharding is not None}
         smaller_meshes = frozenset(mesh for mesh, ranks in num_ranks.items() if ranks < max(num_ranks.values()))
-        return OwnerRanks(max(meshes, key=lambda mesh: mesh.size(), default=None), smaller_meshes)
+        return OwnerRanks(max(meshes, key=lambda mesh: mesh.size(), default=None), smaller_meshes, only_sources)
 
     @property
     def rank(self) -> int:
         """The global rank of this process."""
         return 0 if self.mesh is None else dist.get_rank()
 
-    def source_of(self, value: object = None) -> int:
-        """Return the global rank that provides ``value``."""
+    def is_source_of(self, value: object = None) -> bool:
+        """Return whether this rank is the source of ``value``."""
+        return self._source_of(value) == self.rank
+
+    def provider_of(self, value: object = None) -> int:
+        """Return the global rank whose state dict has ``value`` for this one, by default all other values."""
+        return self._source_of(value) if self.only_sources else self.rank
+
+    def provides(self, value: object = None) -> bool:
+        """Return whether this rank has ``value`` in its state dict."""
+        return self.provider_of(value) == self.rank
+
+    def _source_of(self, value: object) -> int:
         mesh = self._mesh_of(value)
         return self.rank if mesh is None else int(mesh.mesh.flatten()[0])
-
-    def is_source_of(self, value: object = None) -> bool:
-        """Return whether this rank provides ``value``."""
-        return self.source_of(value) == self.rank
 
     def exchange(self, value: T) -> dict[int, T]:
         """Gather the values of all ranks, by global rank. Collective; for small values, which are pickled."""

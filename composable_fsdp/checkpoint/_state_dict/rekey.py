@@ -1,9 +1,8 @@
-"""Mappings between an optimizer's parameter numbers, its parameter objects, and parameter names."""
+"""New keys for optimizers: sharded parameters for the original ones, and names for parameter numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -14,43 +13,10 @@ from torch.optim import Optimizer
 from composable_fsdp._layout.block import Cut, Extent
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_replaced, local_part
 from composable_fsdp._runtime.shard_extent import like
-from composable_fsdp._sharding.param_sharding import ParameterSharding
-from composable_fsdp.checkpoint._state_dict.names import at_rest, parameter_names, plain_name
+from composable_fsdp.checkpoint._state_dict.names import parameter_names, plain_name, prepare_for_access
 from composable_fsdp.errors import CheckpointError, ParameterError
 
-__all__ = ["OptimizerParam", "optimizer_params", "rekey_optimizer", "rekey_optimizer_state_dict"]
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerParam:
-    """A parameter of an optimizer, its first name in the model, and its sharding by ``fully_shard``, if any."""
-
-    name: str
-    parameter: torch.Tensor
-    sharding: ParameterSharding | None
-
-
-def optimizer_params(model: nn.Module, optimizer: Optimizer) -> list[list[OptimizerParam]]:
-    """Return the parameters of each group of ``optimizer``.
-
-    Raises:
-        CheckpointError: some are not parameters of ``model``, or no longer are. The text says which, and what to do.
-    """
-    shardings, names = at_rest(model), parameter_names(model)
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    unmanaged = [parameter for group in groups for parameter in group if id(parameter) not in names]
-    taken = [found.description for parameter in unmanaged if (found := find_replaced(parameter)) is not None]
-    if taken:
-        raise CheckpointError(
-            f"this {type(optimizer).__name__} was made before fully_shard, and holds what these parameters were then: "
-            f"{taken}. Call rekey_optimizer(optimizer, model), or make the optimizer after fully_shard."
-        )
-    if unmanaged:
-        raise CheckpointError(
-            f"this {type(optimizer).__name__} holds parameters that are not the model's, of shapes "
-            f"{[tuple(parameter.shape) for parameter in unmanaged]}. Pass the model whose parameters() it was made of."
-        )
-    return [[OptimizerParam(names[id(p)], p, shardings.get(id(p))) for p in group] for group in groups]
+__all__ = ["rekey_optimizer", "rekey_optimizer_state_dict"]
 
 
 # -- optimizers made before fully_shard
@@ -66,13 +32,12 @@ def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     Raises:
         ParameterError: some parameters are neither the model's nor its original ones. Nothing has changed then.
     """
-    at_rest(model)
+    prepare_for_access(model)
     names = parameter_names(model)
     replaced: dict[torch.Tensor, ShardedParameter] = {}
     unmanaged = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
-        taken = find_replaced(parameter)
-        sharded = None if taken is None else taken.parameter()
+        sharded = _sharded_for(parameter)
         if sharded is None or id(sharded.sharded) not in names:
             unmanaged.append(tuple(parameter.shape))
         else:
@@ -88,6 +53,12 @@ def rekey_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         if original in optimizer.state:
             entry = optimizer.state.pop(original)
             optimizer.state[sharded.sharded] = {k: _shard_state(v, original, sharded) for k, v in entry.items()}
+
+
+def _sharded_for(original: torch.Tensor) -> ShardedParameter | None:
+    """Return the parameter that ``fully_shard`` made of ``original``, if it did and the parameter still exists."""
+    replaced = find_replaced(original)
+    return None if replaced is None else replaced.parameter()
 
 
 def _shard_state(value: Any, original: torch.Tensor, parameter: ShardedParameter) -> Any:
@@ -126,7 +97,7 @@ def rekey_optimizer_state_dict(
         CheckpointError: the number of parameters differs, or some are not the model's; or there are several groups and
             no ``optimizer`` to tell the order of their parameters.
     """
-    at_rest(model)
+    prepare_for_access(model)
     order = _order_of(model, optimizer)
     if to == "names":
         new_keys: dict[Any, Any] = dict(_numbered(state, order, optimizer is not None))
@@ -153,8 +124,7 @@ def _order_of(model: nn.Module, optimizer: Optimizer | None) -> list[str]:
         return list(names.values())
     parameters = []
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        taken = None if id(parameter) in names else find_replaced(parameter)
-        sharded = None if taken is None else taken.parameter()
+        sharded = None if id(parameter) in names else _sharded_for(parameter)
         parameters.append(parameter if sharded is None else sharded.sharded)
     if any(id(parameter) not in names for parameter in parameters):
         raise CheckpointError(f"this {type(optimizer).__name__} holds parameters that are not the model's.")

@@ -1,21 +1,24 @@
-"""The data of one conversion, and a staging directory for incomplete output."""
+"""The data of one conversion, and its incomplete output: a staging directory, and tensors in memory-mapped files."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
 from composable_fsdp.checkpoint._dcp import contents
+from composable_fsdp.checkpoint._safetensors.atomic_replace import reserve
 from composable_fsdp.checkpoint._tools.sources import Source, Spec
 
-__all__ = ["Conversion", "staging_directory", "staging_path", "sync"]
+__all__ = ["Conversion", "MappedFile", "staging_directory", "staging_path", "view_of"]
 
 
 @dataclass
@@ -44,9 +47,7 @@ class Conversion:
     def fill(self, path: contents.Path, out: torch.Tensor) -> None:
         """Copy a full tensor into ``out``."""
         for box in self.source.boxes(path):
-            part = out
-            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                part = part.narrow(dim, offset, size)
+            part = out[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
             self.source.read(path, box, part)
             self.done(part.nbytes)
 
@@ -69,9 +70,53 @@ def staging_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+class MappedFile:
+    """A file of ``nbytes``, created if missing, that is written through tensors and synced when the context ends.
+
+    Raises:
+        OSError: the disk is full.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            reserve(self._file, max(nbytes, 1))  # a full disk must fail here, not as a bus error later
+            self._map = mmap.mmap(self._file, max(nbytes, 1))
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> MappedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Sync and close the file. The mapping lives as long as tensors that view it."""
+        try:
+            if error is None:
+                self._map.flush()
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
+
+    def view(self, offset: int, spec: Spec) -> torch.Tensor:
+        """Return a tensor at ``offset`` bytes."""
+        return view_of(self._map, offset, spec)
+
+    @contextmanager
+    def tensor(self, offset: int, spec: Spec) -> Iterator[torch.Tensor]:
+        """Yield a tensor at ``offset`` bytes to write to. Its memory pages are released afterwards."""
+        yield self.view(offset, spec)
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        if spec.nbytes:
+            self._map.flush(begin, offset + spec.nbytes - begin)
+            self._map.madvise(mmap.MADV_DONTNEED, begin, offset + spec.nbytes - begin)
+
+
+def view_of(memory: mmap.mmap | bytearray, offset: int, spec: Spec) -> torch.Tensor:
+    """Return a tensor at ``offset`` bytes of ``memory``, with a storage of exactly its size."""
+    if spec.nbytes == 0:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    data = torch.frombuffer(memory, dtype=torch.uint8, count=spec.nbytes, offset=offset)
+    return data.view(spec.dtype).view(spec.shape)

@@ -130,26 +130,24 @@ def _optimizer(source: Source) -> OptimizerSummary | None:
     keys: dict[str, int] = {}
     for at in state:
         keys[at[3]] = keys.get(at[3], 0) + 1
-    groups = None
-    if ("optimizer", "param_groups") in objects:
-        groups = _length(source, ("optimizer", "param_groups"))
+    groups = _value(source, ("optimizer", "param_groups")) if ("optimizer", "param_groups") in objects else None
     nbytes = sum(spec.nbytes for spec in tensors.values())
-    return OptimizerSummary(len({at[2] for at in state}), groups, keys, nbytes)
-
-
-def _length(source: Source, path: tuple[str, ...]) -> int | None:
-    try:
-        return len(source.value(path))
-    except CheckpointError:
-        return None
+    return OptimizerSummary(len({at[2] for at in state}), None if groups is None else len(groups), keys, nbytes)
 
 
 def _keys(source: Source, path: tuple[str, ...]) -> list[str] | None:
-    try:
-        value = source.value(path)
-    except CheckpointError:
+    value = _value(source, path)
+    if value is None:
         return None
     return [str(key) for key in value] if isinstance(value, Mapping) else []
+
+
+def _value(source: Source, path: tuple[str, ...]) -> Any:
+    """Return the value at ``path``, or ``None`` if it has classes that are not admitted."""
+    try:
+        return source.value(path)
+    except CheckpointError:
+        return None
 
 
 # -- folders

@@ -6,15 +6,19 @@ or ``("optimizer", "state", name, key)``.
 
 from __future__ import annotations
 
+import io
+import mmap
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from composable_fsdp._layout.block import Box
@@ -24,11 +28,20 @@ from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
 from composable_fsdp.checkpoint._dcp.manifest import Manifest
 from composable_fsdp.checkpoint._dcp.restore import read_objects
 from composable_fsdp.checkpoint._safetensors.reader import Reader, StoredTensors
-from composable_fsdp.checkpoint._tools.dcp_items import mapped_item
 from composable_fsdp.checkpoint._tools.paths import canonical, flatten
 from composable_fsdp.errors import CheckpointError
 
-__all__ = ["DcpSource", "Kind", "SafetensorsSource", "Source", "Spec", "TorchSource", "kind_of", "open_source"]
+__all__ = [
+    "DcpSource",
+    "Kind",
+    "SafetensorsSource",
+    "Source",
+    "Spec",
+    "TorchSource",
+    "archive_in",
+    "kind_of",
+    "open_source",
+]
 
 BLOCK_BYTES = 64 << 20
 """Maximum bytes of a mapped file that are read at once."""
@@ -178,7 +191,7 @@ class DcpSource:
             inside = [o - c for o, c in zip(box.offsets, chunk.offsets, strict=True)]
             if all(o >= 0 and o + n <= m for o, n, m in zip(inside, box.sizes, chunk.sizes, strict=True)):
                 item = self._metadata.storage_data[MetadataIndex(self._keys[path], torch.Size(chunk.offsets))]
-                found = mapped_item(self.path, item)
+                found = _mapped_item(self.path, item)
                 out.copy_(found[tuple(slice(o, o + n) for o, n in zip(inside, box.sizes, strict=True))])
                 return
 
@@ -303,3 +316,64 @@ def _checked(path: contents.Path, tensor: torch.Tensor) -> torch.Tensor:
             "unsharded ones (Full())."
         )
     return tensor.detach()
+
+
+# -- single items in DCP's files: archives in the format of torch.save
+
+
+class _Window(io.RawIOBase):
+    """A read-only view of ``length`` bytes of ``file`` from ``offset`` on."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(len(view))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def archive_in(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
+    """Return the archive of one item in ``file`` as a file object."""
+    return io.BufferedReader(_Window(file, offset, length))
+
+
+def _mapped_item(folder: Path, item: _StorageInfo) -> torch.Tensor:
+    """Return the tensor ``item`` as a view of the memory-mapped file.
+
+    DCP's own reader copies, and copying many large tensors in turn makes the heap grow beyond the memory in use.
+
+    Raises:
+        CheckpointError: the item was written with an extension of DCP, such as compression.
+    """
+    path = folder / item.relative_path
+    if item.transform_descriptors:
+        raise CheckpointError(
+            f"{path} was written with {', '.join(item.transform_descriptors)}, which is not read here."
+        )
+    with path.open("rb") as file:
+        with FakeTensorMode():  # reads the positions of the elements only
+            described = torch.load(archive_in(file, item.offset, item.length), map_location="cpu", weights_only=True)
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    storage = described.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty(described.shape, dtype=described.dtype)
+    begin = item.offset + storage._checkpoint_offset
+    elements = torch.frombuffer(memory, dtype=torch.uint8, count=storage.nbytes(), offset=begin).view(described.dtype)
+    return elements.as_strided(described.shape, described.stride(), described.storage_offset())

@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from composable_fsdp._layout.block import Box
-from composable_fsdp.checkpoint._coordination.mismatch import dtype_name
 from composable_fsdp.checkpoint._dcp import contents
 from composable_fsdp.checkpoint._dcp.filesystem import ChecksummingWriter
-from composable_fsdp.checkpoint._dcp.manifest import Manifest, TensorRecord, library_version
-from composable_fsdp.checkpoint._dcp.planner import add_aliases
-from composable_fsdp.checkpoint._tools.convert_staging import Conversion, staging_directory, staging_path, sync
-from composable_fsdp.checkpoint._tools.mmap_tensor import view_of
+from composable_fsdp.checkpoint._dcp.manifest import Manifest
+from composable_fsdp.checkpoint._dcp.planner import add_aliases, write_item
+from composable_fsdp.checkpoint._safetensors.atomic_replace import sync
+from composable_fsdp.checkpoint._tools.convert_staging import Conversion, staging_directory, staging_path, view_of
 from composable_fsdp.checkpoint._tools.paths import unflatten
 from composable_fsdp.checkpoint._tools.sources import Spec
 from composable_fsdp.errors import CheckpointError
@@ -44,15 +43,9 @@ def write_dcp(conversion: Conversion, target: Path, max_file_bytes: int) -> None
             written = writer.write_data(each, planner)
             written.wait()
             results.append(written.value())
-        aliases = {_key(alias): _key(of) for alias, of in conversion.aliases.items()}
-        add_aliases(metadata, results, aliases)
+        add_aliases(metadata, results, {_key(alias): _key(of) for alias, of in conversion.aliases.items()})
         writer.finish(metadata, results)
-        tensors = {
-            _key(path): TensorRecord(spec.shape, dtype_name(spec.dtype)) for path, spec in conversion.tensors.items()
-        }
-        tensors |= {alias: tensors[of] for alias, of in aliases.items()}
-        manifest = Manifest(step, max(len(ranks), 1), writer.records, tensors, library_version(), torch.__version__)
-        manifest.write(folder)
+        Manifest.of(step, max(len(ranks), 1), writer.records, metadata).write(folder)
         sync(folder)
         _replace_directory(target, folder)
 
@@ -136,9 +129,7 @@ class _Planner(DefaultSavePlanner):
                 largest = max(largest, block.nbytes)
                 index = MetadataIndex(_key(path), box.offsets)
                 self._blocks[index] = box
-                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                data = TensorWriteData(chunk, TensorProperties(dtype=spec.dtype), torch.Size(spec.shape))
-                items[-1].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                items[-1].append(write_item(index, box.sizes, spec.shape, spec.dtype))
         self._buffer = bytearray(largest)
         return [SavePlan(each, planner_data=self._paths) for each in items]
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts
+from composable_fsdp.checkpoint._safetensors.atomic_replace import Replacement, has_parts, sync
 from composable_fsdp.checkpoint._safetensors.file_layout import TensorFiles, TensorSpec
-from composable_fsdp.checkpoint._tools.convert_staging import Conversion, staging_directory, sync
-from composable_fsdp.checkpoint._tools.mmap_tensor import MappedFile
+from composable_fsdp.checkpoint._tools.convert_staging import Conversion, MappedFile, staging_directory
 from composable_fsdp.checkpoint._tools.paths import unflatten
 from composable_fsdp.checkpoint._tools.sources import Spec
 

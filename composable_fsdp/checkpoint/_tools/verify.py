@@ -14,8 +14,7 @@ from composable_fsdp.checkpoint._dcp.directory import MANIFEST, candidates
 from composable_fsdp.checkpoint._dcp.filesystem import read_metadata
 from composable_fsdp.checkpoint._dcp.manifest import Manifest, check_file
 from composable_fsdp.checkpoint._safetensors.reader import StoredTensors
-from composable_fsdp.checkpoint._tools.dcp_items import archive_in
-from composable_fsdp.checkpoint._tools.sources import Kind, kind_of
+from composable_fsdp.checkpoint._tools.sources import Kind, archive_in, kind_of
 from composable_fsdp.errors import CheckpointError
 
 __all__ = ["VerifyResult", "verify"]
@@ -40,12 +39,8 @@ class VerifyResult:
     unchecked: str = ""
 
 
-@dataclass(frozen=True)
-class _FileCheck:
-    """The check of one file of ``nbytes``. ``run`` raises ``CheckpointError``."""
-
-    nbytes: int
-    run: Callable[[], None]
+_FileCheck = tuple[int, Callable[[], None]]
+"""The size of a file in bytes, and its check, which raises ``CheckpointError``."""
 
 
 def verify(path: Path, *, progress: bool | None = None) -> VerifyResult:
@@ -62,11 +57,11 @@ def verify(path: Path, *, progress: bool | None = None) -> VerifyResult:
     folders = candidates(path)[::-1] if kind is Kind.FOLDER else [path]
     checks: list[_FileCheck] = []
     problems = [_problem(partial(_collect_checks, kind, folder, checks)) for folder in folders]
-    with progress_bar(wants_progress(progress), f"verifying {path.name}", sum(c.nbytes for c in checks)) as done:
-        for check in checks:
-            problems.append(_problem(check.run))
-            done(check.nbytes)
-    nbytes = sum(c.nbytes for c in checks)
+    nbytes = sum(size for size, _ in checks)
+    with progress_bar(wants_progress(progress), f"verifying {path.name}", nbytes) as done:
+        for size, check in checks:
+            problems.append(_problem(check))
+            done(size)
     found = tuple(problem for problem in problems if problem)
     return VerifyResult(found, len(checks), nbytes, _NO_CHECKSUMS if kind is Kind.SAFETENSORS else "")
 
@@ -85,7 +80,7 @@ def _problem(run: Callable[[], None]) -> str:
 
 def _manifest_checks(folder: Path) -> Iterator[_FileCheck]:
     for name, record in Manifest.read(folder).files.items():
-        yield _FileCheck(record.bytes, partial(check_file, folder / name, record))
+        yield record.bytes, partial(check_file, folder / name, record)
 
 
 def _dcp_checks(folder: Path) -> Iterator[_FileCheck]:
@@ -96,7 +91,7 @@ def _dcp_checks(folder: Path) -> Iterator[_FileCheck]:
     for stored in read_metadata(folder).storage_data.values():
         items.setdefault(stored.relative_path, []).append((stored.offset, stored.length))
     for name, spans in items.items():
-        yield _FileCheck(_end(spans), partial(_check_archives, folder / name, sorted(set(spans))))
+        yield _end(spans), partial(_check_archives, folder / name, sorted(set(spans)))
 
 
 def _end(spans: list[tuple[int, int]]) -> int:
@@ -127,12 +122,12 @@ def _check_archive(path: Path, archive: Path | IO[bytes], where: str = "") -> No
 
 
 def _torch_checks(path: Path) -> Iterator[_FileCheck]:
-    yield _FileCheck(path.stat().st_size, lambda: _check_archive(path, path))
+    yield path.stat().st_size, lambda: _check_archive(path, path)
 
 
 def _safetensors_checks(path: Path) -> Iterator[_FileCheck]:
     for file in sorted({found.file for found in StoredTensors.at(path).tensors.values()}):
-        yield _FileCheck(file.stat().st_size, lambda: None)  # StoredTensors.at has checked header and size
+        yield file.stat().st_size, lambda: None  # StoredTensors.at has checked header and size
 
 
 _CHECKS: dict[Kind, Callable[[Path], Iterator[_FileCheck]]] = {

@@ -1,0 +1,72 @@
+"""How often public operations on state prepare the model: once, whatever they read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import checkpoint, fully_shard, rekey_optimizer, sharded_ema
+from tests._internals import FSDPState
+from tests.ranks._sharding import single_rank
+
+pytestmark = pytest.mark.behaviour("F-01")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, operation: Callable[[], object]) -> int:
+    """How many times ``operation`` prepares a model of one sharded module."""
+    calls: list[FSDPState] = []
+    with monkeypatch.context() as patches:
+        patches.setattr(FSDPState, "drain_before_changes", lambda state: calls.append(state))
+        operation()
+    return len(calls)
+
+
+def test_a_public_operation_prepares_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fully_shard(nn.Linear(3, 3), reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    averages = sharded_ema(model, 0.5)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state, of_optimizer = checkpoint.state_dict(model), checkpoint.optimizer_state_dict(model, optimizer)
+    operations: dict[str, Callable[[], Any]] = {
+        "state_dict": lambda: checkpoint.state_dict(model, checkpoint.Full()),
+        "load_state_dict": lambda: checkpoint.load_state_dict(model, state),
+        "optimizer_state_dict": lambda: checkpoint.optimizer_state_dict(model, optimizer),
+        "load_optimizer_state_dict": lambda: checkpoint.load_optimizer_state_dict(model, optimizer, of_optimizer),
+        "rekey_optimizer": lambda: rekey_optimizer(optimizer, model),
+        "rekey_optimizer_state_dict": lambda: checkpoint.rekey_optimizer_state_dict(optimizer.state_dict(), model),
+        "save": lambda: checkpoint.save(tmp_path / "run", model, optimizer, averages=averages),
+        "load": lambda: checkpoint.load(tmp_path / "run", model, optimizer, averages=averages),
+        "save_safetensors": lambda: checkpoint.save_safetensors(model, tmp_path / "files"),
+        "load_safetensors": lambda: checkpoint.load_safetensors(model, tmp_path / "files"),
+        "sharded_ema": lambda: sharded_ema(model, 0.5),
+        "update": averages.update,
+        "load averages": lambda: averages.load_state_dict(averages.state_dict()),
+    }
+    found = {name: prepared(monkeypatch, operation) for name, operation in operations.items()}
+    assert found.pop("load_state_dict") == 2, "once here, and once in the model's own method, which is called last"
+    assert set(found.values()) == {1}, found
+
+
+def test_swapping_averages_prepares_the_model_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fully_shard(nn.Linear(3, 3), reshard_after_forward=False)
+    averages = sharded_ema(model, 0.5)
+
+    def evaluate() -> None:
+        with averages.swapped():
+            model(torch.ones(2, 3))
+
+    before = model.weight.detach().clone()
+    assert prepared(monkeypatch, evaluate) == 2
+    assert torch.equal(model.weight, before)
