@@ -29,6 +29,7 @@ from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import call_as_forward, is_being_called
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.root.recovery import set_order_check
+from composable_fsdp._runtime.schedule.schedule import Schedule
 from composable_fsdp._torch_compat.fsdp_state import client_state
 from composable_fsdp._torch_compat.torch_types import TorchFSDPModule, TorchUnshardHandle
 from composable_fsdp.errors import ArgumentTypeError, ConfigurationError, ConflictError, UnsupportedError
@@ -249,6 +250,14 @@ class FSDPModule(TorchFSDPModule):
         """
         check_count("max_unsharded_bytes", max_unsharded_bytes, or_none=True)
         set_root_option(_state(self), "max_unsharded_bytes", max_unsharded_bytes)
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of the next training iteration: what happens at each event of forward and backward.
+
+        ``print(model.schedule())`` shows it as a table. It is built from the order of modules in the last forward, so
+        it is empty before the first one. Call it on the root.
+        """
+        return iteration_of(_state(self)).schedule()
 
     def set_max_merged_bytes(self, max_merged_bytes: int) -> None:
         """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.

@@ -200,9 +200,14 @@ class ParameterGroup:
                 pgs.unshard_async_op = usual
 
     @property
+    def is_gathered(self) -> bool:
+        """True if the all-gather is in flight or done."""
+        return self.parameter_state in _UNSHARD_STARTED
+
+    @property
     def unshard_started(self) -> bool:
         """True if the all-gather is in flight or done, and :meth:`unshard` has nothing else to do."""
-        return self.parameter_state in _UNSHARD_STARTED and not self.gradients.are_held
+        return self.is_gathered and not self.gradients.are_held
 
     def _needs_gather(self, streams: CommStreams) -> bool:
         """Apply changes to the parameters, and return True if no all-gather is in flight or done."""

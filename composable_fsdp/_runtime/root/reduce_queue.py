@@ -70,15 +70,15 @@ class Reductions:
         if state.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
-        fusion = self._runner.fusion_of(state)
-        if alone or not fusion or not _can_fuse(state):
+        fusion = [each for each in self._runner.fusion_of(state) if _can_fuse(each)]
+        if alone or state not in fusion:
             self._reduce((gradients,), partial=state.keeps_partial)
             return
         self._waiting.add(state)
         if not at_end and not self._waiting.issuperset(fusion):
             return
         self._waiting.difference_update(fusion)
-        together = [each.group.gradients for each in fusion if _can_fuse(each)]
+        together = [each.group.gradients for each in fusion]
         for member in together:
             if member.state is not GradientState.LOCAL:
                 member.contribute()
@@ -145,4 +145,6 @@ class Reductions:
 
 def _can_fuse(state: FSDPState) -> bool:
     """Return whether this backward sets the reduced gradients of ``state``, and may reduce them with others."""
+    if not state.group.plan.num_trainable:
+        return False
     return state.can_be_fused and state.accumulation is Accumulation.REDUCE and not state.keeps_partial

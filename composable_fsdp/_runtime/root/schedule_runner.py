@@ -7,6 +7,7 @@ eagerly: the group is gathered, waited for, and freed after. So results never de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -41,7 +42,7 @@ _MOST_SCHEDULES = 16
 _Fused: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
 
-_Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, Sequence[Event]]
+_Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, AbstractSet[str], Sequence[Event]]
 """All that a schedule depends on besides options and plans."""
 
 Call: TypeAlias = tuple[Callable[["ScheduleRunner", Any], None], Any]
@@ -98,8 +99,8 @@ class ScheduleRunner:
         Any other forward may run on some ranks only, so it must not influence later launches.
         """
         self._unequal_use = False
-        self._known: list[Event] = []
-        """The events of the last forward that all ranks ran."""
+        self._known = ForwardRecord()
+        """The record of the last forward that all ranks ran."""
         self._version = -1
         """The version of the options and plans for which the tables below hold."""
         self._specs: dict[str, GroupSpec] = {}
@@ -141,7 +142,8 @@ class ScheduleRunner:
         if leads_to_backward:
             self._fused = candidate
         self.record = ForwardRecord(candidate, frozenset(unsharded))
-        self._forward = self._compile(self._known, self.record, leads_to_backward=leads_to_backward)
+        known = self._known
+        self._forward = self._compile(known.events, known.unseen, self.record, leads_to_backward=leads_to_backward)
         return self.record
 
     def _refresh_options(self) -> None:
@@ -156,14 +158,16 @@ class ScheduleRunner:
 
     def _candidate_fusions(self) -> _Fused:
         limit = self._root.max_merged_bytes
-        if self._candidate_for != (self._known, limit):
-            self._candidate_for = self._known, limit
-            self._candidate = passes.fusions(self._known, self._specs, limit)
+        if self._candidate_for != (self._known.events, limit):
+            self._candidate_for = self._known.events, limit
+            self._candidate = passes.fusions(self._known.events, self._specs, limit)
         return self._candidate
 
-    def _compile(self, order: list[Event], record: ForwardRecord, *, leads_to_backward: bool) -> _Compiled:
+    def _compile(
+        self, order: list[Event], unseen: set[str], record: ForwardRecord, *, leads_to_backward: bool
+    ) -> _Compiled:
         """Return the compiled schedule of an iteration whose forward has the events ``order``."""
-        key: _Key = (leads_to_backward, self._unequal_use, record.unsharded, record.fused, order)
+        key: _Key = (leads_to_backward, self._unequal_use, record.unsharded, record.fused, unseen, order)
         for at, (known, compiled) in enumerate(self._compiled):
             if known == key:
                 if at:
@@ -171,7 +175,7 @@ class ScheduleRunner:
                 return compiled
         del self._compiled[_MOST_SCHEDULES - 1 :]
         options = self._options(leads_to_backward)
-        schedule = passes.build(order, self._specs, options, record.unsharded, record.fused)
+        schedule = passes.build(order, self._specs, options, record.unsharded, record.fused, unseen)
         compiled = self._bind(schedule, {} if self._unequal_use else record.fused)
         self._compiled.insert(0, (key, compiled))
         return compiled
@@ -215,8 +219,9 @@ class ScheduleRunner:
 
     def end_forward(self) -> None:
         """End the forward, which succeeded."""
-        if self.runs_on_all_ranks and self.record.events != self._known:
-            self._known = self.record.events
+        record = self.record
+        if self.runs_on_all_ranks and (record.ended or record.events != self._known.events):
+            self._known = record
         for state in self._states.values():
             if state.group.parameter_state is ParameterState.UNSHARDING:
                 state.group.reshard()  # prefetched for a call that did not come
@@ -235,10 +240,10 @@ class ScheduleRunner:
         self._refresh_options()
         options = self._options(leads_to_backward=True)
         options = replace(options, is_last_backward=is_last_backward, has_barriers=has_barriers)
-        if not self._known:
+        if not self._known.events:
             return Schedule(())
         kept = frozenset(name for name, state in self._states.items() if state.kept_frozen)
-        return passes.build(self._known, self._specs, options, kept)
+        return passes.build(self._known.events, self._specs, options, kept, unseen=self._known.unseen)
 
     # -- events
 
@@ -290,7 +295,7 @@ class ScheduleRunner:
         if record.events:
             known, rows = self._backward
             if known is not record:
-                rows = self._compile(record.order_of_backward(), record, leads_to_backward=True).backward
+                rows = self._compile(record.order_of_backward(), record.unseen, record, leads_to_backward=True).backward
                 self._backward = record, rows
             if position < len(rows) and rows[position].event.group == state.name:
                 return rows[position]
@@ -335,7 +340,7 @@ class ScheduleRunner:
     def _perform(self, row: Row) -> None:
         gathers, waits = row.gathers, row.waits
         if row.waits_first:
-            missing = [target[1] for _, target in waits if not target[0].unshard_started]
+            missing = [target[1] for _, target in waits if not target[0].is_gathered]
             if not missing:
                 gathers, waits = waits, gathers
             else:  # the schedule expected them to be in flight
@@ -356,7 +361,7 @@ class ScheduleRunner:
 
     def _wait(self, target: tuple[ParameterGroup, Call]) -> None:
         group, (gather, missing) = target
-        if not group.unshard_started:
+        if not group.is_gathered:
             gather(self, missing)
         group.wait()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from composable_fsdp._runtime.schedule.schedule import Event, Hook
 
@@ -17,6 +17,7 @@ class ForwardRecord:
         ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
         fused: the fusions of groups in this forward and its backward.
         unsharded: the groups that were unsharded when it began.
+        unseen: the groups whose inputs needed no gradient, so that no hook shows the end of their backward.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class ForwardRecord:
         self.ended: list[str] = []
         self.fused = fused or {}
         self.unsharded = unsharded
+        self.unseen: set[str] = set()
         self._without_backward: list[int] = []
         self._backward = -1
         self._lowest = 0

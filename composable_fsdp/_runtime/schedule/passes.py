@@ -145,6 +145,7 @@ def build(
     options: ScheduleOptions,
     unsharded: Collection[str] = (),
     fused: Mapping[str, tuple[str, ...]] | None = None,
+    unseen: Collection[str] = (),
 ) -> Schedule:
     """Return the schedule of an iteration whose forward has the events ``order``.
 
@@ -154,14 +155,17 @@ def build(
         options: the options of the root.
         unsharded: the groups that are unsharded before the forward.
         fused: the fusions, by group; by default those of ``order``.
+        unseen: the groups whose inputs need no gradient, so that no hook shows the end of their backward.
     """
-    schedule = eager(order, specs, options, unsharded)
+    schedule = eager(order, specs, options, unsharded, unseen)
     if not options.unequal_use:
-        schedule = fuse_small(schedule, specs, fusions(order, specs, options.max_fused_bytes) if fused is None else fused)
+        schedule = fuse_small(
+            schedule, specs, fusions(order, specs, options.max_fused_bytes) if fused is None else fused
+        )
     schedule = keep_last(schedule, specs, options)
     schedule = prefetch(schedule, specs, options)
     if options.host_waits:
-        schedule = delay_prefetch_on_host(schedule, specs, options)
+        schedule = delay_prefetch_on_host(schedule, specs, options, unseen)
     return bound_in_flight(schedule, specs, options)
 
 
@@ -169,7 +173,11 @@ def build(
 
 
 def eager(
-    order: Sequence[Event], specs: Specs, options: ScheduleOptions, unsharded: Collection[str] = ()
+    order: Sequence[Event],
+    specs: Specs,
+    options: ScheduleOptions,
+    unsharded: Collection[str] = (),
+    unseen: Collection[str] = (),
 ) -> Schedule:
     """Return the schedule that gathers each group when it is needed and frees it when it is not."""
     held, steps, running = set(unsharded), list[Step](), list[str]()
@@ -186,7 +194,7 @@ def eager(
     end: tuple[Action, ...] = (Barrier(),) if options.has_barriers else ()
     steps.append(_step(held, Event(Hook.END_FORWARD), end))
     if options.leads_to_backward:
-        steps += _eager_backward(order, specs, options, held)
+        steps += _eager_backward(order, specs, options, held, unseen)
     return Schedule(tuple(steps), frozenset(unsharded))
 
 
@@ -215,38 +223,48 @@ def reshard_after_forward(
 
 
 def _eager_backward(
-    order: Sequence[Event], specs: Specs, options: ScheduleOptions, held: set[str]
+    order: Sequence[Event], specs: Specs, options: ScheduleOptions, held: set[str], unseen: Collection[str]
 ) -> Iterator[Step]:
     runs_left = Counter(event.group for event in order if event.hook is Hook.PRE_FORWARD)
+    unreached = {spec.name for spec in specs.values() if spec.has_parameters}
     for event in reversed(order):
         spec = specs[event.group]
         if not spec.has_parameters:
             continue
         if event.hook is Hook.POST_FORWARD:
-            yield _step(held, Event(Hook.PRE_BACKWARD, spec.name), unshard(spec, held) if spec.unshard_in_backward else ())
+            unreached.discard(spec.name)
+            actions = unshard(spec, held) if spec.unshard_in_backward else ()
+            yield _step(held, Event(Hook.PRE_BACKWARD, spec.name), actions)
             continue
         runs_left[spec.name] -= 1
         if not runs_left[spec.name]:  # the gradients of all runs are complete
-            yield from _reduce_steps(spec, held)
-        users = [done for done in (spec, *(specs[name] for name in spec.owners if name in specs))]
-        freed = [d.name for d in users if d.name in held and d.reshard_after_backward and not d.users]
+            others = unreached or any(specs[name].has_parameters for name in held if name != spec.name)
+            frees = spec.name in unseen and not (spec.has_nested and others)
+            yield from _reduce_steps(spec, held, frees=frees)
+        if spec.name in unseen:
+            continue
+        done = (specs[name] for name in (spec.name, *spec.owners) if name in held)
+        freed = [each.name for each in done if each.reshard_after_backward and not each.users]
         yield _step(held, Event(Hook.POST_BACKWARD, spec.name), tuple(map(Free, freed)))
     left = [name for name in specs if name in held and specs[name].reshard_after_backward]
     end: tuple[Action, ...] = (Barrier(),) if options.has_barriers else ()
     yield _step(held, Event(Hook.END_BACKWARD), (*map(Free, left), *end))
 
 
-def _reduce_steps(spec: GroupSpec, held: set[str]) -> Iterator[Step]:
-    """Yield the events of the buckets of ``spec``. The parameters are freed first, since a reduction takes memory."""
+def _reduce_steps(spec: GroupSpec, held: set[str], *, frees: bool) -> Iterator[Step]:
+    """Yield the events of the buckets of ``spec``.
+
+    With ``frees``, the last one frees the parameters: before the reduction, which takes memory.
+    """
     trainable = [index for index, nbytes in enumerate(spec.gradient_bytes) if nbytes]
+    frees = frees and spec.frees_with_last_gradient and spec.reshard_after_backward
     for index in trainable:
         is_last = index == trainable[-1]
         if not spec.reduces_buckets and not is_last:
             continue
         buckets = [index] if spec.reduces_buckets else trainable
-        is_free = spec.frees_with_last_gradient and spec.reshard_after_backward
-        is_free = is_last and is_free and (not spec.has_nested or held <= {spec.name})
-        actions: list[Action] = [Free(spec.name)] if is_free and spec.name in held else []
+        is_free = frees and is_last and spec.name in held
+        actions: list[Action] = [Free(spec.name)] if is_free else []
         actions += [Reduce((Bucket(spec.name, each),)) for each in buckets if spec.reduces]
         yield _step(held, Event(Hook.GRAD_READY, spec.name, index), tuple(actions))
 
@@ -307,14 +325,19 @@ def gathered_with(
 def fuse_small(schedule: Schedule, specs: Specs, fused: Mapping[str, tuple[str, ...]]) -> Schedule:
     """Merge the all-gathers, and the reductions, of small groups that are adjacent in the order of forward."""
     held, steps, ready = set(schedule.initially_unsharded), list[Step](), dict[str, Reduce]()
-    for event, actions in schedule:
+    last_use = {(event.hook, event.group): at for at, (event, _) in enumerate(schedule)}
+    for at, (event, actions) in enumerate(schedule):
         in_backward = event.hook is Hook.PRE_BACKWARD
         changed: list[Action] = []
         for action in actions:
             if isinstance(action, Gather):
                 spec = specs[action.groups[0]]
                 together = gathered_with(spec, specs, fused, in_backward=in_backward)
-                missing = tuple(name for name in together if name not in held)
+                missing = tuple(
+                    name
+                    for name in together
+                    if name not in held and (name == spec.name or last_use.get((event.hook, name), -1) > at)
+                )
                 changed += [Gather(missing)] if spec.name in missing else []
                 held.update(missing)
             elif isinstance(action, Reduce):
@@ -392,14 +415,17 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
 
     A prefetch follows the wait for a group that was itself prefetched: an arriving message is in memory twice for a
     moment, as message and as parameters, and should not add to the next one. Otherwise it precedes the wait. A group
-    that does not fit in ``max_unsharded_bytes`` is not prefetched.
+    that does not fit in ``max_unsharded_bytes`` is not prefetched. One that forward does not use is freed at its end.
     """
     steps = [(event, list(actions)) for event, actions in schedule]
     held = set(schedule.initially_unsharded)
-    for at, (event, actions) in enumerate(schedule):
-        own = steps[at][1]
+    unused = set[str]()
+    for at, (event, own) in enumerate(steps):
+        if event.hook is Hook.END_FORWARD:
+            own[:0] = [Free(name) for name in sorted(unused)]
         for action in own:
             _step(held, event, (action,))
+            unused.discard(action.group if isinstance(action, Wait) else "")
         if event.hook not in (Hook.PRE_FORWARD, Hook.PRE_BACKWARD):
             continue
         in_backward = event.hook is Hook.PRE_BACKWARD
@@ -416,6 +442,7 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
             own.insert(place, moved)
             place += 1
             held.update(moved.groups)
+            unused.update(moved.groups)
     return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
 
 
@@ -453,7 +480,9 @@ def _take_gather(steps: Sequence[tuple[Event, list[Action]]], at: int, name: str
     return (name,)
 
 
-def delay_prefetch_on_host(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
+def delay_prefetch_on_host(
+    schedule: Schedule, specs: Specs, options: ScheduleOptions, unseen: Collection[str] = ()
+) -> Schedule:
     """Move prefetches in backward behind a bucket of the group that computes, where the host waits for collectives.
 
     The bucket is the last one reduced while the group still computes. So the prefetched parameters share memory with
@@ -461,7 +490,9 @@ def delay_prefetch_on_host(schedule: Schedule, specs: Specs, options: ScheduleOp
     """
     steps = [(event, list(actions)) for event, actions in schedule]
     for at, (event, actions) in enumerate(schedule):
-        if event.hook is not Hook.PRE_BACKWARD or specs[event.group].backward_prefetch is not None:
+        if event.hook is not Hook.PRE_BACKWARD or event.group in unseen:
+            continue
+        if specs[event.group].backward_prefetch is not None:
             continue
         spec = specs[event.group]
         needed = {spec.name, *spec.owners}

@@ -183,4 +183,3 @@ class Schedule:
         return "\n".join(
             f"{step.event!s:<{width}} | {'; '.join(map(str, step.actions))}".rstrip(" |") for step in self.steps
         )
-
