@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
     from composable_fsdp._comm.shm.staging import StagedRange as StagingExtent
     from composable_fsdp._comm.shm.staging import plan_rounds
-    from composable_fsdp._comm.verify_ranks import difference_text, verify_same
+    from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
     from composable_fsdp._consistency import interrupt, watchdog
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
     from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable_fsdp._api.direct_call_errors import uncaught_errors
 from composable_fsdp._runtime.groups.param_group import ParameterGroup
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, alive, find_state
+from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.params.tensor_subclass import hooks_of
 from composable_fsdp.errors import ConfigurationError
@@ -105,6 +107,8 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
     copied.copy_settings(group)
     lenders = [memo[id(lender)] for lender in state.lenders]
     FSDPState.__init__(clone, [memo[id(m)] for m in state.modules], copied, state.reshard, state.precision, lenders)
+    optimizer_hooks.keep_for(clone)
+    uncaught_errors.keep_for(clone)
     clone.copy_settings(state)
     for ahead in ("forward_prefetch", "backward_prefetch"):
         known = getattr(state, ahead)

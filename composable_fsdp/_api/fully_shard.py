@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp._api.apply_policy import shard_by_policy
-from composable_fsdp._api.direct_call_errors import explain_uncaught
+from composable_fsdp._api.direct_call_errors import uncaught_errors
 from composable_fsdp._api.fsdp_module import sharded_class
 from composable_fsdp._api.materialize import broadcast_module_states, find_ignored, materialize_meta
 from composable_fsdp._api.param_discovery import CommunicationFunction, ParamDiscovery, PlacementFunction
@@ -19,7 +19,7 @@ from composable_fsdp._runtime.groups.param_group import ParameterGroup
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of
 from composable_fsdp._runtime.groups.unmanaged_params import plain_places
 from composable_fsdp._runtime.hooks import install_hooks, wrap_forward_method
-from composable_fsdp._runtime.lazy_init import watch_optimizers
+from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import note_replaced
 from composable_fsdp._sharding.mesh import (
     DataParallelAxes,
@@ -195,8 +195,8 @@ def fully_shard(
         note_replaced(source, parameter, name)
     state = FSDPState(_outermost(modules), group, reshard, precision, lenders)
     register_client_states(state, modules, install_hooks(state))
-    watch_optimizers()
-    explain_uncaught()
+    optimizer_hooks.keep_for(state)
+    uncaught_errors.keep_for(state)
     for each, its_class in zip(modules, classes, strict=True):
         _move_buffers(each, axes.device, ignored.buffers)
         mark_managed(each.modules())

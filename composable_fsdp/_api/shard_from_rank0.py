@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp._api.fully_shard import fully_shard
 from composable_fsdp._api.materialize import allocate_meta
-from composable_fsdp._comm.verify_ranks import difference_text
+from composable_fsdp._comm.verify_ranks import verify_same_lines
 from composable_fsdp._runtime.params.param_places import registered_buffers, registered_parameters
 from composable_fsdp._runtime.params.tensor_subclass import as_parameter, parameter_class
 from composable_fsdp._runtime.shard_extent import shardings_of, states_below
@@ -21,7 +21,7 @@ from composable_fsdp.checkpoint._state_dict.names import plain_name
 from composable_fsdp.checkpoint._state_dict.options import Full
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
 from composable_fsdp.checkpoint._state_dict.tensor import fill
-from composable_fsdp.errors import ConfigurationError, DivergenceError, ParameterError
+from composable_fsdp.errors import ConfigurationError, ParameterError
 
 __all__ = ["shard_from_rank0"]
 
@@ -140,9 +140,7 @@ def _verify(model: nn.Module, values: dict[str, torch.Tensor]) -> OwnerRanks:
         [n for n, tensor in tensors.items() if n in values and n not in own and isinstance(tensor, nn.Parameter)],
     )
     reports = owners.exchange(report)
-    if len({tuple(each.lines) for each in reports.values()}) > 1:
-        subject = "what was given to shard_from_rank0"
-        raise DivergenceError(difference_text(subject, {rank: each.lines for rank, each in reports.items()}))
+    verify_same_lines("what was given to shard_from_rank0", {rank: each.lines for rank, each in reports.items()})
     for rank, each in reports.items():
         if each.missing:
             raise ParameterError(

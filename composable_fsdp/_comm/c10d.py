@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from composable_fsdp import trace
-from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, Transfer, Work
+from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import blocks_the_host
 
-__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList", "gather_objects"]
+__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList"]
 
-T = TypeVar("T")
 _Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -161,12 +160,3 @@ def _emit_collective(group: dist.ProcessGroup, label: str, calls: Sequence[_Call
     position = trace.Position(group.group_name, tuple(dist.get_process_group_ranks(group)), 0, number)
     nbytes = sum(tensors[-1].nbytes for _, tensors, _ in calls)
     trace.emit(trace.Operation.COLLECTIVE, label, nbytes, position=position)
-
-
-def gather_objects(own: T, communicator: Communicator) -> list[T]:
-    """Return ``own`` of every rank of an axis, in rank order. Slow: for setup only. All ranks must call it together."""
-    if not isinstance(communicator, GroupCommunicator):
-        return [own] * communicator.size
-    gathered = [own] * communicator.size
-    dist.all_gather_object(gathered, own, group=communicator.group)
-    return gathered

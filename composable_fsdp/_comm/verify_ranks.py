@@ -2,6 +2,8 @@
 
 Each rank describes what it has built in lines of text. Ranks compare digests in a message of fixed size. If these
 differ, all ranks exchange the lines and raise the same error, which names the differences.
+
+What else ranks exchange only to compare it is gathered here too: samples of values, sizes of payloads, flags.
 """
 
 from __future__ import annotations
@@ -12,19 +14,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import unified_diff
 from hashlib import blake2b
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from composable_fsdp._comm.communicator import Communicator, GroupCommunicator, Transfer
+from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp.errors import DivergenceError
 
-__all__ = ["difference_text", "gather_texts", "ranks_text", "verify_same"]
+__all__ = [
+    "SHOWN_RANKS",
+    "difference_text",
+    "gather_objects",
+    "gather_rows",
+    "gather_texts",
+    "verify_same",
+    "verify_same_lines",
+]
+
+T = TypeVar("T")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Matches addresses in the default ``repr`` of functions and objects, which differ between processes."""
 _SHOWN_LINES = 12
+SHOWN_RANKS = 8
+"""The number of ranks that errors name of those with the same lines or values."""
 _NOTHING = "nothing more"
 
 
@@ -59,10 +75,10 @@ def verify_same(
     text = _ADDRESS.sub("", "\n".join(own)).encode()
     digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
     sent = torch.tensor([dist.get_rank(), digest, *facts()], device=device)
-    rows = _gather_rows(sent, axes, f"comparison of {subject}").tolist()
+    rows = gather_rows(sent, axes, f"comparison of {subject}").tolist()
     if any(other != digest for _, other, *_ in rows):
-        lines = {rank: text.split("\n") for rank, text in gather_texts(text.decode(), axes, device, subject).items()}
-        raise DivergenceError(difference_text(subject, lines))
+        texts = gather_texts(text.decode(), axes, device, subject)
+        verify_same_lines(subject, {rank: text.split("\n") for rank, text in texts.items()})
     return {rank: numbers for rank, _, *numbers in rows}
 
 
@@ -72,10 +88,10 @@ def gather_texts(own: str, communicators: Iterable[Communicator], device: torch.
     """Return the texts of all ranks along ``communicators``, by rank. All of them must call it together."""
     axes, label, packed = _multi_rank_axes(communicators), f"comparison of {subject}", zlib.compress(own.encode())
     sent = torch.tensor([dist.get_rank(), len(packed)], device=device)
-    rows = _gather_rows(sent, axes, label).tolist()
+    rows = gather_rows(sent, axes, label).tolist()
     length = max(length for _, length in rows)
     message = torch.frombuffer(bytearray(packed.ljust(length, b"\0")), dtype=torch.uint8).to(device)
-    texts = [_decompress(row.numpy().tobytes()) for row in _gather_rows(message, axes, label).cpu()]
+    texts = [_decompress(row.numpy().tobytes()) for row in gather_rows(message, axes, label).cpu()]
     return {rank: text for (rank, _), text in zip(rows, texts, strict=True)}
 
 
@@ -86,7 +102,7 @@ def _multi_rank_axes(communicators: Iterable[Communicator]) -> list[Communicator
     return [c for c in communicators if isinstance(c, GroupCommunicator) and c.size > 1]
 
 
-def _gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
+def gather_rows(own: torch.Tensor, axes: Sequence[Communicator], label: str) -> torch.Tensor:
     """Return ``own``, ``(n,)``, of all ranks along all ``axes`` as ``(ranks, n)``."""
     gathered = own
     for axis in axes:
@@ -101,6 +117,23 @@ def _decompress(packed: bytes) -> str:
     return zlib.decompressobj().decompress(packed).decode()  # a decompressobj ignores the padding after the end
 
 
+def gather_objects(own: T, axis: Communicator | dist.ProcessGroup) -> list[T]:
+    """Return ``own`` of every rank of ``axis``, in rank order. For setup only. All ranks must call it together."""
+    if not isinstance(axis, (GroupCommunicator, dist.ProcessGroup)):
+        return [own] * axis.size
+    group = axis if isinstance(axis, dist.ProcessGroup) else axis.group
+    gathered = [own] * dist.get_world_size(group)
+    with torch.device("cpu"):  # the caller may have set another default device
+        dist.all_gather_object(gathered, own, group=group)
+    return gathered
+
+
+def verify_same_lines(subject: str, lines: Mapping[int, Sequence[str]]) -> None:
+    """Raise :class:`DivergenceError` if the ranks' ``lines``, which all of them have gathered, differ."""
+    if len(set(map(tuple, lines.values()))) > 1:
+        raise DivergenceError(difference_text(subject, lines))
+
+
 def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
     """Return the error text for ranks whose ``lines`` differ: each one's first difference and a diff of two of them."""
     ranks_by_lines: dict[tuple[str, ...], list[int]] = {}
@@ -109,8 +142,8 @@ def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
     variants = sorted(ranks_by_lines, key=lambda variant: (-len(ranks_by_lines[variant]), ranks_by_lines[variant]))
     index = next(i for i, parts in enumerate(zip_longest(*variants)) if len(set(parts)) > 1)
     first = "".join(
-        f"\n  {ranks_text(ranks_by_lines[variant])}: {variant[index] if index < len(variant) else _NOTHING}"
-        for variant in variants
+        f"\n  {ranks_text(ranks, SHOWN_RANKS)}: {variant[index] if index < len(variant) else _NOTHING}"
+        for variant, ranks in ((each, ranks_by_lines[each]) for each in variants)
     )
     usual, other = variants[:2]
     changes = [
@@ -124,9 +157,3 @@ def difference_text(subject: str, lines: Mapping[int, Sequence[str]]) -> str:
         "All ranks must build the same modules, with the same parameters in the same order, and shard them by the same "
         "calls with the same options."
     )
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return the numbers of the first eight ranks as text."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"

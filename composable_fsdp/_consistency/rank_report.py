@@ -156,6 +156,7 @@ def order_text(about: Mapping[int, str]) -> str:
     )
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 1``, or ``ranks 1, 2``."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
+    """Return ``rank 1``, or ``ranks 1, 2``; with ``most``, only the first that many."""
+    more = ", ..." if most is not None and len(ranks) > most else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"

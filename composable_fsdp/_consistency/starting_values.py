@@ -10,7 +10,7 @@ are exchanged only if the facts disagree.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
@@ -24,6 +24,7 @@ __all__ = [
     "Candidate",
     "Facts",
     "Start",
+    "any_equal_shards",
     "differing_starts",
     "equal_shards",
     "host_bytes",
@@ -125,17 +126,15 @@ class Candidate:
         return len({data[i : i + self.itemsize] for i in range(0, len(data), self.itemsize)})
 
 
-@dataclass(frozen=True)
-class Facts:
-    """A fixed-size summary of all parameters of one rank over one pair of axes.
-
-    ``start`` is equal on all ranks if their initial values were the same and have not changed. ``sketch`` has a number
-    for each slot that random-looking shards are hashed to by name: equal shards in a slot give equal numbers.
-    """
+class Facts(NamedTuple):
+    """A summary of all parameters of one rank over one pair of axes, in as many 64-bit integers for every model."""
 
     start: int
+    """Equal on all ranks if their initial values were the same and have not changed."""
     shard_rank: int
-    sketch: tuple[int, ...]
+    """The rank's index on the shard axis."""
+    sketch: list[int]
+    """A number for each slot that random-looking shards are hashed to by name. Equal shards give equal numbers."""
 
     @staticmethod
     def of(candidates: Sequence[Candidate], shard_rank: int) -> Facts:
@@ -146,28 +145,17 @@ class Facts:
                 slot = crc32(each.name.encode()) % _SLOTS
                 sketch[slot] ^= _digest(each.name.encode(), repr(each.shape).encode(), each.shard)
         start = _digest(*(part.encode() for each in candidates for part in (each.name, _start_text(each))))
-        return Facts(start, shard_rank, tuple(sketch))
+        return Facts(start, shard_rank, sketch)
 
-    @staticmethod
-    def parse(numbers: Sequence[int]) -> Facts:
-        """Return the facts with these :attr:`numbers`."""
-        start, shard_rank, *sketch = numbers
-        return Facts(start, shard_rank, tuple(sketch))
 
-    @property
-    def numbers(self) -> list[int]:
-        """The facts as 64-bit integers, the same number of them for every model."""
-        return [self.start, self.shard_rank, *self.sketch]
-
-    @staticmethod
-    def any_equal_shards(facts: Mapping[int, Facts]) -> bool:
-        """Return whether ranks with different shards may hold equal values."""
-        owners: dict[tuple[int, int], int] = {}
-        return any(
-            number and owners.setdefault((slot, number), each.shard_rank) != each.shard_rank
-            for each in facts.values()
-            for slot, number in enumerate(each.sketch)
-        )
+def any_equal_shards(facts: Iterable[Facts]) -> bool:
+    """Return whether ranks with different shards may hold equal values."""
+    owners: dict[tuple[int, int], int] = {}
+    return any(
+        number and owners.setdefault((slot, number), each.shard_rank) != each.shard_rank
+        for each in facts
+        for slot, number in enumerate(each.sketch)
+    )
 
 
 def _digest(*parts: bytes) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable_fsdp._memory.streams import CommStreams
+from composable_fsdp._runtime.groups.global_hooks import GlobalHooks
 from composable_fsdp._runtime.groups.late_tied_weights import tie_weights
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, find_state, state_of_parameter
 from composable_fsdp._runtime.groups.unmanaged_params import warn_of_unmanaged
@@ -20,13 +20,11 @@ from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["ROOT_NAME", "LowPrecisionWarning", "assemble", "iteration_of", "name_states", "watch_optimizers"]
+__all__ = ["ROOT_NAME", "LowPrecisionWarning", "assemble", "iteration_of", "name_states", "optimizer_hooks"]
 
 ROOT_NAME = "root"
 
-_watches_optimizers = False
 _has_warned_of_low_precision = False
-_registers_hooks = threading.Lock()
 _CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
 """The attribute that marks checked optimizers. Copies and pickles do not have it."""
 
@@ -49,7 +47,6 @@ def assemble(root: FSDPState) -> Iteration:
 
     A module that ran on its own before its parent was a root; its states now belong to the new root.
     """
-    watch_optimizers()
     warn_of_unmanaged(root)
     states = _states_by_name(root)
     for state in states.values():
@@ -93,17 +90,29 @@ def name_states(places: Mapping[FSDPState, Sequence[str]]) -> dict[str, FSDPStat
     return {name or root: state for name, state in named.items()}
 
 
-def watch_optimizers() -> None:
-    """Install the optimizer hooks, once per process."""
-    global _watches_optimizers
-    with _registers_hooks:
-        if not _watches_optimizers:
-            register_optimizer_step_pre_hook(_check_optimizer)
-            register_optimizer_step_post_hook(_note_step)
-            _watches_optimizers = True
+def _install_optimizer_hooks() -> Callable[[], None]:
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        with optimizer_hooks:
+            _check_optimizer(optimizer)
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        with optimizer_hooks:
+            _note_step(optimizer)
+
+    handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
-def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+optimizer_hooks = GlobalHooks(_install_optimizer_hooks)
+"""The hooks that check optimizers before a step and count steps after it."""
+
+
+def _note_step(optimizer: torch.optim.Optimizer) -> None:
     """Record a step for the roots whose parameters ``optimizer`` holds, and for no other root.
 
     A model of another thread must not all-gather again because of it, at a time that differs between ranks.
@@ -116,7 +125,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         iteration.steps.note()
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise if ``optimizer`` holds tensors that sharded parameters have replaced, or unsharded parameters."""
     if _CHECKED_ATTRIBUTE in vars(optimizer):
         return
@@ -168,5 +177,5 @@ def _warn_of_low_precision(optimizer: torch.optim.Optimizer, parameters: Sequenc
         f"and compute in {dtype} with fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype})). If "
         "it is meant so, filter this composable_fsdp.LowPrecisionWarning.",
         LowPrecisionWarning,
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._comm.factory import communicator_over
+from composable_fsdp._comm.verify_ranks import gather_rows
 from composable_fsdp._runtime.shard_extent import states_below
 
 __all__ = ["find_nonfinite"]
@@ -54,14 +54,9 @@ def _flags(tensors: Sequence[torch.Tensor | None], mesh: DeviceMesh | None) -> t
     flags = torch.stack(own) if own else torch.empty(0, dtype=torch.uint8, device=device)
     if mesh is None:
         return flags[None]
-    gathered = flags
-    for axis in reversed(range(mesh.ndim)):  # the last axis varies fastest
-        if mesh.size(axis) > 1:
-            communicator = communicator_over(mesh.get_group(axis), mesh.device_type)
-            received = gathered.repeat(communicator.size)
-            communicator.all_gather([Transfer(received, gathered)], "search for gradients that are not finite").wait()
-            gathered = received
-    return gathered.view(-1, len(own)).cpu()
+    last_first = [axis for axis in reversed(range(mesh.ndim)) if mesh.size(axis) > 1]  # the last varies fastest
+    axes = [communicator_over(mesh.get_group(axis), mesh.device_type) for axis in last_first]
+    return gather_rows(flags, axes, "search for gradients that are not finite").cpu()
 
 
 def _is_nonfinite(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests._internals import LoopbackCommunicator, difference_text, verify_same
+from composable_fsdp import DivergenceError
+from tests._internals import LoopbackCommunicator, difference_text, verify_same, verify_same_lines
 
 
 def test_the_first_difference_is_shown_for_all_ranks_and_the_rest_for_two() -> None:
@@ -35,3 +36,10 @@ def test_of_many_ranks_some_are_named() -> None:
 @pytest.mark.behaviour("H-02")
 def test_a_single_rank_has_nobody_to_compare_with() -> None:
     verify_same(["a"], (LoopbackCommunicator(), LoopbackCommunicator()), torch.device("cpu"), "a model")
+
+
+@pytest.mark.behaviour("H-02")
+def test_lines_that_were_gathered_already_are_compared_in_full() -> None:
+    verify_same_lines("a model", {0: ["a", "b"], 1: ("a", "b")})
+    with pytest.raises(DivergenceError, match=r"The first difference in a model:\n  rank 0: b\n  rank 1: nothing more"):
+        verify_same_lines("a model", {0: ["a", "b"], 1: ["a"]})

@@ -72,3 +72,64 @@ def test_an_import_installs_nothing() -> None:
 def test_a_sharded_module_on_one_rank_installs_hooks_of_optimizers_and_the_explanation_of_uncaught_errors() -> None:
     """Neither a thread nor a function at exit or at fork: there is no other rank to answer or to lose."""
     assert run(SHARD) == "['excepthook', 'optimizer hooks']"
+
+
+STEP = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+
+@pytest.mark.behaviour("A-01")
+def test_the_last_sharded_model_takes_these_hooks_along() -> None:
+    assert run(f"{SHARD}{STEP}\ndel optimizer, model") == "[]"
+    assert run(f"{SHARD}\nother = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))\ndel model") == (
+        "['excepthook', 'optimizer hooks']"
+    )
+
+
+@pytest.mark.behaviour("A-01")
+def test_a_copy_of_a_dropped_model_keeps_the_hooks() -> None:
+    program = f"{SHARD}\nimport copy\nclone = copy.deepcopy(model)\ndel model"
+    assert run(program) == "['excepthook', 'optimizer hooks']"
+    assert run(f"{program}, clone") == "[]"
+
+
+@pytest.mark.behaviour("A-01")
+def test_the_hooks_come_back_with_the_next_model() -> None:
+    program = f"{SHARD}\ndel model\nmodel = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))"
+    assert run(program) == "['excepthook', 'optimizer hooks']"
+
+
+@pytest.mark.behaviour("A-01")
+def test_an_excepthook_installed_after_ours_stays() -> None:
+    program = f"{SHARD}\nsys.excepthook = theirs = lambda *_: None\ndel model\nassert sys.excepthook is theirs"
+    assert run(program) == "['excepthook']"
+
+
+DROPPED_IN_A_STEP = """
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+models = [model]
+del model
+
+
+class Groups(list):
+    def __iter__(self):
+        models.clear()
+        return super().__iter__()
+
+
+optimizer.param_groups = Groups(optimizer.param_groups)
+optimizer.step()
+optimizer.param_groups = list(optimizer.param_groups)
+assert not models
+"""
+
+
+@pytest.mark.behaviour("A-01")
+def test_a_model_that_ends_while_the_hooks_run_does_not_break_the_step() -> None:
+    assert run(f"{SHARD}{DROPPED_IN_A_STEP}") == "['optimizer hooks']"
+    next_model = "model = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))\ndel model"
+    assert run(f"{SHARD}{DROPPED_IN_A_STEP}{next_model}") == "[]"

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from composable_fsdp._comm.shm.engine import ShmEngine
 from composable_fsdp._comm.shm.peer_errors import Peers
 from composable_fsdp._comm.shm.segment import Segment
 from composable_fsdp._comm.shm.shm_socket import ShmSocket
+from composable_fsdp._comm.verify_ranks import gather_objects
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp.errors import PeerError
 
@@ -36,8 +36,6 @@ unsharded parameters in shared memory.
 """
 
 _HELLO = struct.Struct("=16si")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +96,14 @@ def _connect(group: dist.ProcessGroup) -> tuple[ShmSocket, list[_RankInfo]] | No
         address = listener.getsockname() if listener is not None else b""
         copies = os.environ.get(SWITCH) == "copy"
         info = _RankInfo(host, address, secrets.token_bytes(16), os.getpid(), copies)
-        infos = _gather(group, info)
+        infos = gather_objects(info, group)
         if listener is None or not host or any(each.host != host for each in infos):
             return None
         rank, sockets = dist.get_rank(group), dict[int, socket.socket]()
-        errors = _gather(group, _error_text(lambda: _connect_lower(infos, rank, sockets)))
+        errors = gather_objects(_error_text(lambda: _connect_lower(infos, rank, sockets)), group)
         if not any(errors):
-            errors = _gather(
-                group, _error_text(lambda: _accept_higher(listener, info.secret, rank, len(infos), sockets))
+            errors = gather_objects(
+                _error_text(lambda: _accept_higher(listener, info.secret, rank, len(infos), sockets)), group
             )
     if any(errors):
         for each in sockets.values():
@@ -159,13 +157,6 @@ def _error_text(attempt: Callable[[], None]) -> str:
     except OSError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _gather(group: dist.ProcessGroup, own: T) -> list[T]:
-    gathered = [own] * dist.get_world_size(group)
-    with torch.device("cpu"):  # the caller may have set another default device
-        dist.all_gather_object(gathered, own, group=group)
-    return gathered
 
 
 def _warn(errors: list[str]) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from composable_fsdp._comm.verify_ranks import gather_texts, ranks_text, verify_same
+from composable_fsdp._comm.verify_ranks import SHOWN_RANKS, gather_texts, verify_same
 from composable_fsdp._consistency.order_check import LEVEL_VARIABLE, OrderCheck
+from composable_fsdp._consistency.rank_report import ranks_text
 from composable_fsdp._consistency.starting_values import (
     Candidate,
     Facts,
+    any_equal_shards,
     differing_starts,
     equal_shards,
     host_bytes,
@@ -51,75 +53,65 @@ def check_models(root: FSDPState, states: Mapping[str, FSDPState]) -> None:
             for p in state.group.parameters
             if p.sharding.axes == axes
         }
-        _Comparison(root, states, axes, parameters).run()
+        _check_axes(root, states, axes, parameters)
     for state in states.values():
         for parameter in state.group.parameters:
             parameter.start = None
 
 
-class _Comparison:
-    """The comparison of the ``parameters`` that are sharded over ``axes``, by their names in errors."""
+def _check_axes(
+    root: FSDPState,
+    states: Mapping[str, FSDPState],
+    axes: DataParallelAxes,
+    parameters: Mapping[str, ShardedParameter],
+) -> None:
+    """Check the ``parameters``, by their names in errors, that are sharded over ``axes``."""
+    ranks = (axes.shard, axes.replicate), axes.device, f"the model under {root.class_name}"
+    candidates: list[Candidate] = []
 
-    def __init__(
-        self,
-        root: FSDPState,
-        states: Mapping[str, FSDPState],
-        axes: DataParallelAxes,
-        parameters: Mapping[str, ShardedParameter],
-    ) -> None:
-        self._root, self._states, self._axes, self._parameters = root, states, axes, parameters
-        self._communicators = (axes.shard, axes.replicate)
-        self._subject = f"the model under {root.class_name}"
-        self._candidates: list[Candidate] = []
+    def own_facts() -> list[int]:
+        candidates.extend(_candidates(parameters))
+        start, shard_rank, sketch = Facts.of(candidates, axes.shard.rank)
+        return [start, shard_rank, *sketch]
 
-    def run(self) -> None:
-        lines = _model_lines(self._root, self._states, self._axes)
-        found = verify_same(lines, self._communicators, self._axes.device, self._subject, self._facts)
-        facts = {rank: Facts.parse(numbers) for rank, numbers in found.items()}
-        if len({each.start for each in facts.values()}) > 1:
-            self._check_starts()
-        if Facts.any_equal_shards(facts):
-            self._check_shards({rank: each.shard_rank for rank, each in facts.items()})
+    numbers = verify_same(_model_lines(root, states, axes), *ranks, own_facts)
+    facts = {rank: Facts(start, shard, sketch) for rank, (start, shard, *sketch) in numbers.items()}
+    if len({each.start for each in facts.values()}) > 1:
+        names = [candidate.name for candidate in candidates]
+        _refuse_starts(differing_starts(gather_texts(start_details(candidates), *ranks), names))
+    if any_equal_shards(facts.values()):
+        shards = [(c, p.local_now, p.dim) for c, p in zip(candidates, parameters.values(), strict=True)]
+        details = gather_texts(shard_details(shards), *ranks)
+        _refuse_shards(equal_shards(details, {rank: each.shard_rank for rank, each in facts.items()}))
 
-    def _facts(self) -> list[int]:
-        self._candidates = _candidates(self._parameters)
-        return Facts.of(self._candidates, self._axes.shard.rank).numbers
 
-    def _gather_texts(self, text: str) -> dict[int, str]:
-        return gather_texts(text, self._communicators, self._axes.device, self._subject)
+def _refuse_starts(unlike: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
+    """Raise if there are parameters whose initial values differed."""
+    if not unlike:
+        return
+    name, found = next(iter(unlike.items()))
+    ranks = " and on ".join(ranks_text(each, SHOWN_RANKS) for each in found.values())
+    raise DivergenceError(
+        f"Ranks have started from different values: {name} was not the same on {ranks} when fully_shard cut it"
+        f"{_and_more(unlike)}. Each rank kept its own part, so the shards do not belong to one model. Pass "
+        "sync_module_states=True to fully_shard, which takes the values of the first rank; or call torch.manual_seed "
+        "with the same seed on every rank before the model is built; or call composable_fsdp.initialize(model, "
+        "seed=...), or load a checkpoint, before the first forward."
+    )
 
-    def _check_starts(self) -> None:
-        unlike = differing_starts(
-            self._gather_texts(start_details(self._candidates)), [c.name for c in self._candidates]
-        )
-        if not unlike:
-            return
-        name, ranks = next(iter(unlike.items()))
-        raise DivergenceError(
-            f"Ranks have started from different values: {name} was not the same on "
-            f"{' and on '.join(map(ranks_text, ranks.values()))} when fully_shard cut it{_and_more(unlike)}. Each rank "
-            "kept its own part, so the shards do not belong to one model. Pass sync_module_states=True to fully_shard, "
-            "which takes the values of the first rank; or call torch.manual_seed with the same seed on every rank "
-            "before the model is built; or call composable_fsdp.initialize(model, seed=...), or load a checkpoint, "
-            "before the first forward."
-        )
 
-    def _check_shards(self, shard_ranks: Mapping[int, int]) -> None:
-        shards = [
-            (candidate, parameter.local_now, parameter.dim)
-            for candidate, parameter in zip(self._candidates, self._parameters.values(), strict=True)
-        ]
-        equal = equal_shards(self._gather_texts(shard_details(shards)), shard_ranks)
-        if not equal:
-            return
-        name, ranks = next(iter(equal.items()))
-        raise ParameterError(
-            f"{name} has the same random values on {ranks_text(ranks)}, which hold different shards of it"
-            f"{_and_more(equal)}. A random operation, such as reset_parameters(), has run on the shards with the same "
-            "seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its place, which gives the values "
-            "of the unsharded model, or enclose it in composable_fsdp.sharded_rng(model, seed). If the values are "
-            f"meant to repeat, call set_order_check('off') on the root, or set {LEVEL_VARIABLE}=off."
-        )
+def _refuse_shards(equal: Mapping[str, Sequence[int]]) -> None:
+    """Raise if there are parameters of which different shards are equal."""
+    if not equal:
+        return
+    name, ranks = next(iter(equal.items()))
+    raise ParameterError(
+        f"{name} has the same random values on {ranks_text(ranks, SHOWN_RANKS)}, which hold different shards of it"
+        f"{_and_more(equal)}. A random operation, such as reset_parameters(), has run on the shards with the same "
+        "seed on every rank. Call composable_fsdp.initialize(model, seed=...) in its place, which gives the values "
+        "of the unsharded model, or enclose it in composable_fsdp.sharded_rng(model, seed). If the values are "
+        f"meant to repeat, call set_order_check('off') on the root, or set {LEVEL_VARIABLE}=off."
+    )
 
 
 def _and_more(found: Mapping[str, object]) -> str:
