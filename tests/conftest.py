@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.behaviour_report import Case, Result, check_ids, load_sections, render
+from tests.helpers.behaviour_report import Case, Result, check_ids, load_sections, render
 
 SECTIONS = load_sections(Path(__file__).with_name("behaviours.toml"))
 

@@ -26,7 +26,7 @@ from tests._internals import (
     Work,
     communicator_over,
 )
-from tests.transports import over_gloo
+from tests.helpers.transports import over_gloo
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)

@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import composable_fsdp as ours
 from composable_fsdp.testing import run_ranks
-from tests.ranks._sharding import single_rank
-from tests.transports import TRANSPORTS, Environment
+from tests.helpers.sharding import single_rank
+from tests.helpers.transports import TRANSPORTS, Environment
 
 pytestmark = pytest.mark.behaviour("I-03")
 

@@ -14,8 +14,8 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 import composable_fsdp as ours
 from composable_fsdp.testing import run_ranks
-from tests.ranks._sharding import exactly
-from tests.transports import IN_COMMON, SOCKETS
+from tests.helpers.sharding import exactly
+from tests.helpers.transports import IN_COMMON, SOCKETS
 
 pytestmark = pytest.mark.behaviour("I-01", "I-03")
 

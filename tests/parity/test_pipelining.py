@@ -28,7 +28,7 @@ from torch.testing import assert_close
 import composable_fsdp as ours
 from composable_fsdp import trace
 from composable_fsdp.testing import run_ranks
-from tests.ranks._models import seeded
+from tests.helpers.models import seeded
 
 pytestmark = pytest.mark.behaviour("I-01", "I-02")
 

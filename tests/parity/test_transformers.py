@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.testing import run_ranks
-from tests.ranks._sharding import exactly
+from tests.helpers.sharding import exactly
 
 pytestmark = [
     pytest.mark.behaviour("F-11"),

@@ -14,7 +14,7 @@ from composable_fsdp import describe, fully_shard, tie_groups
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import PolicyLike, balanced, every_module, transformer_blocks
 from tests._internals import Scope
-from tests.parity.training import check_parity
+from tests.helpers.training import check_parity
 
 pytestmark = [
     pytest.mark.behaviour("B-01"),

@@ -16,9 +16,9 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sy
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import Accumulation, find_state
-from tests.parity.training import Play, assert_equal_runs, check_parity, local_part, train
-from tests.ranks._models import TASKS, Routed, shard_layers
-from tests.ranks._spy import counted_collectives
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.training import Play, assert_equal_runs, check_parity, local_part, train
 from tests.ranks.test_memory import FULL, LiveStorages
 
 ROUTES = ((0, 1), (1, 2, 3), (3, 1))

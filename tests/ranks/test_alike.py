@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import DivergenceError, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.ranks._spy import counted_collectives
-from tests.slack import slack
-from tests.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.slack import slack
+from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 SECONDS = 5.0
 """Within which every rank must know."""

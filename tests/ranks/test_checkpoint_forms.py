@@ -32,8 +32,8 @@ from tests._internals import Form
 from tests._internals import model as forms
 from tests._internals import owners as holders
 from tests._internals import tensor as tensor_forms
-from tests.ranks._sharding import exactly, expected_shard
-from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
+from tests.helpers.sharding import exactly, expected_shard
+from tests.helpers.state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
 
 FORMS: tuple[Form, ...] = (
     Sharded(),

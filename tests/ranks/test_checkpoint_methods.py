@@ -26,11 +26,11 @@ from composable_fsdp.checkpoint import (
     state_dict_form,
 )
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint_worlds import local
-from tests.ranks._sharding import exactly
-from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
+from tests.helpers.checkpoint_worlds import local
+from tests.helpers.sharding import exactly
+from tests.helpers.state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
+from tests.helpers.transports import TRANSPORTS, Environment
 from tests.ranks.test_checkpoint_forms import COUNT, message, sgd
-from tests.transports import TRANSPORTS, Environment
 
 
 def copied_state() -> None:

@@ -30,9 +30,9 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import Form, parameter_names
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._sharding import exactly, expected_shard
-from tests.ranks._state_dicts import build, same_values, shard, train, wholes_of
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.sharding import exactly, expected_shard
+from tests.helpers.state_dicts import build, same_values, shard, train, wholes_of
 from tests.ranks.test_checkpoint_forms import FORMS, SAFE, message
 
 Make = Callable[[Iterable[Any]], Optimizer]

@@ -22,9 +22,9 @@ from composable_fsdp.checkpoint import (
     state_dict,
 )
 from composable_fsdp.testing import run_ranks
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._models import seeded, shard_layers
-from tests.ranks._state_dicts import build, same_values, scramble, shard, train, wholes_of
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import seeded, shard_layers
+from tests.helpers.state_dicts import build, same_values, scramble, shard, train, wholes_of
 from tests.ranks.test_checkpoint_forms import FORMS, sgd
 from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
 

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from composable_fsdp import fully_shard
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint_worlds import raising_alike
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._state_dicts import build, shard, train
+from tests.helpers.checkpoint_worlds import raising_alike
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.state_dicts import build, shard, train
 from tests.ranks.test_checkpoint_optimizer import LocalMomentum
 
 

@@ -31,9 +31,9 @@ from composable_fsdp.checkpoint import latest, load, save
 from composable_fsdp.testing import run_ranks
 from tests._internals import SavePlanner, known_watchdog
 from tests._internals import rank_group as meetings
-from tests.ranks._checkpoint_worlds import WORLDS, adamw, assert_holds, fill, local, raising_alike, zeroed
-from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
-from tests.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.checkpoint_worlds import WORLDS, adamw, assert_holds, fill, local, raising_alike, zeroed
+from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 
 def refused(action: Any) -> str:

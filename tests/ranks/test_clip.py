@@ -16,9 +16,9 @@ from torch.testing import assert_close
 
 from composable_fsdp import FSDPModule, GradientError, MeshError, clip_grad_norm_, fully_shard, get_total_norm
 from composable_fsdp.testing import run_ranks
-from tests.parity.training import check_parity, play_task
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._sharding import whole
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import whole
+from tests.helpers.training import check_parity, play_task
 
 NORM_TYPES = (2.0, 1.0, 3.5, inf)
 Where = tuple[DeviceMesh, tuple[Placement, ...]] | None

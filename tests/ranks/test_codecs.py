@@ -24,7 +24,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
-from tests.transports import SOCKETS
+from tests.helpers.transports import SOCKETS
 
 CODECS = (Int8(), Int8(block=7), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
 

@@ -26,8 +26,8 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import CommStream, Communicator, Encoder, ShardedParameter
-from tests.ranks._spy import COMMUNICATORS
-from tests.transports import SOCKETS
+from tests.helpers.counted_collectives import COMMUNICATORS
+from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
 

@@ -17,10 +17,10 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, to_em
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.testing import run_ranks
 from tests._internals import Bucket, state_of
-from tests.parity.training import OPTIMIZERS, check_parity, play_task
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._spy import counted_collectives
-from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import OPTIMIZERS, check_parity, play_task
+from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
 
 def buckets_of(model: nn.Module) -> list[Bucket]:

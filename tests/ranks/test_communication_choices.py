@@ -20,11 +20,11 @@ from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import GroupCommunicator, find_state, state_of
-from tests.parity.training import check_parity, local_part, play_task
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._sharding import sharded
-from tests.ranks._spy import counted_collectives
-from tests.transports import SOCKETS
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import sharded
+from tests.helpers.training import check_parity, local_part, play_task
+from tests.helpers.transports import SOCKETS
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

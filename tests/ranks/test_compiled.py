@@ -17,8 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
-from tests.parity.training import assert_equal_runs, check_parity, play_task, train
-from tests.ranks._models import seeded, shard_layers
+from tests.helpers.models import seeded, shard_layers
+from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
 
 
 class Gates(nn.Module):

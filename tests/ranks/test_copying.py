@@ -28,8 +28,8 @@ from composable_fsdp.policies import ReshardKind
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
 from tests._internals import state_of
-from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
-from tests.ranks._models import TASKS, Chain, Transformer, seeded, shard_layers
+from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
+from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
 
 def trained(model: nn.Module, task: str, **options: Any) -> Run:

@@ -28,9 +28,9 @@ from tests._internals import (
     sequences,
     waits,
 )
+from tests.helpers.slack import slack
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 from tests.ranks.test_order import FAULTS, build, sgd, step
-from tests.slack import slack
-from tests.transports import IN_COMMON, SOCKETS, Environment
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0
@@ -160,7 +160,7 @@ def job(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     environment = {**os.environ, **SOCKETS, "COMPOSABLE_FSDP_DIAGNOSTICS": str(tmp_path / "out"), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks._paused", str(tmp_path / "store")],
+            [sys.executable, "-m", "tests.helpers.paused_rank", str(tmp_path / "store")],
             cwd=ROOT,
             env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,

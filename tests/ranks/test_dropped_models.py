@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from composable_fsdp.testing import run_ranks
-from tests.ranks._dropped import CASES, survivors
-from tests.transports import TRANSPORTS
+from tests.helpers.dropped_models import CASES, survivors
+from tests.helpers.transports import TRANSPORTS
 
 
 def survivors_by_case() -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.testing import run_ranks
-from tests.ranks._extensions import Pair, Scaled, batch_of
+from tests.helpers.extension_tensors import Pair, Scaled, batch_of
 
 # -- what hooks return
 

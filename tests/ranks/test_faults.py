@@ -1,6 +1,6 @@
 """Every fault of one rank: what the others are told, within which time, and that no process is left behind.
 
-The texts are in ``tests/golden/fault_texts.txt``. ``test_order.py`` has how ranks go on after a fault,
+The texts are in ``tests/helpers/fault_texts.txt``. ``test_order.py`` has how ranks go on after a fault,
 ``test_recovery.py`` what is left of a step that failed on all of them.
 """
 
@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp.testing import run_ranks
-from tests.golden import assert_golden
-from tests.ranks._faults import AWAY, PATIENT, SHORT, Told, suffer
-from tests.slack import slack
-from tests.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.fault_texts import assert_golden
+from tests.helpers.faults import AWAY, PATIENT, SHORT, Told, suffer
+from tests.helpers.slack import slack
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT, LIMIT_OF_LOSS = 5.0, 3.0
@@ -127,7 +127,7 @@ class Programs:
         surroundings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks._faults", fault, str(rank), str(folder)],
+                [sys.executable, "-m", "tests.helpers.faults", fault, str(rank), str(folder)],
                 env=surroundings,
                 cwd=ROOT,
                 stderr=subprocess.PIPE,

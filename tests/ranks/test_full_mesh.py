@@ -24,10 +24,10 @@ from torch.testing import assert_close
 from composable_fsdp import DataParallelMeshDims, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import local_part
-from tests.parity.training import Play
-from tests.ranks._model_parallel import Pairs, assert_trains_alike, cut_pairs, named_mesh, play
-from tests.ranks._models import Task, seeded, shard_layers, squared_error, vectors
-from tests.ranks._sharding import exactly, values_of
+from tests.helpers.model_parallel import Pairs, assert_trains_alike, cut_pairs, named_mesh, play
+from tests.helpers.models import Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.sharding import exactly, values_of
+from tests.helpers.training import Play
 
 Dims = DataParallelMeshDims
 LIBRARIES: tuple[Callable[..., Any], Callable[..., Any]] = fully_shard, peer.fully_shard

@@ -23,8 +23,8 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import extent_of, gather
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._sharding import adamw, exactly, sharded, train_alike, values_of, whole
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import adamw, exactly, sharded, train_alike, values_of, whole
 
 MESHES = [("mlp", (2,)), ("mlp", (4,)), ("mlp", (2, 2)), ("tied", (2,)), ("mlp", (4, 1)), ("mlp", (1,))]
 

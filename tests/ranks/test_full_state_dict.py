@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._models import shard_layers
-from tests.ranks._sharding import exactly, values_of
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import shard_layers
+from tests.helpers.sharding import exactly, values_of
 
 
 def uneven() -> nn.Module:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from composable_fsdp.errors import PeerError
 from composable_fsdp.testing import run_ranks
 from tests._internals import ReduceOp, Transfer
-from tests.transports import over_gloo
+from tests.helpers.transports import over_gloo
 
 
 def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

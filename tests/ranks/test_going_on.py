@@ -10,9 +10,9 @@ import pytest
 
 from composable_fsdp import DivergenceError, LifecycleError, PeerError, find_nonfinite
 from composable_fsdp.testing import run_ranks
-from tests.ranks._failing_steps import Plan, assert_same, build, fail, failing_layer, fault_of, gradients, pair, step
-from tests.ranks._faults import is_last
-from tests.transports import IN_COMMON, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.failing_steps import Plan, assert_same, build, fail, failing_layer, fault_of, gradients, pair, step
+from tests.helpers.faults import is_last
+from tests.helpers.transports import IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 # -- without recovery
 

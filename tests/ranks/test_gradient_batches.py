@@ -16,9 +16,9 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sy
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
-from tests.parity.training import check_parity
-from tests.ranks._spy import counted_collectives
-from tests.transports import SOCKETS, TRANSPORTS, Environment
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.training import check_parity
+from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
 
 WIDTH = 740  # 2,190,400 bytes a weight: more than a batch needs
 

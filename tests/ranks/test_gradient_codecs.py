@@ -30,7 +30,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import Encoder, GradientCodec, state_of
-from tests.transports import SOCKETS
+from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
 CODECS: tuple[GradientCodec, ...] = (

@@ -29,11 +29,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import broadcast, reset_parameters
-from tests.ranks._model_parallel import Pairs, parallelize_pairs
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._peak import Peak
-from tests.ranks._sharding import assert_sharded, exactly, initialise, train_alike, values_of, whole
-from tests.transports import SOCKETS
+from tests.helpers.model_parallel import Pairs, parallelize_pairs
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.peak_memory import Peak
+from tests.helpers.sharding import assert_sharded, exactly, initialise, train_alike, values_of, whole
+from tests.helpers.transports import SOCKETS
 
 
 class Buffered(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torchrun import torchrun
+from tests.helpers.torchrun import torchrun
 
 INSTALL = "pip install -c constraints.txt '.[clients]', or make install"
 

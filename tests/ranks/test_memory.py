@@ -15,9 +15,9 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import RanksError, run_ranks
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
 from tests._internals import FSDPState, find_state, state_of
-from tests.parity.training import OPTIMIZERS
-from tests.ranks._models import TASKS, shard_layers
-from tests.transports import COPIES, SOCKETS, Environment
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import OPTIMIZERS
+from tests.helpers.transports import COPIES, SOCKETS, Environment
 
 
 def states_of(model: nn.Module) -> list[FSDPState]:

@@ -16,9 +16,9 @@ from torch import nn
 from composable_fsdp import DivergenceError, FSDPModule, PeerError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import ExecutionOrderWarning, compared
-from tests.ranks._sharding import exactly, values_of
-from tests.slack import slack
-from tests.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.sharding import exactly, values_of
+from tests.helpers.slack import slack
+from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 SECONDS = 5.0
 """Within which every rank must know."""

@@ -17,10 +17,10 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import ShardPlacementResult, state_of
-from tests.parity.training import OPTIMIZERS, Play, assert_equal_runs, train
-from tests.ranks._model_parallel import named_mesh, play, whole_run
-from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
-from tests.ranks._sharding import exactly, expected_shard, sharded, values_of
+from tests.helpers.model_parallel import named_mesh, play, whole_run
+from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.sharding import exactly, expected_shard, sharded, values_of
+from tests.helpers.training import OPTIMIZERS, Play, assert_equal_runs, train
 
 NUM_EXPERTS = 4
 

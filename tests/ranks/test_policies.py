@@ -16,9 +16,9 @@ from composable_fsdp import MixedPrecisionPolicy, fully_shard, tie_groups
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import PolicyLike, balanced, by_class, by_size, every_module, transformer_blocks
 from tests._internals import find_state, state_of
-from tests.parity.training import OPTIMIZERS, check_parity, play_task
-from tests.ranks._models import TASKS, Block, Transformer, seeded
-from tests.ranks._sharding import exactly, values_of
+from tests.helpers.models import TASKS, Block, Transformer, seeded
+from tests.helpers.sharding import exactly, values_of
+from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 
 POLICIES: dict[str, PolicyLike] = {
     "class": {Block},

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun import ROOT, torchrun
+from tests.helpers.torchrun import ROOT, torchrun
 
 SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
 

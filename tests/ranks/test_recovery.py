@@ -31,9 +31,9 @@ from tests._internals import (
     state_of,
 )
 from tests._internals import factory as choose
-from tests.ranks._failing_steps import Plan, assert_same, counting_all, fault_of, pair, step
-from tests.ranks._faults import is_last
-from tests.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.failing_steps import Plan, assert_same, counting_all, fault_of, pair, step
+from tests.helpers.faults import is_last
+from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 FAILING = 2
 """The step that fails, of ``STEPS``."""

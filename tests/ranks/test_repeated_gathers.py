@@ -12,9 +12,9 @@ from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
-from tests.ranks._models import TASKS, seeded, shard_layers
-from tests.ranks._sharding import values_of
-from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.models import TASKS, seeded, shard_layers
+from tests.helpers.sharding import values_of
+from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
 CHAIN = TASKS["chain"]
 

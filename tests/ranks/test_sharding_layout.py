@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp import FSDPModule, ParameterError, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.ranks._models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
-from tests.ranks._sharding import assert_sharded, exactly, train_alike, values_of
+from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.sharding import assert_sharded, exactly, train_alike, values_of
 
 # -- what becomes of parameters
 

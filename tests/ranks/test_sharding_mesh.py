@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable_fsdp import MeshError, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._sharding import assert_sharded, train_alike, values_of
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import assert_sharded, train_alike, values_of
 
 
 def _default_mesh() -> None:

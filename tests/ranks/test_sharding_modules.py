@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import PlainParameterWarning, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.ranks._models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
-from tests.ranks._sharding import exactly, sharded, train_alike, values_of
+from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.sharding import exactly, sharded, train_alike, values_of
 
 # -- modules that override __setattr__
 

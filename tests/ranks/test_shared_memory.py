@@ -33,7 +33,7 @@ from tests._internals import (
     duplicate,
 )
 from tests._internals import segment as memory
-from tests.transports import over_gloo
+from tests.helpers.transports import over_gloo
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory is for Linux")
 

@@ -16,9 +16,9 @@ from composable_fsdp import LifecycleError, ParameterError, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
-from tests.parity.training import OPTIMIZERS, check_parity, play_task
-from tests.ranks._models import TASKS, Transformer, seeded
-from tests.transports import SOCKETS
+from tests.helpers.models import TASKS, Transformer, seeded
+from tests.helpers.training import OPTIMIZERS, check_parity, play_task
+from tests.helpers.transports import SOCKETS
 
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_fsdp import DivergenceError, FSDPModule, ParameterError, fully_shard, initialize, sharded_rng
 from composable_fsdp.testing import run_ranks
-from tests.ranks._model_parallel import Pairs, parallelize_pairs
-from tests.ranks._spy import counted_collectives
-from tests.transports import COPIES
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.model_parallel import Pairs, parallelize_pairs
+from tests.helpers.transports import COPIES
 
 
 def build(seed: int) -> nn.Sequential:

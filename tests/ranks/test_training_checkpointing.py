@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests.parity.training import check_parity, play_task
-from tests.ranks._models import TASKS, Block, Chain, Transformer, seeded, shard_layers
-from tests.transports import SOCKETS, TRANSPORTS, Environment
+from tests.helpers.models import TASKS, Block, Chain, Transformer, seeded, shard_layers
+from tests.helpers.training import check_parity, play_task
+from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
 
 
 class Inside(nn.Module):

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.parity.training import Run, assert_equal_runs, check_parity, kept, play_task
-from tests.ranks._models import TASKS, shard_layers
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import Run, assert_equal_runs, check_parity, kept, play_task
 
 
 def clip_and_compare_norms(task: str, norm_type: float, foreach: bool) -> None:

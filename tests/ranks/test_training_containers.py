@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import RanksError, run_ranks
-from tests.parity.training import check_parity
-from tests.ranks._models import seeded, shard_layers
-from tests.transports import COPIES, TRANSPORTS
+from tests.helpers.models import seeded, shard_layers
+from tests.helpers.training import check_parity
+from tests.helpers.transports import COPIES, TRANSPORTS
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import ConfigurationError, FSDPModule, fully_shard, register_fsdp_forward_method
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests.parity.training import OPTIMIZERS, check_parity, play_task
-from tests.ranks._models import TASKS, Chain, Transformer, seeded, shard_layers
-from tests.transports import SOCKETS
+from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
+from tests.helpers.training import OPTIMIZERS, check_parity, play_task
+from tests.helpers.transports import SOCKETS
 
 PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from composable_fsdp import DivergenceError, FSDPModule, MixedPrecisionPolicy, PeerError, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, check_parity, train
-from tests.ranks._models import TASKS, Routed, shard_layers
-from tests.ranks._sharding import values_of
-from tests.transports import TRANSPORTS, Environment
+from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.sharding import values_of
+from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, check_parity, train
+from tests.helpers.transports import TRANSPORTS, Environment
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,

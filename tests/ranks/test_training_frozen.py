@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
-from tests.ranks._models import TASKS, Transformer, seeded, shard_layers
-from tests.transports import TRANSPORTS, Environment
+from tests.helpers.models import TASKS, Transformer, seeded, shard_layers
+from tests.helpers.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
+from tests.helpers.transports import TRANSPORTS, Environment
 
 
 def frozen_transformer(*prefixes: str) -> nn.Module:

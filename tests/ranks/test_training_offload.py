@@ -9,8 +9,8 @@ from torch.distributed import fsdp as peer
 from composable_fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
-from tests.parity.training import OPTIMIZERS, assert_equal_runs, play_task, train
-from tests.ranks._models import TASKS, shard_layers
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import OPTIMIZERS, assert_equal_runs, play_task, train
 
 
 def compare_offload_policies() -> None:

@@ -22,7 +22,8 @@ from composable_fsdp import (
     unsharded_params,
 )
 from composable_fsdp.testing import run_ranks
-from tests.parity.training import (
+from tests.helpers.models import TASKS, seeded, shard_layers, squared_error, vectors
+from tests.helpers.training import (
     OPTIMIZERS,
     assert_equal_runs,
     check_parity,
@@ -31,7 +32,6 @@ from tests.parity.training import (
     play_task,
     train,
 )
-from tests.ranks._models import TASKS, seeded, shard_layers, squared_error, vectors
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 

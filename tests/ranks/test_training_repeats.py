@@ -11,8 +11,8 @@ from torch import nn
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests.parity.training import OPTIMIZERS, check_parity
-from tests.ranks._models import TASKS, Routed, seeded
+from tests.helpers.models import TASKS, Routed, seeded
+from tests.helpers.training import OPTIMIZERS, check_parity
 
 Play = Callable[[nn.Module, int, int], torch.Tensor]
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import LifecycleError, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
-from tests.transports import SOCKETS
+from tests.helpers.transports import SOCKETS
 
 STEPS = 6
 SKIP, RUN, RUN_IN_VAIN = 0, 1, 2

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
-from tests.parity.training import assert_equal_runs, train
-from tests.ranks._models import seeded
-from tests.ranks._spy import COMMUNICATORS
+from tests.helpers.counted_collectives import COMMUNICATORS
+from tests.helpers.models import seeded
+from tests.helpers.training import assert_equal_runs, train
 
 
 class Experts(nn.Module):

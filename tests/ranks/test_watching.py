@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import PeerError, fully_shard
 from composable_fsdp.testing import Delay, Fault, inject_faults, run_ranks
 from tests._internals import PATIENCE, known_watchdog
-from tests.ranks._faults import Layers, build, inflict, is_last, step, told_by
-from tests.slack import slack
-from tests.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.faults import Layers, build, inflict, is_last, step, told_by
+from tests.helpers.slack import slack
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 LATE = PATIENCE + 1.5
 """Seconds: enough for the others to ask, and to be answered."""

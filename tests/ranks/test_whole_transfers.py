@@ -19,9 +19,9 @@ from composable_fsdp import MixedPrecisionPolicy, communication_report, fully_sh
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import PlanOptions, ProcessGroups, state_of
-from tests.ranks._peak import peak_above_idle
-from tests.ranks._spy import COMMUNICATORS
-from tests.transports import COPIES, IN_COMMON, SOCKETS
+from tests.helpers.counted_collectives import COMMUNICATORS
+from tests.helpers.peak_memory import peak_above_idle
+from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS
 
 STEPS = 3
 

@@ -23,7 +23,7 @@ from composable_fsdp import (
     share_comm_ctx,
 )
 from tests._internals import CommStream, iteration_of, state_of
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from composable_fsdp import (
     register_fsdp_forward_method,
 )
 from tests._internals import default_mesh
-from tests.ranks._sharding import sharded, single_rank
+from tests.helpers.sharding import sharded, single_rank
 
 
 @pytest.fixture(autouse=True, scope="module")

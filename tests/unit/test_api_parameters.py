@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
-from tests.ranks._sharding import exactly, sharded, single_rank, values_of
+from tests.helpers.sharding import exactly, sharded, single_rank, values_of
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,8 +16,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, ParameterError, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
-from tests.ranks._models import Task, seeded, squared_error, vectors
-from tests.ranks._sharding import adamw, exactly, initialise, sharded, single_rank, train_alike, values_of
+from tests.helpers.models import Task, seeded, squared_error, vectors
+from tests.helpers.sharding import adamw, exactly, initialise, sharded, single_rank, train_alike, values_of
 
 
 @pytest.fixture(autouse=True)

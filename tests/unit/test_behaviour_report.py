@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.behaviour_report import Behaviour, Case, Result, Status, check_ids, load_sections, render
+from tests.helpers.behaviour_report import Behaviour, Case, Result, Status, check_ids, load_sections, render
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {"A. First": {"A-01": "starts", "A-02": "stops"}, "B. Second": {"B-01": "waits"}}

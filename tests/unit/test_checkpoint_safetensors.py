@@ -17,7 +17,7 @@ from composable_fsdp.errors import CheckpointError, ConfigurationError
 from tests._internals import DTYPES, Cut, Reader, StoredTensors, TensorFiles, TensorSpec, dtype_code
 from tests._internals import BlockExtent as Extent
 from tests._internals import reader as stored
-from tests.unit._small import Small, assert_alike, filled
+from tests.helpers.small_model import Small, assert_alike, filled
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 pytestmark = pytest.mark.behaviour("F-11")

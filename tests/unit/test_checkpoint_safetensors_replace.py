@@ -13,7 +13,7 @@ import torch
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.errors import CheckpointError
 from tests._internals import Replacement, StoredTensors
-from tests.unit._small import assert_alike, filled
+from tests.helpers.small_model import assert_alike, filled
 
 pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.parity.comparison.page import PAGE, render
+from tests.helpers.comparison.page import PAGE, render
 
 
 def test_the_page_is_made_from_the_rows() -> None:
-    assert PAGE.read_text() == render(), "run: python -m tests.parity.comparison.page"
+    assert PAGE.read_text() == render(), "run: python -m tests.helpers.comparison.page"

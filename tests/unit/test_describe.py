@@ -25,7 +25,7 @@ from composable_fsdp import (
     no_sync,
 )
 from composable_fsdp.wrap import balanced, by_class
-from tests.ranks._models import Block, Chain, Transformer
+from tests.helpers.models import Block, Chain, Transformer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 F32, BF16 = torch.float32, torch.bfloat16

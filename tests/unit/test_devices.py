@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_fsdp import MeshError, ParameterError, fully_shard
 from tests._internals import on_other_accelerators
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 
 @pytest.fixture(autouse=True, scope="module")

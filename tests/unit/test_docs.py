@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import composable_fsdp
-from tests.torchrun import torchrun
+from tests.helpers.torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -19,7 +19,7 @@ from torch import nn
 
 import composable_fsdp as ours
 from composable_fsdp.interop import patch_torch
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
 

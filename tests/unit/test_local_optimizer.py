@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from composable_fsdp import ConfigurationError, LifecycleError, fully_shard, local_optimizer
-from tests.ranks._sharding import single_rank, whole
+from tests.helpers.sharding import single_rank, whole
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from composable_fsdp import (
 )
 from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
 from tests._internals import lazy_init as assemble
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 X = torch.ones(2, 4)
 

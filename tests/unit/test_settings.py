@@ -12,8 +12,8 @@ from torch import nn
 
 from composable_fsdp import ConfigurationError, LifecycleError, fully_shard
 from tests._internals import _MOST_FORWARDS, state_of
-from tests.ranks._models import Chain
-from tests.ranks._sharding import sharded, single_rank
+from tests.helpers.models import Chain
+from tests.helpers.sharding import sharded, single_rank
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -24,7 +24,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from tests._internals import ModelParallel, ShardPlacementResult, named_data_parallel_axes
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 from tests.unit.test_api_misuse import assert_refused
 
 

@@ -37,7 +37,7 @@ from tests._internals import (
     order_check_from,
 )
 from tests._internals import watchdog as watchdog
-from tests.threads import together
+from tests.helpers.threads import together
 
 OWN = OperationId((0, 1, 2), 7, "all-gather of layers.2 in forward")
 OTHER = OperationId((0, 1, 2), 7, "all-gather of layers.3 in forward")

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import ConfigurationError, FSDPModule, describe, fully_shard, tie_groups
 from composable_fsdp.wrap import by_class, every_module
 from tests._internals import state_of
-from tests.ranks._models import Block, Chain, Transformer
-from tests.ranks._sharding import single_rank
+from tests.helpers.models import Block, Chain, Transformer
+from tests.helpers.sharding import single_rank
 
 
 @pytest.fixture(autouse=True, scope="module")

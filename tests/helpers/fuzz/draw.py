@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from tests.parity.programs import (
+from tests.helpers.fuzz.programs import (
     ARRIVALS,
     BACKWARDS,
     BLOCKS,

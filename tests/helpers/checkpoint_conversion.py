@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from composable_fsdp.checkpoint import load, load_safetensors, save
-from tests.ranks._checkpoint_worlds import WORLDS, adamw, assert_holds, fill, zeroed
+from tests.helpers.checkpoint_worlds import WORLDS, adamw, assert_holds, fill, zeroed
 
 __all__ = ["load_everything", "load_model", "load_tensors", "save_everything"]
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import fully_shard
 from tests._internals import gather, plain_name, shardings_of, states_below
-from tests.ranks._models import seeded
-from tests.ranks._sharding import exactly
+from tests.helpers.models import seeded
+from tests.helpers.sharding import exactly
 
 __all__ = ["Everything", "backward", "build", "same_values", "scramble", "shard", "train", "wholes_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from tests.parity.programs import (
+from tests.helpers.fuzz.programs import (
     ARRIVALS,
     BACKWARDS,
     BLOCKS,

@@ -1,6 +1,6 @@
 """One of two ranks that train; the second one pauses after three steps.
 
-python -m tests.ranks._paused STORE
+python -m tests.helpers.paused_rank STORE
 """
 
 from __future__ import annotations

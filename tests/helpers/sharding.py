@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
 from composable_fsdp import FSDPModule
-from tests.ranks._models import Task
+from tests.helpers.models import Task
 
 __all__ = [
     "adamw",

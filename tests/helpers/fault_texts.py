@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["assert_golden", "normalised", "read_golden"]
 
-FAULTS = Path(__file__).parent / "golden" / "fault_texts.txt"
+FAULTS = Path(__file__).with_name("fault_texts.txt")
 VARIABLE = "COMPOSABLE_FSDP_GOLDEN"
 
 _HEADING = re.compile(r"^=== (.*)$", re.MULTILINE)

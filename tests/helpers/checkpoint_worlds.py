@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from composable_fsdp import CheckpointError, CPUOffloadPolicy, fully_shard
 from tests._internals import extent_of, gather, like, shardings_of, states_below
-from tests.ranks._model_parallel import Pair, named_mesh, parallelize_pairs
+from tests.helpers.model_parallel import Pair, named_mesh, parallelize_pairs
 
 __all__ = ["WORLDS", "Everything", "adamw", "assert_holds", "fill", "local", "raising_alike", "zeroed"]
 

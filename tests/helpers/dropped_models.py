@@ -29,7 +29,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import load, save
 from tests._internals import Bucket, find_state
-from tests.ranks._extensions import Pair, with_weights
+from tests.helpers.extension_tensors import Pair, with_weights
 
 __all__ = ["CASES", "survivors"]
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_fsdp import CommunicationPolicy, ErrorFeedback, Int4, Int8, find_nonfinite, fully_shard
 from composable_fsdp.testing import Fault, Raise, inject_faults
 from tests._internals import unsharded_buffer as storage
-from tests.ranks._faults import Layers
-from tests.ranks._sharding import values_of
+from tests.helpers.faults import Layers
+from tests.helpers.sharding import values_of
 
 __all__ = [
     "Plan",

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.parity.training import OPTIMIZERS, OptimizerFactory, Play, Run, assert_equal_runs, train
-from tests.ranks._models import Task, cross_entropy, seeded, sequences, squared_error, vectors
-from tests.ranks._sharding import exactly, expected_shard, values_of, whole
+from tests.helpers.models import Task, cross_entropy, seeded, sequences, squared_error, vectors
+from tests.helpers.sharding import exactly, expected_shard, values_of, whole
+from tests.helpers.training import OPTIMIZERS, OptimizerFactory, Play, Run, assert_equal_runs, train
 
 __all__ = [
     "DECODER",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from tests.parity.comparison.rows import Library, batch, compare_gradients, row, seeded
+from tests.helpers.comparison.rows import Library, batch, compare_gradients, row, seeded
 
 SECTION = "Parameters and modules"
 

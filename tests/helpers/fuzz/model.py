@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.programs import Block, Leaf, Program, ShardCall, borrowed, groups, places
+from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, borrowed, groups, places
 
 __all__ = [
     "BlockModule",

@@ -30,7 +30,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.trace import Recorder, TraceEvent, listeners
 from tests._internals import state_of
-from tests.parity._fuzz_model import (
+from tests.helpers.fuzz.model import (
     BlockModule,
     Clock,
     LeafModule,
@@ -42,7 +42,7 @@ from tests.parity._fuzz_model import (
     randomise,
     states,
 )
-from tests.parity.programs import Leaf, Placing, Program, ShardCall, Step, groups
+from tests.helpers.fuzz.programs import Leaf, Placing, Program, ShardCall, Step, groups
 
 __all__ = [
     "OPTIMIZERS",

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp import fully_shard
-from tests.ranks._models import TASKS, shard_layers
+from tests.helpers.models import TASKS, shard_layers
 
 __all__ = ["OPTIMIZERS", "Run", "assert_equal_runs", "check_parity", "play_task", "train"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.ranks._extensions import Pair
+from tests.helpers.extension_tensors import Pair
 
 __all__ = ["CLASSES", "Closed", "Coded", "Tagged", "inner_of", "model_of"]
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_fsdp.checkpoint import load, save
-from tests.parity.comparison.rows import LIBRARIES, Library, batch, compare_gradients, row, seeded
-from tests.ranks._extensions import Pair
+from tests.helpers.comparison.rows import LIBRARIES, Library, batch, compare_gradients, row, seeded
+from tests.helpers.extension_tensors import Pair
 
 SECTION = "All-gather extensions"
 

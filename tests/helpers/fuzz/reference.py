@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.parity._fuzz_model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, states
-from tests.parity._fuzz_run import (
+from tests.helpers.fuzz.model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, states
+from tests.helpers.fuzz.programs import Leaf, Placing, Precision, Program, Step, groups, places
+from tests.helpers.fuzz.run import (
     OPTIMIZERS,
     SEED,
     Driver,
@@ -33,8 +34,7 @@ from tests.parity._fuzz_run import (
     play,
     train_sharded,
 )
-from tests.parity.programs import Leaf, Placing, Precision, Program, Step, groups, places
-from tests.threads import together
+from tests.helpers.threads import together
 
 __all__ = ["differences"]
 

@@ -2,8 +2,8 @@
 
 A program is a tree of frozen dataclasses that can be pickled, compared and pasted: its ``repr`` leaves out what has its
 default value. A module that ``fully_shard`` is called on has a :class:`ShardCall`. What a word in a field means is said
-where it is carried out: modules in ``_fuzz_model``, steps in ``_fuzz_run``. A new feature is a field with a default
-here, a draw in ``_draw``, a row in ``_features``, and its meaning for the sharded run and for the reference.
+where it is carried out: modules in ``model.py``, steps in ``run.py``. A new feature is a field with a default here, a
+draw in ``draw.py``, a row in ``features.py``, and its meaning for the sharded run and for the reference.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["ROOT", "finished", "torchrun"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def torchrun(program: str | Path, *flags: str, launcher: tuple[str, ...] = (), timeout: float = 200) -> str:

@@ -1,6 +1,6 @@
 """Kills savers at random moments, again and again in the same folder, and looks at what is left.
 
-    python -m tests.ranks._kill_saver FOLDER KILLS SEED
+    python -m tests.helpers.kill_saver FOLDER KILLS SEED
 
 At the end two ranks begin an asynchronous save and come to the end of their program, which must finish it.
 

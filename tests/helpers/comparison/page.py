@@ -1,12 +1,12 @@
-"""``python -m tests.parity.comparison.page`` writes ``docs/compared-with-fsdp2.md`` from the rows."""
+"""``python -m tests.helpers.comparison.page`` writes ``docs/compared-with-fsdp2.md`` from the rows."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
 
-from tests.parity.comparison.catalogue import ROWS
-from tests.parity.comparison.rows import Row
+from tests.helpers.comparison.catalogue import ROWS
+from tests.helpers.comparison.rows import Row
 
 __all__ = ["PAGE", "render"]
 
@@ -18,7 +18,7 @@ _HEAD = """\
 Programs that torch's FSDP2 (2.13, on CPU with gloo) and this library answer differently. Each row is a test:
 `tests/parity/test_comparison.py` runs the program on both libraries and checks both outcomes. The last column is the
 name of the program: `pytest tests/parity/test_comparison.py -k NAME`. This page is made from these programs by
-`python -m tests.parity.comparison.page`.
+`python -m tests.helpers.comparison.page`.
 """
 
 _TAIL = """\

@@ -10,8 +10,8 @@ from io import StringIO
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.parity.comparison import extensions, gradients, parameters
-from tests.parity.comparison.rows import LIBRARIES, Row
+from tests.helpers.comparison import extensions, gradients, parameters
+from tests.helpers.comparison.rows import LIBRARIES, Row
 
 __all__ = ["ROWS", "play"]
 

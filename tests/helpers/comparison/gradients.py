@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, distribute_tensor
 
 from composable_fsdp import clip_grad_norm_, local_optimizer
-from tests.parity.comparison.rows import Library, batch, compare_gradients, row, seeded
+from tests.helpers.comparison.rows import Library, batch, compare_gradients, row, seeded
 
 SECTION = "Gradients"
 
