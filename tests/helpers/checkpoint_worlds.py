@@ -5,6 +5,7 @@ Values depend on names alone, so every world can make those of any other.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
 from composable_fsdp import CheckpointError, CPUOffloadPolicy, fully_shard
-from tests._internals import extent_of, gather, like, shardings_of, states_below
+from tests._internals import SavePlanner, extent_of, gather, like, shardings_of, states_below
 from tests.helpers.model_parallel import Pair, named_mesh, parallelize_pairs
 
-__all__ = ["WORLDS", "Everything", "adamw", "assert_holds", "fill", "local", "raising_alike", "zeroed"]
+__all__ = ["WORLDS", "Everything", "Gate", "adamw", "assert_holds", "fill", "local", "raising_alike", "zeroed"]
 
 
 @contextmanager
@@ -187,3 +188,17 @@ def assert_holds(model: Everything, optimizer: Optimizer | None = None) -> None:
             if isinstance(parameter, DTensor):
                 assert state[key].placements == parameter.placements
                 assert local(state[key]).shape == local(parameter).shape
+
+
+class Gate:
+    """Holds up writing until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        resolve = SavePlanner.resolve_data
+
+        def waits(planner: SavePlanner, item: Any) -> Any:
+            assert self.opened.wait(30)
+            return resolve(planner, item)
+
+        monkeypatch.setattr(SavePlanner, "resolve_data", waits)

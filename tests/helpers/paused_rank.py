@@ -11,7 +11,7 @@ import time
 
 import torch.distributed as dist
 
-from tests.ranks.test_order import build, sgd, step
+from tests.helpers.two_layers import build, sgd, step
 
 
 def main() -> None:

@@ -17,14 +17,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
 from composable_fsdp import FSDPModule
+from tests._internals import Bucket, state_of
 from tests.helpers.models import Task
 
 __all__ = [
     "adamw",
     "assert_sharded",
+    "buckets_of",
     "exactly",
     "expected_shard",
     "initialise",
+    "local",
     "sharded",
     "single_rank",
     "train_alike",
@@ -153,3 +156,15 @@ def train_alike(
         theirs.zero_grad()
     for (name, value), expected in zip(values_of(model).items(), values_of(reference).values(), strict=True):
         alike(value, expected, f"{name} at the end")
+
+
+def buckets_of(model: nn.Module) -> list[Bucket]:
+    buckets = [
+        b for module in model.modules() if isinstance(module, FSDPModule) for b in state_of(module).group.buckets
+    ]
+    return [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from composable_fsdp import fully_shard
-from tests._internals import gather, plain_name, shardings_of, states_below
+from composable_fsdp import CheckpointError, fully_shard
+from composable_fsdp.checkpoint import Full, Local, Sharded
+from tests._internals import Form, gather, plain_name, shardings_of, states_below
 from tests.helpers.models import seeded
 from tests.helpers.sharding import exactly
 
-__all__ = ["Everything", "backward", "build", "same_values", "scramble", "shard", "train", "wholes_of"]
+__all__ = [
+    "COUNT",
+    "FORMS",
+    "SAFE",
+    "Everything",
+    "LocalMomentum",
+    "backward",
+    "build",
+    "message",
+    "same_values",
+    "scramble",
+    "sgd",
+    "shard",
+    "train",
+    "wholes_of",
+]
 
 Optimizer = torch.optim.Optimizer
 
@@ -136,3 +154,54 @@ def same_values(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
             exactly(actual[name], value, name)
         else:
             assert actual[name] == value, name
+
+
+FORMS: tuple[Form, ...] = (
+    Sharded(),
+    Sharded(offload_to_cpu=True),
+    Local(),
+    Local(offload_to_cpu=True),
+    Full(),
+    Full(offload_to_cpu=True),
+    Full(rank0_only=True),
+    Full(rank0_only=True, offload_to_cpu=True),
+)
+
+
+SAFE: list[Any] = [DTensor, DeviceMesh, DTensorSpec, TensorMeta, Shard, Replicate]
+"""What sharded values are made of, for ``torch.load(..., weights_only=True)``."""
+
+
+COUNT = "norm.num_batches_tracked"
+"""Not missing in a state dict of no version: ``nn.BatchNorm1d`` adds it then."""
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def message(call: Callable[[], object], kind: type[Exception] = CheckpointError) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+class LocalMomentum(Optimizer):
+    """Keeps plain state of the local shard's shape, a plain vector of another shape, and a number."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                local, grad = (t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad))
+                state = self.state[parameter]
+                if not state:
+                    state.update(momentum=torch.zeros_like(local), steps=0, history=torch.zeros(11))
+                state["steps"] += 1
+                state["history"][state["steps"]] = group["lr"]
+                local.sub_(state["momentum"].mul_(0.9).add_(grad), alpha=group["lr"])

@@ -18,8 +18,8 @@ from composable_fsdp.trace import Operation, Recorder
 from tests._internals import Accumulation, find_state
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.peak_memory import FULL, LiveStorages
 from tests.helpers.training import Play, assert_equal_runs, check_parity, local_part, train
-from tests.ranks.test_memory import FULL, LiveStorages
 
 ROUTES = ((0, 1), (1, 2, 3), (3, 1))
 """The layers that each microbatch uses: some are in the first only, some in the second, some in all."""

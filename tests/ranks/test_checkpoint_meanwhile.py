@@ -12,8 +12,7 @@ from torch import nn
 
 from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
 from composable_fsdp.testing import run_ranks
-from tests.helpers.checkpoint_worlds import raising_alike
-from tests.ranks.test_checkpoint_store import Gate
+from tests.helpers.checkpoint_worlds import Gate, raising_alike
 
 
 def everything(folder: Path) -> None:

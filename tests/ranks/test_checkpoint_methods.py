@@ -28,9 +28,19 @@ from composable_fsdp.checkpoint import (
 from composable_fsdp.testing import run_ranks
 from tests.helpers.checkpoint_worlds import local
 from tests.helpers.sharding import exactly
-from tests.helpers.state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
+from tests.helpers.state_dicts import (
+    COUNT,
+    Everything,
+    build,
+    message,
+    same_values,
+    scramble,
+    sgd,
+    shard,
+    train,
+    wholes_of,
+)
 from tests.helpers.transports import TRANSPORTS, Environment
-from tests.ranks.test_checkpoint_forms import COUNT, message, sgd
 
 
 def copied_state() -> None:

@@ -32,8 +32,7 @@ from composable_fsdp.testing import run_ranks
 from tests._internals import Form, parameter_names
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.sharding import exactly, expected_shard
-from tests.helpers.state_dicts import build, same_values, shard, train, wholes_of
-from tests.ranks.test_checkpoint_forms import FORMS, SAFE, message
+from tests.helpers.state_dicts import FORMS, SAFE, LocalMomentum, build, message, same_values, shard, train, wholes_of
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -53,27 +52,6 @@ def adamw(parameters: Iterable[Any]) -> Optimizer:
 
 def sgd(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-class LocalMomentum(Optimizer):
-    """Keeps plain state of the local shard's shape, a plain vector of another shape, and a number."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                local, grad = (t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad))
-                state = self.state[parameter]
-                if not state:
-                    state.update(momentum=torch.zeros_like(local), steps=0, history=torch.zeros(11))
-                state["steps"] += 1
-                state["history"][state["steps"]] = group["lr"]
-                local.sub_(state["momentum"].mul_(0.9).add_(grad), alpha=group["lr"])
 
 
 class ColumnScaled(Optimizer):

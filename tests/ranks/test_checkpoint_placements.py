@@ -22,11 +22,10 @@ from composable_fsdp.checkpoint import (
     state_dict,
 )
 from composable_fsdp.testing import run_ranks
+from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import seeded, shard_layers
-from tests.helpers.state_dicts import build, same_values, scramble, shard, train, wholes_of
-from tests.ranks.test_checkpoint_forms import FORMS, sgd
-from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
+from tests.helpers.state_dicts import FORMS, build, same_values, scramble, sgd, shard, train, wholes_of
 
 
 def other_placements() -> None:

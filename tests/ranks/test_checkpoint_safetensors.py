@@ -24,10 +24,10 @@ from composable_fsdp.testing import run_ranks
 from tests._internals import reader as stored
 from tests._internals import save_safetensors as safetensors_save
 from tests.helpers.checkpoint_worlds import local, raising_alike
+from tests.helpers.experts import MIXTURE, place_experts
 from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
 from tests.helpers.models import TASKS, seeded, shard_layers
 from tests.helpers.sharding import exactly
-from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 pytestmark = pytest.mark.behaviour("F-11")

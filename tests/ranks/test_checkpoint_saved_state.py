@@ -18,8 +18,7 @@ from composable_fsdp.checkpoint import load, save
 from composable_fsdp.testing import run_ranks
 from tests.helpers.checkpoint_worlds import raising_alike
 from tests.helpers.models import TASKS, shard_layers
-from tests.helpers.state_dicts import build, shard, train
-from tests.ranks.test_checkpoint_optimizer import LocalMomentum
+from tests.helpers.state_dicts import LocalMomentum, build, shard, train
 
 
 def momenta(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:

@@ -29,9 +29,9 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import latest, load, save
 from composable_fsdp.testing import run_ranks
-from tests._internals import SavePlanner, known_watchdog
+from tests._internals import known_watchdog
 from tests._internals import rank_group as meetings
-from tests.helpers.checkpoint_worlds import WORLDS, adamw, assert_holds, fill, local, raising_alike, zeroed
+from tests.helpers.checkpoint_worlds import WORLDS, Gate, adamw, assert_holds, fill, local, raising_alike, zeroed
 from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
@@ -286,20 +286,6 @@ def late(folder: Path, model: nn.Module) -> None:
 @pytest.mark.behaviour("F-12")
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     run_ranks(missing, 2, tmp_path)
-
-
-class Gate:
-    """Holds up writing until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
-        resolve = SavePlanner.resolve_data
-
-        def waits(planner: SavePlanner, item: Any) -> Any:
-            assert self.opened.wait(30)
-            return resolve(planner, item)
-
-        monkeypatch.setattr(SavePlanner, "resolve_data", waits)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range, ranks: int = 1) -> None:

@@ -20,9 +20,8 @@ from composable_fsdp.testing import run_ranks
 from tests._internals import UnshardedStorage, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, Routed, Task, shard_layers
-from tests.helpers.sharding import sharded
+from tests.helpers.sharding import buckets_of, local, sharded
 from tests.helpers.transports import COPIES, SOCKETS, Environment
-from tests.ranks.test_common_memory import buckets_of, local
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 SHARED, OWNED, ALIASED = {UnshardedStorage.SHARED}, {UnshardedStorage.OWNED}, {UnshardedStorage.ALIASED}

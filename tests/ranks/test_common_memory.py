@@ -11,32 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, to_empty
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.testing import run_ranks
-from tests._internals import Bucket, state_of
 from tests.helpers.counted_collectives import counted_collectives
 from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import buckets_of, local
 from tests.helpers.training import OPTIMIZERS, check_parity, play_task
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
 
-def buckets_of(model: nn.Module) -> list[Bucket]:
-    buckets = [
-        b for module in model.modules() if isinstance(module, FSDPModule) for b in state_of(module).group.buckets
-    ]
-    return [bucket for bucket in buckets if isinstance(bucket, Bucket)]
-
-
 def in_common(model: nn.Module) -> set[bool]:
     return {bucket.store.is_shared for bucket in buckets_of(model)}
-
-
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()
 
 
 def gather_nothing() -> None:

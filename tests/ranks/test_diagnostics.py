@@ -30,7 +30,7 @@ from tests._internals import (
 )
 from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
-from tests.ranks.test_order import FAULTS, build, sgd, step
+from tests.helpers.two_layers import FAULTS, build, sgd, step
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0

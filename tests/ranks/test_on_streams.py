@@ -20,10 +20,10 @@ from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import ParameterState, state_of
 from tests._internals import reduce_queue as reductions
+from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.training import check_parity
 from tests.helpers.transports import COPIES, SOCKETS, Environment
-from tests.ranks.test_gradient_batches import WIDTH, Tower, batch, play, use_different_weights
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

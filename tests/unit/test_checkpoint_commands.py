@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from composable_fsdp.checkpoint import load, save, save_safetensors
-from tests.unit.test_checkpoint_store import Tied, assert_same, flip, state_of, trained, truncate
+from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
 
 pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
 pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")

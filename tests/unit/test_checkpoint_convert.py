@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from composable_fsdp import CheckpointError, ConfigurationError, sharded_ema
 from composable_fsdp.checkpoint import load, optimizer_state_dict, save
 from tests._internals import DcpSource, Kind, convert, open_source
-from tests.unit.test_checkpoint_store import Tied, assert_same, flip, state_of, trained
+from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 

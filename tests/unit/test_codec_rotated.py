@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.errors import ConfigurationError
 from tests._internals import hadamard_
-from tests.unit.test_codec_quantized import FLOAT, ROTATED, finite_rows, round_trip
+from tests.helpers.codec_rows import FLOAT, ROTATED, finite_rows, round_trip
 
 
 def matrix(block: int) -> torch.Tensor:

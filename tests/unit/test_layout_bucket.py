@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -11,48 +10,26 @@ from hypothesis import strategies as st
 
 from tests._internals import (
     ALIGNMENT_BYTES,
-    GatherLayout,
-    ReduceLayout,
     TensorShards,
     plan_gather,
     plan_reduce,
     worth_all_reducing,
 )
-from tests.unit.test_layout_shard import shards_of_one_bucket
+from tests.helpers.layouts import (
+    DIRECT_BYTES,
+    NEVER_ZERO_COPY,
+    assert_disjoint_and_aligned,
+    assert_packed_first,
+    shards_of_one_bucket,
+)
 
 FEWER = settings(max_examples=40)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
-NEVER_ZERO_COPY = 1 << 62
-DIRECT_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_ZERO_COPY])
-
-
-def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], numel: int, itemsize: int) -> None:
-    """Segments start on a boundary, end before the next one starts, and lie in ``range(numel)``, which ends on one."""
-    assert len(offsets) == len(lengths)
-    end = 0
-    for offset, length in sorted(zip(offsets, lengths, strict=True)):
-        assert offset >= end
-        assert offset * itemsize % ALIGNMENT_BYTES == 0
-        end = offset + length
-    assert end <= numel
-    assert numel * itemsize % ALIGNMENT_BYTES == 0
 
 
 def assert_partition(parts: Iterable[tuple[int, ...]], numbers: range) -> None:
     """Every number is in exactly one part."""
     assert sorted(i for part in parts for i in part) == list(numbers)
-
-
-def assert_packed_first(layout: GatherLayout | ReduceLayout, itemsize: int) -> None:
-    """``range(packed_numel)`` holds the packed segments and no others, each in a column as wide as alignment asks."""
-    offsets = (layout.store if isinstance(layout, GatherLayout) else layout.output).offsets
-    lengths = [s.padded_numel for s in layout.shards]
-    step = ALIGNMENT_BYTES // itemsize
-    assert layout.packed_widths == tuple(-(-lengths[i] // step) * step for i in layout.packed)
-    starts = list(accumulate(layout.packed_widths, initial=0))
-    assert [offsets[i] for i in layout.packed] == starts[:-1]
-    assert layout.packed_numel == starts[-1]
-    assert all(offsets[i] >= layout.packed_numel for i in layout.zero_copy)
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)

@@ -20,8 +20,7 @@ from tests._internals import (
     plan_group,
     plan_smaller_mesh,
 )
-from tests.unit.test_layout_bucket import DIRECT_BYTES, assert_disjoint_and_aligned, assert_packed_first
-from tests.unit.test_layout_shard import SHAPES, WORLD_SIZES
+from tests.helpers.layouts import DIRECT_BYTES, SHAPES, WORLD_SIZES, assert_disjoint_and_aligned, assert_packed_first
 
 DTYPES = st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64])
 

@@ -24,8 +24,8 @@ from composable_fsdp import (
     fully_shard,
 )
 from tests._internals import ModelParallel, ShardPlacementResult, named_data_parallel_axes
+from tests.helpers.refusals import assert_refused
 from tests.helpers.sharding import single_rank
-from tests.unit.test_api_misuse import assert_refused
 
 
 @pytest.fixture(autouse=True, scope="module")
