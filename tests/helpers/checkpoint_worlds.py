@@ -22,8 +22,9 @@ from torch.optim import AdamW, Optimizer
 from composable_fsdp import CheckpointError, CPUOffloadPolicy, fully_shard
 from tests._internals import SavePlanner, extent_of, gather, like, shardings_of, states_below
 from tests.helpers.model_parallel import Pair, named_mesh, parallelize_pairs
+from tests.helpers.models import Task
 
-__all__ = ["WORLDS", "Everything", "Gate", "adamw", "assert_holds", "fill", "local", "raising_alike", "zeroed"]
+__all__ = ["WORLDS", "Everything", "Gate", "adamw", "assert_holds", "fill", "local", "raising_alike", "train", "zeroed"]
 
 
 @contextmanager
@@ -202,3 +203,13 @@ class Gate:
             return resolve(planner, item)
 
         monkeypatch.setattr(SavePlanner, "resolve_data", waits)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range, ranks: int = 1) -> None:
+    """Each of the data-parallel ranks has so many of four batches."""
+    own = range(dist.get_rank() * 4 // ranks, (dist.get_rank() + 1) * 4 // ranks)
+    for step in steps:
+        optimizer.zero_grad()
+        loss = sum((task.loss(model, task.batch_of(step, part)) for part in own), torch.zeros(())) / len(own)
+        loss.backward()
+        optimizer.step()

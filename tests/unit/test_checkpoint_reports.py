@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
+import sys
+import threading
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from composable_fsdp.errors import CheckpointError
-from tests._internals import Mismatch, join_rank_texts, leave_common_unexpected, mismatch_text, refuse, said
+from tests._internals import (
+    Mismatch,
+    join_rank_texts,
+    leave_common_unexpected,
+    mismatch_text,
+    progress_bar,
+    refuse,
+    said,
+    wants_progress,
+)
+from tests._internals import rank_group as ranks
 
 
 def test_one_text_of_all_ranks_is_said_once_and_others_say_whose_they_are() -> None:
@@ -54,3 +71,35 @@ def test_long_lists_are_cut() -> None:
     assert lines[0] == "  missing (33):"
     assert lines[1:3] == ["    layers.0.weight: float32 (2,)", "    layers.1.weight: float32 (2,)"]
     assert lines[21:] == ["    and 13 more"]
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_rank_that_came_and_did_not_open_the_meeting_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one to come may be killed, or slower than the deadline, before it says that all are there."""
+    store: Any = dist.HashStore()
+    place, note = "composable_fsdp/checkpoint/0", {"call": "save", "group": True}
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def comes() -> None:
+        store.wait([f"{place}/0"])
+        store.set(f"{place}/1", json.dumps(note))
+
+    other = threading.Thread(target=comes)
+    other.start()
+    assert ranks._assemble(ranks._Rendezvous(store), note, 0.5) == {"group": True}
+    other.join()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.skipif(find_spec("rich") is None, reason="needs rich: pip install '.[cli]'")
+def test_a_terminal_shows_a_bar_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stderr, asked, expected in ((Terminal(), None, True), (Terminal(), False, False), (io.StringIO(), None, False)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with progress_bar(wants_progress(asked), "loading", 4_000_000) as advance:
+            advance(1_000_000)
+        assert ("1.0/4.0 MB" in stderr.getvalue()) == expected

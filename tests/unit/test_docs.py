@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import composable_fsdp
+from tests.helpers.comparison.page import PAGE, render
 from tests.helpers.torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +108,7 @@ def test_a_page_is_one_session() -> None:
     page = "```python\n>>> x = 1\n```\n\nText.\n\n```python\n>>> x\n1\n```\n"
     (test,) = page_examples(page, "page.md")
     assert failures(test) == ""
+
+
+def test_the_page_is_made_from_the_rows() -> None:
+    assert PAGE.read_text() == render(), "run: python -m tests.helpers.comparison.page"
