@@ -59,7 +59,7 @@ class LiveStorages:
     """Storages that appeared since this was made, and that a tensor still uses. Sizes in bytes.
 
     Staging of messages is not counted: it is mapped from files, serves all groups in turn, and takes memory only where
-    it was written; ``test_shared_memory.py`` shows that it is bounded.
+    it was written; ``test_shared_memory_transport.py`` shows that it is bounded.
     """
 
     def __init__(self) -> None:
