@@ -368,12 +368,14 @@ def test_fake(name: str, size: int) -> None:
     play_in_turn(CASES[name], [world.communicator(rank) for rank in range(size)])
 
 
+@pytest.mark.multiprocess
 @every_case
 @pytest.mark.parametrize("size", [2, 4])
 def test_gloo(name: str, size: int) -> None:
     run_ranks(play_on_process_group, size, name)
 
 
+@pytest.mark.multiprocess
 @every_case
 @pytest.mark.parametrize("size", [2, 4])
 def test_shared_memory(name: str, size: int) -> None:

@@ -1,4 +1,4 @@
-"""``python -m composable_fsdp.checkpoint``: what it prints, and its exit codes."""
+"""``python -m composable_fsdp.checkpoint``: output and exit codes."""
 
 from __future__ import annotations
 
@@ -225,6 +225,7 @@ def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
         assert (done.exit_code, message in done.stderr) == (code, True), done.stderr
 
 
+@pytest.mark.multiprocess
 def test_runs_as_a_module(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "composable_fsdp.checkpoint", "inspect", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -232,6 +233,7 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
     assert done.stderr == f"error: {tmp_path} is not a checkpoint, and no complete checkpoint is in it.\n"
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("absent", ["typer", "rich"])
 def test_says_what_is_not_installed(absent: str) -> None:
     script = f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.checkpoint.__main__ import main\nmain()"

@@ -1,4 +1,4 @@
-"""Converting in one process: formats of others, what is refused, memory, and that targets are whole or not there."""
+"""Conversion in one process: other formats, refusals, memory, complete targets."""
 
 from __future__ import annotations
 
@@ -244,6 +244,7 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("to", [Kind.DCP, Kind.TORCH, Kind.SAFETENSORS])
 def test_a_killed_conversion_leaves_what_was_there_and_the_next_one_tidies(tmp_path: Path, to: Kind) -> None:
@@ -287,6 +288,7 @@ def killed_between_renames(saved: Path, target: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_conversion_killed_between_its_renames_is_put_in_order(tmp_path: Path, replaced: bool) -> None:
@@ -340,6 +342,7 @@ for i, kind in enumerate(["torch", "dcp", "safetensors", "torch", "safetensors",
 """
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("F-11")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_whole_is_never_in_memory(tmp_path: Path) -> None:

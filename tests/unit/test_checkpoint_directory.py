@@ -1,4 +1,4 @@
-"""Names in a folder of checkpoints, at every point at which a save may have been killed."""
+"""Names in a directory of checkpoints, wherever a save was killed."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def test_leftovers_are_removed_by_the_next_save(tmp_path: Path) -> None:
     assert names(tmp_path) == ["mine.partial", "step-00000001", "step-00000002"]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("F-12")
 def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
     writing = PartialCheckpoint(tmp_path, 1)

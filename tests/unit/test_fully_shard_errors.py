@@ -1,4 +1,4 @@
-"""Calls that make no sense: what the error says, and that the module is as it was before."""
+"""Invalid calls of ``fully_shard``: the error, and that the module is unchanged."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class Unwilling(nn.Linear):
         raise TypeError("no subclasses of Unwilling")
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("A-03")
 def test_without_a_process_group_the_error_says_how_to_start_one() -> None:
     """In a process of its own, in which nothing has ever been initialised."""

@@ -1,4 +1,4 @@
-"""What is done to a sharded model that must not be done: what the error says, or that it is honoured."""
+"""Invalid use of a sharded model: the error, or that the change is followed."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ model[0](torch.ones(1, 4))
 """
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("H-02")
 def test_an_error_that_ends_the_program_has_the_explanation() -> None:
     ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=120, check=False)

@@ -1,4 +1,4 @@
-"""What is said of ranks that keep others waiting, and how little is compared while all goes well."""
+"""Reports of the watchdog on ranks that keep others waiting, and its cost without faults."""
 
 from __future__ import annotations
 
@@ -249,6 +249,7 @@ print(sorted(watchdogs[1].collect_reports([0])))
 """
 
 
+@pytest.mark.multiprocess
 def test_threads_that_ask_the_store_have_ended_when_python_ends() -> None:
     """Otherwise C++ ends the process, with SIGABRT: of many threads that do nothing else, some are always there."""
     done = subprocess.run([sys.executable, "-c", BUSY_TO_THE_END], capture_output=True, text=True, timeout=60)
