@@ -1,4 +1,4 @@
-"""Which behaviours the test run showed: pure functions from test results to text."""
+"""The report of behaviours: pure functions from test results to text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks to convert, and what ranks find in them afterwards."""
+"""Checkpoints of several ranks to convert, and checks of the converted ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels, by collective: seen where communicators are asked."""
+"""Counts of bytes and calls by collective, taken where communicators are called."""
 
 from __future__ import annotations
 

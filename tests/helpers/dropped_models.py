@@ -1,4 +1,4 @@
-"""Models that are built, used and dropped: what reference counts alone leave of each."""
+"""Models that are built, used and dropped, and the objects that are left of each."""
 
 from __future__ import annotations
 

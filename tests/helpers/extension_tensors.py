@@ -1,4 +1,4 @@
-"""Tensors that decide by themselves how they travel, for the tests of extensions."""
+"""Tensor subclasses with all-gather hooks, for the tests of extensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that fail at a point of a plan, for tests of recovery."""
+"""Training steps that fail at a chosen point, for the tests of recovery."""
 
 from __future__ import annotations
 

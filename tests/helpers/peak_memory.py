@@ -1,4 +1,4 @@
-"""The most memory that a step, or another part of a program, takes."""
+"""Peak memory of a training step or another part of a program, and live storages."""
 
 from __future__ import annotations
 

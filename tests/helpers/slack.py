@@ -1,4 +1,4 @@
-"""How much longer than on an idle machine something may take."""
+"""The factor by which a loaded machine is slower than an idle one."""
 
 from __future__ import annotations
 

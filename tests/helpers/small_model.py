@@ -1,4 +1,4 @@
-"""A model with the peculiarities that a state dict can have."""
+"""A small model with tied weights and several kinds of buffers."""
 
 from __future__ import annotations
 

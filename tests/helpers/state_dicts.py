@@ -1,4 +1,4 @@
-"""What the tests of state dicts share: a model with one of everything, sharded and not, and trainings of both alike."""
+"""Models, trainings and comparisons for the tests of state dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor classes for the tests of checkpoints, and a model that has one parameter of each."""
+"""Tensor subclasses for the tests of checkpoints, and a model with a parameter of each."""
 
 from __future__ import annotations
 

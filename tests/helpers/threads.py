@@ -1,4 +1,4 @@
-"""Calls in threads of one process, all at once."""
+"""Concurrent calls in threads of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that torchrun starts, run as a user runs them: from the root of the repository, on two ranks."""
+"""Runs programs under torchrun on two ranks, from the root of the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways in which ranks of one host reach each other, as environments for ``run_ranks``."""
+"""The transports between ranks of one host, as environments for ``run_ranks``."""
 
 from __future__ import annotations
 

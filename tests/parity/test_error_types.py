@@ -1,4 +1,4 @@
-"""Errors are also of the builtin class that torch's FSDP2 raises in the same case."""
+"""Errors are also instances of the builtin class that torch's FSDP2 raises."""
 
 from __future__ import annotations
 

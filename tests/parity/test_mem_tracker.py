@@ -1,4 +1,4 @@
-"""torch's ``FSDPMemTracker``, unmodified, on a model that is sharded here."""
+"""torch's ``FSDPMemTracker``, unmodified, on a sharded model."""
 
 from __future__ import annotations
 

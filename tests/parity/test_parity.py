@@ -1,4 +1,4 @@
-"""The main promise: sharded training is the unsharded training, in every way of resharding and with every optimizer."""
+"""Sharded training equals unsharded training, for all resharding options and optimizers."""
 
 from __future__ import annotations
 

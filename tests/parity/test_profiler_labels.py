@@ -1,4 +1,4 @@
-"""What torch's profiler and ``TORCH_LOGS`` show of groups, and under which names."""
+"""Names of groups in torch's profiler and in ``TORCH_LOGS``."""
 
 from __future__ import annotations
 

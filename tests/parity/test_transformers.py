@@ -1,4 +1,4 @@
-"""transformers, unmodified: its checkpoints train here, and what has been trained goes back to it."""
+"""transformers, unmodified: a pretrained model is loaded, trained and saved again."""
 
 from __future__ import annotations
 

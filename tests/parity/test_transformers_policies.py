@@ -1,4 +1,4 @@
-"""Policies on models of transformers: their blocks are found, and groups with a tied weight train like the whole."""
+"""Wrap policies on models of transformers, also with a tied weight."""
 
 from __future__ import annotations
 

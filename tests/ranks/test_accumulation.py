@@ -1,4 +1,4 @@
-"""Gradients summed over microbatches: in full or by shards, with and without the all-reduce of a hybrid mesh."""
+"""Gradients accumulated over microbatches: full or sharded, with and without the all-reduce of a hybrid mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing, of either kind, outside and inside of sharded modules."""
+"""Both kinds of activation checkpointing, around and inside sharded modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of which most ranks hold no row are summed up whole instead of padded, and nothing comes out different."""
+"""Parameters with few rows, which are all-reduced instead of padded, train like all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``apply_to_full_params``: whole parameters for a function, one group at a time."""
+"""``apply_to_full_params`` calls a function on full parameters, one group at a time."""
 
 from __future__ import annotations
 

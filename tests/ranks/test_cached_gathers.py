@@ -1,4 +1,4 @@
-"""A gather that is the same in every step is made once; where it is not the same any more, it is made anew."""
+"""An all-gather that repeats in every step is prepared once, and again after a change."""
 
 from __future__ import annotations
 

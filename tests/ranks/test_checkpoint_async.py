@@ -1,4 +1,4 @@
-"""What is called while an asynchronous save is being written."""
+"""Asynchronous saves: training goes on while one is written, and later calls wait for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts in three forms: names, values, and the way back."""
+"""The three forms of state dicts: names, values, saving and loading."""
 
 from __future__ import annotations
 

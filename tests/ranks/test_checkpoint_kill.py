@@ -1,4 +1,4 @@
-"""Savers that are killed at random moments leave whole checkpoints behind."""
+"""Processes that are killed at random moments of a save leave complete checkpoints behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state dict methods of models themselves: copies, forms chosen for a while, hooks of modules."""
+"""State dict methods of the modules themselves: copies, chosen forms, hooks, full state dicts."""
 
 from __future__ import annotations
 

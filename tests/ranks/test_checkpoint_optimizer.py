@@ -1,4 +1,4 @@
-"""State of optimizers by names of parameters, in three forms, from plain optimizers, and into fresh ones."""
+"""Optimizer states by parameter name: in all forms, of plain optimizers, into new ones, on disk."""
 
 from __future__ import annotations
 

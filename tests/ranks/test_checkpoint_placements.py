@@ -1,4 +1,4 @@
-"""State dicts between meshes, within tensor parallelism, and of experts on meshes of their own."""
+"""State dicts across meshes, with tensor parallelism, and of experts on their own mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one world saved, every other loads to the bit."""
+"""A checkpoint loads exactly on any other number of ranks and any other mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""safetensors into and out of shards of every kind, on real ranks."""
+"""safetensors files of sharded models, written and read by several ranks."""
 
 from __future__ import annotations
 

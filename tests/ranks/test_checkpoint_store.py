@@ -1,4 +1,4 @@
-"""What several ranks do together: failing alike, meeting, saving while training goes on, and going on exactly."""
+"""Checkpoints of several ranks: common failures, rendezvous, and resumed training."""
 
 from __future__ import annotations
 

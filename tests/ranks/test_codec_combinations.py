@@ -1,4 +1,4 @@
-"""Codecs beside what else a step may meet: exceptions, callables, streams, several roots, smaller meshes."""
+"""Codecs with other features: exceptions, callables, streams, several roots, smaller meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gradients are divided and by what bytes are moved: factors, hooks, collectives of one's own, groups, lanes."""
+"""Division factors, all-reduce hooks, custom collectives, process groups and streams of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.compile`` of blocks before sharding and of the sharded whole: the same losses, and no hook in any graph."""
+"""``torch.compile`` of blocks and of sharded models: the same losses, and no hook in a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU offload on a CPU mesh changes nothing; what it does on an accelerator is in ``tests/gpu``."""
+"""CPU offload on a CPU mesh changes nothing. ``tests/gpu`` tests it on accelerators."""
 
 from __future__ import annotations
 

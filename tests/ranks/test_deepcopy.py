@@ -1,4 +1,4 @@
-"""``copy.deepcopy`` of sharded modules: averaged weights, target networks, parts of models."""
+"""``copy.deepcopy`` of sharded modules: averaged weights, target networks, submodules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks leave behind when one of them fails, is ended, or does something else: files on all of them."""
+"""Diagnostics files that all ranks write if one fails, is terminated, or runs something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``forward`` called without the module's ``__call__``, forward methods without gradients, calls under a checkpoint."""
+"""Calls that bypass the module's ``__call__``: ``forward``, registered methods, under checkpoints."""
 
 from __future__ import annotations
 

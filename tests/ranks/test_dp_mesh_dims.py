@@ -1,4 +1,4 @@
-"""``dp_mesh_dims``: parameters that are DTensors on one mesh of all axes, some of which are data-parallel.
+"""``dp_mesh_dims``: parameters that are DTensors on one mesh with data-parallel and other dims.
 
 The model is a plain one placed on the whole mesh, and fed DTensors: no tensor-parallel styles, so gradients arrive as
 DTensor leaves them, ``Partial`` on data-parallel dims or ``Replicate``. Optimizers are SGD: Adam hides a factor.

@@ -1,4 +1,4 @@
-"""As ``tests/state/test_dropped_models.py``, with what ranks send each other."""
+"""A model without references is freed without the garbage collector, also on several ranks."""
 
 from __future__ import annotations
 

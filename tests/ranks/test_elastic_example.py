@@ -1,4 +1,4 @@
-"""``examples/elastic_text.py`` under torchrun, with ranks killed on the way, and what it needs for that."""
+"""``examples/elastic_text.py`` under torchrun while ranks are killed, and its data loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sharded_ema``: the averages are those of the unsharded model, each rank's of its own shards."""
+"""``sharded_ema`` computes the averages of the unsharded model, each rank those of its shards."""
 
 from __future__ import annotations
 

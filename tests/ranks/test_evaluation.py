@@ -1,4 +1,4 @@
-"""Forwards without gradients before, between and after training steps: right values, and training does not notice."""
+"""Forwards without gradients before, between and after training steps leave training unchanged."""
 
 from __future__ import annotations
 

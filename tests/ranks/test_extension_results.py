@@ -1,4 +1,4 @@
-"""What the library does with the results of all-gather hooks, and with the operations that a tensor class knows."""
+"""Results of all-gather hooks, and the operations that a tensor subclass supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-gather extensions: tensors that decide by themselves how they travel."""
+"""All-gather extensions: tensor subclasses that decide what is sent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Every fault of one rank: what the others are told, within which time, and that no process is left behind.
+"""Faults of one rank: the error on every other rank, the time until it is raised, and no process is left behind.
 
-The texts are in ``tests/helpers/fault_texts.txt``. ``test_recovery.py`` has how ranks go on after a fault,
-``test_recovery.py`` what is left of a step that failed on all of them.
+The texts are in ``tests/helpers/fault_texts.txt``. Training on after a fault is in ``test_recovery.py``.
 """
 
 from __future__ import annotations

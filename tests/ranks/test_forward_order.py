@@ -1,4 +1,4 @@
-"""Ranks that part, fail or die in the middle of a step: who is told what, how soon, and how all go on."""
+"""The order of groups in forward, compared across ranks: the error, its time, and the next steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shard_from_rank0``: one rank has the values, the others never hold more than their part."""
+"""``shard_from_rank0``: rank 0 has the values, and other ranks never hold more than their shards."""
 
 from __future__ import annotations
 

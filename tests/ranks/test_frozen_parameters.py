@@ -1,4 +1,4 @@
-"""Parameters that are frozen, wholly or partly, now or later; inputs that need gradients or do not."""
+"""Frozen parameters, in all or some groups, at any time; inputs with and without gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``unsharded_params``: whole parameters for a while, and what stays of them."""
+"""``unsharded_params``: full parameters inside the context, and which changes are kept."""
 
 from __future__ import annotations
 

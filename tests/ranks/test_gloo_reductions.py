@@ -1,4 +1,4 @@
-"""Gradients over gloo: added up in fp32, in the order of ranks, whatever way their parts travelled."""
+"""Reductions over gloo add gradients in fp32 and in the order of ranks, by any algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our clipping of gradients on any mixture of meshes and placements, against torch's on the full plain tensors."""
+"""Gradient clipping and scaling on all meshes and placements, compared with torch on plain tensors."""
 
 from __future__ import annotations
 

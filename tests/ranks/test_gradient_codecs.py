@@ -1,4 +1,4 @@
-"""Gradients that travel encoded: what every rank gets, to the bit, and how many bytes that takes."""
+"""Encoded gradients: the exact result on every rank, and the number of bytes sent."""
 
 from __future__ import annotations
 

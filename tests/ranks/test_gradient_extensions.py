@@ -1,4 +1,4 @@
-"""Tensors that decide by themselves how their gradients travel."""
+"""Tensor subclasses that decide how their gradients are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users hang on sharded parameters: gradient hooks, steps inside backward, gradient dtypes; stale optimizers."""
+"""Gradient hooks on sharded parameters, optimizer steps in backward, gradient dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where values come from before training: other ranks, a function per module, a seed, or the module itself."""
+"""Initial values: broadcast from a rank, by a function per module, by seed, or by the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples that train other libraries' models, or with their trainers, and the one with adapters."""
+"""Examples with models and trainers of other libraries, and with adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``local_optimizer``: the same to the bit as the optimizer itself on DTensors, and nobody can tell by looking."""
+"""``local_optimizer`` is bitwise identical to the optimizer on DTensors, and looks the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users steer by hand: unshard and reshard, when to do so, what to prefetch, forward methods besides forward."""
+"""Manual control: ``unshard``, ``reshard``, prefetch lists, registered forward methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in memory when: real storages, not what the library says; and that what the library says is true."""
+"""Memory in a training step, measured by storages, and the ledger of the trace against it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes: the default one, hybrid sharding, plain replication, ranks outside."""
+"""Meshes: the default mesh, hybrid sharding, replication, ranks outside of the mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models built on the meta device: sharded, then given memory and values."""
+"""Models built on the meta device, sharded, then given memory and values."""
 
 from __future__ import annotations
 

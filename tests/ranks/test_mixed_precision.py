@@ -1,4 +1,4 @@
-"""Mixed precision: what computes, travels, is summed and rests in which dtype, checked to the bit where it can be."""
+"""Mixed precision: dtypes of computation, communication, reduction and storage, checked bitwise."""
 
 from __future__ import annotations
 

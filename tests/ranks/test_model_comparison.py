@@ -1,4 +1,4 @@
-"""Ranks that have built different models are told what differs, before anything travels."""
+"""Ranks that built different models raise an error with the differences before they communicate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of modules, and what is done to them after sharding."""
+"""Kinds of modules, and changes to them after sharding."""
 
 from __future__ import annotations
 

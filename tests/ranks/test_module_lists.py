@@ -1,4 +1,4 @@
-"""Several modules given to one ``fully_shard`` call: one group, from the first that begins to the last that ends."""
+"""Several modules in one ``fully_shard`` call are one group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters have gradients that are not finite, and on which ranks: the same answer on all."""
+"""Search for non-finite gradients: the same parameters and ranks are reported on all ranks."""
 
 from __future__ import annotations
 

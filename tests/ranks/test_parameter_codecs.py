@@ -1,4 +1,4 @@
-"""Parameters that travel encoded: what every rank computes with, and how many bytes that takes."""
+"""Encoded parameters: the values that every rank computes with, and the number of bytes sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shard_placement_fn`` that gives a parameter a mesh of its own: experts beside dense layers, in one group."""
+"""``shard_placement_fn`` with a mesh per parameter: experts and dense layers in one group."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""``examples/quantized_text.py`` from a command line to its files, and what it checks. What 300 steps come to is in
-``benchmarks/results``."""
+"""``examples/quantized_text.py``: its command line, files and checks.
+
+``benchmarks/results`` has the results of 300 steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a step that failed: nothing. Going on is as if it had not been there."""
+"""Steps that failed: nothing of them is left, and training goes on as if they had not run."""
 
 from __future__ import annotations
 

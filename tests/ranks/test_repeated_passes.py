@@ -1,4 +1,4 @@
-"""Several forwards, several backwards, parts of them; gradients accumulated with and without communication."""
+"""Several forwards and backwards in a step, and backwards over a part of the outputs."""
 
 from __future__ import annotations
 

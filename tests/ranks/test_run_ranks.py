@@ -1,4 +1,4 @@
-"""``run_ranks``: results, reuse, and that every way of failing is told and leaves nothing behind."""
+"""``run_ranks``: results, reuse of processes, and errors for every kind of failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where parameters lie after ``fully_shard``, whatever their sizes, and that models made of them train with parity."""
+"""Parameters of all sizes: their shards after ``fully_shard``, and training."""
 
 from __future__ import annotations
 

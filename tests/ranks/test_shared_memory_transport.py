@@ -1,4 +1,4 @@
-"""Ranks on one host: the bits that gloo gives, bounded memory, and errors that name the rank."""
+"""The shared memory transport: bitwise equal to gloo, bounded memory, errors that name the rank."""
 
 from __future__ import annotations
 

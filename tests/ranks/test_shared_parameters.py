@@ -1,4 +1,4 @@
-"""Parameters that modules of several groups use: lent by the group that owns them, or an error that says how."""
+"""Parameters used by modules of several groups: shared by their owner, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards in memory that ranks of one host have in common: nothing is gathered, and nothing else may be noticed."""
+"""Shards in memory shared by the ranks of one host need no all-gather and change nothing else."""
 
 from __future__ import annotations
 

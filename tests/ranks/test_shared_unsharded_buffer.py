@@ -1,4 +1,4 @@
-"""One copy of the full parameters per host, where modules compute in another dtype: the same bits, and never torn."""
+"""One unsharded buffer per host, if modules compute in another dtype: the same bits, no data race."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thousand ranks in one process: the groups of all of them gather and reduce over a simulated world."""
+"""A thousand simulated ranks in one process all-gather and reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks whose shards do not belong to one model are told so in the first forward."""
+"""Ranks whose shards come from different models raise an error in the first forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The five strategies by name, against ``DistributedDataParallel``; several in one model; settings that must agree."""
+"""The five strategies by name, compared with ``DistributedDataParallel``, also several in one model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""On a device with streams, which is simulated in virtual time, while what travels is real. The schedule is another one
-than on the host: the last modules stay for backward, and several batches of gradients are on the wire.
+"""Schedules on a device with streams, simulated in virtual time with real communication.
+
+They differ from those on the host: the last groups stay unsharded for backward, and several reductions are in flight.
 """
 
 from __future__ import annotations

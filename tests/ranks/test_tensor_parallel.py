@@ -1,4 +1,4 @@
-"""Parameters that are tensor-parallel already: where their shards lie, and that training is the plain model's.
+"""Tensor-parallel parameters: the placement of their shards, and training compared with the plain model.
 
 Ranks of one tensor-parallel group see the same data, data-parallel ranks different data.
 """

@@ -1,4 +1,4 @@
-"""``examples/train_text.py`` on two ranks: it checks itself, resumes, and does not run over checkpoints."""
+"""``examples/train_text.py`` on two ranks verifies itself, resumes, and overwrites no checkpoint."""
 
 from __future__ import annotations
 

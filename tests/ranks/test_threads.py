@@ -1,4 +1,4 @@
-"""Threads of one process that each have models of their own."""
+"""Threads of one process that train their own models."""
 
 from __future__ import annotations
 

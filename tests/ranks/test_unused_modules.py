@@ -1,4 +1,4 @@
-"""Ranks that skip whole modules, in forward, in backward or both, each step others."""
+"""Ranks that skip different modules in forward, backward or both, in every step others."""
 
 from __future__ import annotations
 

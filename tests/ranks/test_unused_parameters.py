@@ -1,4 +1,4 @@
-"""Ranks that use different parameters of one group in the same step: no hang, and one gradient for all."""
+"""Ranks that use different parameters of one group in the same step get one gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the watch takes for a fault and what not: late ranks, exceptions that are caught, interrupts, steps apart."""
+"""What the watchdog reports as a fault: late ranks, caught exceptions, interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fully_shard(model, policy=...)`` and ``tie_groups``: what they make trains like what calls by hand make."""
+"""``fully_shard(model, policy=...)`` and ``tie_groups`` train like explicit calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An all-gather over several communicators whose launch fails: memory that is in use is not given back."""
+"""An all-gather over several communicators whose launch fails frees no memory that is in use."""
 
 from __future__ import annotations
 

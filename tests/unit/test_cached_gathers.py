@@ -1,4 +1,4 @@
-"""Gathers that are the same in every step: what comes lies in its places, and what needs more is refused."""
+"""Cached all-gathers: results are received in place, other cases are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint or state dict that does not fit, and of what went wrong on several ranks."""
+"""Coordination of checkpoints: reports of mismatches, errors of several ranks, rendezvous, progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of state dicts in one process without process groups: their options, and modules that are not sharded."""
+"""Forms of state dicts without process groups: options, unsharded modules, settings of optimizers."""
 
 from __future__ import annotations
 

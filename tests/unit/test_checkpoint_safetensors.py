@@ -1,4 +1,4 @@
-"""safetensors files: how they are laid out, read, fitted to a model that is not sharded, and replaced."""
+"""safetensors files: layout, reading, loading into unsharded models, atomic replacement."""
 
 from __future__ import annotations
 

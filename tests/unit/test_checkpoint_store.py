@@ -1,4 +1,4 @@
-"""Checkpoints of one process without process groups: damage, misfits, steps, deletion, other formats."""
+"""Checkpoints without process groups: damage, mismatches, steps, deletion, other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All codecs: bounds on their error for any values, and rows that know nothing of each other."""
+"""All codecs: bounds of their error for any values, and independence of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotated blocks: the transform, the bound that holds then, and what it is good for."""
+"""Rotated blocks: the Hadamard transform, its error bound, and its benefit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``describe``: what the table says, of models that no rank has ever run. Ranks are simulated."""
+"""``describe``: the table for models of any number of ranks. Ranks are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where parameters and buffers go, and what is said where that is not clear."""
+"""Devices of parameters and buffers, and the errors where they are ambiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is dropped is freed by reference counts, without waiting for Python's garbage collector."""
+"""A model without references is freed by reference counts, without the garbage collector."""
 
 from __future__ import annotations
 

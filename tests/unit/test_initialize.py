@@ -1,4 +1,4 @@
-"""Materialising, initialising and ignoring, where no peers are needed to see it."""
+"""Materialization, initialization and ignored modules on a single rank."""
 
 from __future__ import annotations
 

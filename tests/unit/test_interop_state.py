@@ -1,4 +1,4 @@
-"""What clients of torch's FSDP2 reach through private names: the state of a module, and torch's contract."""
+"""Private names of torch's FSDP2 that clients use: the state of a module, and its contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of tensors: against cutting a tensor of its own element numbers, and the pieces of all ranks together."""
+"""Blocks of tensors, compared with cutting a tensor of element numbers."""
 
 from __future__ import annotations
 

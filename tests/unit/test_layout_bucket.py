@@ -1,4 +1,4 @@
-"""Where the tensors of a bucket lie: in the store, on the wire, in the unsharded buffer."""
+"""Offsets of the tensors of a bucket: at rest, in messages, unsharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gradients are averaged, against the plain mean."""
+"""Averaging of gradients, compared with the plain mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copies between full tensors and pieces, and the round trips that they make with the layouts."""
+"""Copies between full tensors and shards, and round trips through the layouts."""
 
 from __future__ import annotations
 

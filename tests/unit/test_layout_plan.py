@@ -1,4 +1,4 @@
-"""A group's plan: its buckets, and the gather from a smaller mesh."""
+"""The plan of a group: its buckets, and the all-gather from a smaller mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a dim is cut over ranks. The strategies of tensor shards for the other layout tests are here too."""
+"""Shards of one dim over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed parameters that come to their places with one copy."""
+"""Packed parameters that one strided copy moves to their offsets."""
 
 from __future__ import annotations
 

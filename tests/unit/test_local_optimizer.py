@@ -1,4 +1,4 @@
-"""What ``local_optimizer`` takes and refuses, and what it leaves behind: on one rank."""
+"""Optimizers that ``local_optimizer`` accepts or refuses, and their state, on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes and placements that make no sense, what the error says; and gradients on their way out of a DTensor."""
+"""Invalid meshes and placements and their errors; gradients of DTensors."""
 
 from __future__ import annotations
 

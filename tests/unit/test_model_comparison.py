@@ -1,4 +1,4 @@
-"""What is said where ranks have built different models."""
+"""The error text if ranks built different models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's choices, parsed."""
+"""Parsing of the user's options."""
 
 from __future__ import annotations
 

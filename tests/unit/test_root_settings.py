@@ -1,4 +1,4 @@
-"""What counts for all groups under a root is checked when the first forward begins."""
+"""Settings that hold for all groups of a root are checked at the first forward."""
 
 from __future__ import annotations
 

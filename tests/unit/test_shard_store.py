@@ -1,4 +1,4 @@
-"""Shards on their way into the dtype and to the device of computation: one cast, or none."""
+"""Casts and copies of shards to the dtype and device of computation."""
 
 from __future__ import annotations
 

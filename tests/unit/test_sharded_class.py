@@ -1,4 +1,4 @@
-"""The class that a sharded module gets, and what it must not take from torch's class of the same name."""
+"""The class of a sharded module, which inherits nothing from torch's class of the same name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parameter is after ``fully_shard``, sharded and unsharded, where no peers are needed to see it."""
+"""Parameters after ``fully_shard``, sharded and unsharded, on a single rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tensors pass through staging memory in rounds."""
+"""Transfers of tensors through staging memory in several pieces."""
 
 from __future__ import annotations
 

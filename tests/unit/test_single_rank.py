@@ -1,4 +1,4 @@
-"""World size 1, modules without parameters, the meta device, conversions: what one process can show of them."""
+"""One rank: training, modules without parameters, the meta device, conversions."""
 
 from __future__ import annotations
 

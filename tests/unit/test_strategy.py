@@ -1,4 +1,4 @@
-"""Strategies by name: what each comes to, and what is said where it cannot."""
+"""Strategies by name: the resulting mesh and resharding, and the errors."""
 
 from __future__ import annotations
 

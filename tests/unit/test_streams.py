@@ -1,4 +1,4 @@
-"""Lanes on null streams (the CPU) and on streams that order work by themselves (a simulated device)."""
+"""Communication streams: null streams on CPU, and ordered streams of a simulated device."""
 
 from __future__ import annotations
 

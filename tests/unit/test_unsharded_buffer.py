@@ -1,4 +1,4 @@
-"""Memory that is given back and taken again under the views that autograd has saved."""
+"""Memory freed and allocated again under the views that autograd saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What policies choose of a model. No ranks, nothing is sharded."""
+"""Wrap policies: the modules that they choose, and errors of ``policy=`` and ``tie_groups``."""
 
 from __future__ import annotations
 
