@@ -130,7 +130,7 @@ def runs() -> None:
     assert len(modules) == BLOCKS
 
 
-def test_the_tracker_runs_where_parameters_lie_in_common_memory() -> None:
+def test_the_tracker_runs_with_parameters_in_shared_memory() -> None:
     run_ranks(runs, 2, environment=IN_COMMON)
 
 

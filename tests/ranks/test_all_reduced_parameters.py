@@ -201,7 +201,7 @@ def in_common_the_gather_moves_nothing() -> None:
     assert all(plan.aliased and not plan.gather.all_reduced and plan.reduce.all_reduced for plan in plans)
 
 
-def test_what_ranks_have_in_common_is_not_summed_up() -> None:
+def test_parameters_in_shared_memory_are_not_all_reduced() -> None:
     run_ranks(in_common_the_gather_moves_nothing, 4, environment=IN_COMMON)
 
 

@@ -53,7 +53,7 @@ def other_placements() -> None:
 
 
 @pytest.mark.behaviour("F-04")
-def test_sharded_values_may_lie_on_other_meshes_in_other_placements() -> None:
+def test_sharded_values_may_have_other_meshes_and_placements() -> None:
     run_ranks(other_placements, 4)
 
 

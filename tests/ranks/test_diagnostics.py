@@ -129,7 +129,7 @@ def wait_long() -> None:
 
 
 @OVER
-def test_a_long_wait_that_is_over_is_not_told_of(transport: Environment) -> None:
+def test_a_long_wait_that_ended_is_not_reported(transport: Environment) -> None:
     run_ranks(wait_long, 2, environment=transport)
 
 
@@ -215,7 +215,7 @@ def test_a_rank_that_is_ended_writes_first_and_so_do_the_others(
     assert shown(out).count("rank 0 waited for rank 1 in all-gather of first in forward") == 1
 
 
-def test_a_rank_that_waits_ends_when_told_to(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_rank_that_waits_ends_on_a_signal(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
     """Its main thread is in gloo, and would come to a handler of Python's much later."""
     for rank in job:
         assert rank.stdout is not None

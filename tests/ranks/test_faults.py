@@ -66,7 +66,7 @@ def test_a_rank_that_is_lost_is_named(fault: str, transport: str) -> None:
 @pytest.mark.behaviour("H-03", "H-05")
 @over_both
 @pytest.mark.parametrize("fault", ["stopped", "late"])
-def test_a_rank_that_is_given_up_is_named_and_told_when_it_comes_back(fault: str, transport: str) -> None:
+def test_a_rank_that_timed_out_is_named_and_gets_an_error_when_it_returns(fault: str, transport: str) -> None:
     told, own = run_ranks(suffer, 2, fault, SHORT, environment=BOTH[transport])
     check_lost(fault, transport, told, SHORT + LIMIT)
     assert own.kind == "PeerError"

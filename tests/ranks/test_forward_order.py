@@ -61,13 +61,13 @@ def fail_and_go_on(fault: str, at_step: int) -> None:
 @pytest.mark.behaviour("G-01", "H-01", "H-03", "H-05")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_ranks_are_told_of_a_fault_on_one_and_go_on(fault: str, transport: Environment) -> None:
+def test_a_fault_on_one_rank_is_an_error_on_all_and_training_goes_on(fault: str, transport: Environment) -> None:
     run_ranks(fail_and_go_on, 2, fault, 3, environment=transport)
 
 
 @pytest.mark.behaviour("G-01", "H-01")
 @pytest.mark.parametrize("transport", [SOCKETS, COPIES], ids=["sockets", "copies"])
-def test_four_ranks_are_told_in_the_first_step(transport: Environment) -> None:
+def test_a_fault_in_the_first_step_is_an_error_on_four_ranks(transport: Environment) -> None:
     run_ranks(fail_and_go_on, 4, "order", 0, environment=transport)
 
 
@@ -156,7 +156,7 @@ def drift() -> None:
 @pytest.mark.behaviour("G-02")
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_an_order_that_changes_on_all_ranks_is_told_once(ranks: int, transport: Environment) -> None:
+def test_an_order_that_changes_on_all_ranks_is_warned_of_once(ranks: int, transport: Environment) -> None:
     run_ranks(drift, ranks, environment=transport)
 
 

@@ -161,7 +161,7 @@ def gradients(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_gradients_are_whole_with_grads_and_written_back(shape: tuple[int, ...]) -> None:
+def test_with_grads_full_gradients_are_shown_and_written_back(shape: tuple[int, ...]) -> None:
     run_ranks(gradients, prod(shape), shape)
 
 
@@ -396,7 +396,7 @@ def uneven_within_tensor_parallel() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_uneven_shards_within_tensor_parallel_ones_are_whole_and_written_back() -> None:
+def test_uneven_shards_of_tensor_parallel_parameters_are_unsharded_and_written_back() -> None:
     run_ranks(uneven_within_tensor_parallel, 6)
 
 

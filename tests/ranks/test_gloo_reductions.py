@@ -89,7 +89,7 @@ def overlap() -> None:
 
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_transfers_under_way_together_keep_apart(world_size: int) -> None:
+def test_concurrent_transfers_do_not_mix(world_size: int) -> None:
     run_ranks(overlap, world_size)
 
 

@@ -133,7 +133,7 @@ def narrow_as_wide() -> None:
 
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_computed_in_16_bits_travel_in_16_bits_without_loss(world_size: int) -> None:
+def test_gradients_computed_in_16_bits_are_sent_in_16_bits_without_loss(world_size: int) -> None:
     run_ranks(narrow_as_wide, world_size)
 
 

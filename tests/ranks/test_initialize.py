@@ -394,7 +394,7 @@ def draws(shapes: Sequence[tuple[int, ...]]) -> None:
 
 @pytest.mark.behaviour("J-01")
 @pytest.mark.parametrize("shapes", [[(2,)], [(4,), (2, 2)]], ids=str)
-def test_random_operations_on_shards_are_parts_of_those_on_whole_parameters(shapes: list[tuple[int, ...]]) -> None:
+def test_random_operations_on_shards_are_slices_of_those_on_full_parameters(shapes: list[tuple[int, ...]]) -> None:
     run_ranks(draws, prod(shapes[0]), shapes)
 
 

@@ -139,7 +139,7 @@ def _outside() -> str:
 
 
 @pytest.mark.behaviour("A-07")
-def test_a_rank_outside_of_the_mesh_is_told_so_and_the_others_train() -> None:
+def test_a_rank_outside_of_the_mesh_gets_an_error_and_the_others_train() -> None:
     messages = run_ranks(_outside, 3)
     assert messages[0] == messages[2] == ""
     assert "rank 1 is not in the mesh [0, 2]" in messages[1]

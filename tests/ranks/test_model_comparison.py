@@ -133,7 +133,7 @@ def build_another_on_the_last_rank(difference: str) -> None:
 @pytest.mark.behaviour("H-02", "H-05")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_all_ranks_are_told_what_differs(difference: str, transport: Environment) -> None:
+def test_the_differences_are_in_the_error_of_every_rank(difference: str, transport: Environment) -> None:
     run_ranks(build_another_on_the_last_rank, 2, difference, environment=transport)
 
 

@@ -284,7 +284,7 @@ def train_with_a_returned_weight() -> None:
 
 
 @pytest.mark.behaviour("C-06")
-def test_a_module_that_stays_whole_can_return_its_own_weight() -> None:
+def test_a_module_that_stays_unsharded_can_return_its_own_weight() -> None:
     run_ranks(train_with_a_returned_weight, 2)
 
 

@@ -99,7 +99,7 @@ def tensor_parallel() -> None:
 
 @pytest.mark.behaviour("H-04")
 @pytest.mark.parametrize("layout", [hybrid, tensor_parallel], ids=lambda layout: layout.__name__)
-def test_ranks_of_a_mesh_of_two_axes_are_told_apart(layout: Callable[[], None]) -> None:
+def test_ranks_of_a_mesh_of_two_axes_are_distinguished(layout: Callable[[], None]) -> None:
     run_ranks(layout, 4)
 
 

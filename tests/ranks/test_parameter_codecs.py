@@ -121,7 +121,7 @@ def count_bytes() -> None:
 
 @pytest.mark.behaviour("E-08", "E-07")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_on_the_wire_are_those_of_the_codec_and_small_parameters_travel_as_they_are(world_size: int) -> None:
+def test_the_codec_determines_the_bytes_sent_and_small_parameters_are_not_encoded(world_size: int) -> None:
     run_ranks(count_bytes, world_size, environment=SOCKETS)
 
 

@@ -156,7 +156,7 @@ def memory_is_given_back_last() -> None:
 
 
 @pytest.mark.behaviour("H-01", "H-05")
-def test_what_is_under_way_has_ended_before_its_memory_is_given_back() -> None:
+def test_work_in_flight_ends_before_its_memory_is_freed() -> None:
     run_ranks(memory_is_given_back_last, 2, environment=SOCKETS)
 
 
@@ -352,7 +352,7 @@ def fail_at_the_very_end(agree: bool) -> None:
 @pytest.mark.behaviour("H-01", "H-05")
 @pytest.mark.parametrize("agree", [False, True], ids=["steps at once", "meets first"])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_step_that_only_some_ranks_took_is_told(agree: bool, transport: Environment) -> None:
+def test_a_step_that_only_some_ranks_took_is_an_error(agree: bool, transport: Environment) -> None:
     run_ranks(fail_at_the_very_end, 2, agree, environment=transport)
 
 

@@ -162,7 +162,7 @@ def leave_layers_out() -> None:
 
 @pytest.mark.behaviour("C-04")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_layer_that_took_no_part_has_no_gradient_and_training_goes_on(world_size: int) -> None:
+def test_an_unused_layer_has_no_gradient_and_training_goes_on(world_size: int) -> None:
     run_ranks(leave_layers_out, world_size)
 
 

@@ -399,7 +399,7 @@ def diverge() -> None:
         assert ("divided into other tensors" in text) == (name == "all-gather (16 bytes)")
 
 
-def test_ranks_that_launch_different_operations_are_told_so() -> None:
+def test_different_operations_on_ranks_are_an_error() -> None:
     run_ranks(diverge, 2)
 
 

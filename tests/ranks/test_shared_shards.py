@@ -149,7 +149,7 @@ def write_what_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_where_memory_is_not_in_common_such_writes_are_dropped(transport: Environment) -> None:
+def test_such_writes_are_dropped_without_shared_memory(transport: Environment) -> None:
     run_ranks(write_what_is_dropped, 2, environment=transport)
 
 
@@ -249,7 +249,7 @@ def leave_out() -> None:
     task.loss(hybrid, task.batch_of(0, dist.get_rank())).backward()
 
 
-def test_only_what_can_lie_in_common_does() -> None:
+def test_only_parameters_that_can_be_shared_are() -> None:
     run_ranks(leave_out, 4)
 
 

@@ -98,7 +98,7 @@ def start_apart() -> list[str]:
 
 
 @pytest.mark.behaviour("J-01", "H-02")
-def test_ranks_that_start_apart_are_told_unless_something_has_overwritten_their_values() -> None:
+def test_different_starting_values_are_an_error_unless_overwritten() -> None:
     first, second = run_ranks(start_apart, 2)
     assert first == second
     everything, rest = first

@@ -158,6 +158,6 @@ def flags_in_low_precision() -> None:
 
 
 @pytest.mark.behaviour("C-17", "C-04")
-def test_flags_travel_with_direct_messages_and_in_low_precision() -> None:
+def test_flags_are_sent_with_zero_copy_messages_and_in_low_precision() -> None:
     run_ranks(train_unequally_with_direct_messages, 2)
     run_ranks(flags_in_low_precision, 4)

@@ -54,7 +54,7 @@ class Bucket:
 
 @pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("first_works", [True, False])
-def test_memory_is_given_back_after_a_failed_launch_unless_part_of_it_is_under_way(first_works: bool) -> None:
+def test_memory_is_freed_after_a_failed_launch_unless_it_is_in_flight(first_works: bool) -> None:
     buckets: list[Any] = [Bucket(ShmSocket(works=first_works)), Bucket(ShmSocket(works=False))]
     with pytest.raises(MemoryError, match="all-gather of a"):
         launch_gather(CommStreams(CPU), buckets, CPU, "all-gather of a", GatherCache())

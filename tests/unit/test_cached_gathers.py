@@ -97,7 +97,7 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
                 part.buffer.free()
 
 
-def test_what_does_not_travel_as_it_lies_or_over_the_same_ranks_is_refused() -> None:
+def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:
     one, other = FakeWorld(RANKS).communicator(0), FakeWorld(RANKS).communicator(0)
     part = part_of([8, 16], rank=0, in_runs=False)
     assert repeated_gather([part, part], [one, one]) is not None
@@ -115,7 +115,7 @@ def test_what_does_not_travel_as_it_lies_or_over_the_same_ranks_is_refused() -> 
     ],
     ids=["runs", "another dtype", "the next one would not be aligned"],
 )
-def test_what_cannot_lie_in_one_message_is_refused(other: CachedPart) -> None:
+def test_payloads_that_do_not_fit_one_message_are_refused(other: CachedPart) -> None:
     communicator = FakeWorld(RANKS).communicator(0)
     part = part_of([8], rank=0, in_runs=False)
     assert repeated_gather([part, other], [communicator] * 2) is None

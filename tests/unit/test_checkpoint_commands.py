@@ -166,7 +166,7 @@ def test_damage_is_found_and_the_file_named(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_a_folder_is_verified_whole(tmp_path: Path) -> None:
+def test_verify_checks_all_files_of_a_folder(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, *trained(), step=step)
     assert "is intact: 6 files" in run("verify", tmp_path).stdout

@@ -345,7 +345,7 @@ for i, kind in enumerate(["torch", "dcp", "safetensors", "torch", "safetensors",
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("F-11")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_whole_is_never_in_memory(tmp_path: Path) -> None:
+def test_the_full_checkpoint_is_never_in_memory(tmp_path: Path) -> None:
     """19 tensors of 16 MB: each way takes a few of them, of 304 MB."""
     model = nn.ParameterList([torch.full((4 << 20,), float(i)) for i in range(19)])
     save(tmp_path / "run", model)

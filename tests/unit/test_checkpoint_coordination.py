@@ -33,7 +33,7 @@ def test_one_text_of_all_ranks_is_said_once_and_others_say_whose_they_are() -> N
     assert join_rank_texts({1: "worse", 2: "bad", 3: "worse"}, 4) == "ranks 1, 3: worse; rank 2: bad"
 
 
-def test_differences_are_told_by_kind_with_the_ranks_that_have_them() -> None:
+def test_differences_are_reported_by_kind_with_the_ranks_that_have_them() -> None:
     first = Mismatch(missing={"a": "x"}, unexpected={"b": "y", "c": "z"}, others=["same", "own"])
     second = Mismatch(missing={"a": "x"}, unexpected={"c": "z", "e": "v"}, others=["same"], dtypes={"f": "u"})
     leave_common_unexpected([first, second])
@@ -52,7 +52,7 @@ def test_differences_are_told_by_kind_with_the_ranks_that_have_them() -> None:
     refuse("it does not fit", {0: Mismatch(), 1: Mismatch()})
 
 
-def test_errors_are_told_whole_and_without_colours_or_stacks() -> None:
+def test_errors_are_printed_in_full_without_colors_or_stacks() -> None:
     assert said(ValueError("one.\ntwo.")) == "ValueError: one.\ntwo"
     assert said(RuntimeError("\x1b[1mlost\x1b[0m.\nException raised from f at a.cpp:1 (most")) == "RuntimeError: lost"
     colourful = "Weights only load failed. \x1b[1mdo those steps\x1b[0m.\n\tWeightsUnpickler error: "
@@ -74,7 +74,7 @@ def test_long_lists_are_cut() -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_a_rank_that_came_and_did_not_open_the_meeting_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_arrived_last_but_announced_nothing_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one to come may be killed, or slower than the deadline, before it says that all are there."""
     store: Any = dist.HashStore()
     place, note = "composable_fsdp/checkpoint/0", {"call": "save", "group": True}

@@ -224,7 +224,7 @@ def test_names_go_from_the_model_to_the_files(tmp_path: Path) -> None:
         save_safetensors(model, tmp_path, key_map=["norm.weight"])  # type: ignore[arg-type]
 
 
-def test_a_file_of_another_model_is_told_from_it_in_one_error(tmp_path: Path) -> None:
+def test_a_file_of_another_model_raises_one_error_with_all_differences(tmp_path: Path) -> None:
     values = {name: value.clone() for name, value in filled(1).state_dict().items()}
     del values["head.weight"], values["norm.bias"]
     values["norm.weight"] = torch.ones(4)
@@ -274,7 +274,7 @@ def test_dtypes_are_converted_on_request_both_ways(tmp_path: Path) -> None:
         save_safetensors(model, tmp_path, dtype=torch.int8)
 
 
-def test_a_model_on_meta_is_told_what_to_call(tmp_path: Path) -> None:
+def test_the_error_for_a_model_on_meta_says_what_to_call(tmp_path: Path) -> None:
     save_safetensors(filled(1), tmp_path)
     with torch.device("meta"):
         model = Small()

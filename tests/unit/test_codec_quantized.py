@@ -96,7 +96,7 @@ def test_rows_are_encoded_by_themselves_so_that_no_block_straddles_ranks(codec: 
 
 @pytest.mark.behaviour("E-08")
 @codecs
-def test_what_has_travelled_once_travels_again_as_it_is(codec: Any) -> None:
+def test_decoded_values_are_encoded_again_without_loss(codec: Any) -> None:
     rows = torch.randn(3, 512, generator=torch.Generator().manual_seed(3))
     once = round_trip(codec, rows)
     torch.testing.assert_close(round_trip(codec, once), once, rtol=1e-5, atol=1e-5)

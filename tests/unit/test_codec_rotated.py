@@ -87,7 +87,7 @@ def test_one_outlier_no_longer_costs_its_block_the_rest() -> None:
 
 
 @pytest.mark.behaviour("E-08")
-def test_whole_blocks_travel() -> None:
+def test_codecs_send_full_blocks() -> None:
     for numel, blocks in ((0, 0), (1, 1), (256, 1), (257, 2)):
         assert Int8(256, rotate=True).payload_bytes(numel) == blocks * (256 + 4)
         assert Int4(256, rotate=True).payload_bytes(numel) == blocks * (128 + 4)

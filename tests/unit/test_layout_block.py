@@ -111,7 +111,7 @@ def test_a_box_without_elements_is_one_piece(shape: tuple[int, ...]) -> None:
 
 @given(cut_tensors())
 @pytest.mark.behaviour("F-11")
-def test_runs_are_where_the_elements_of_a_box_lie(drawn) -> None:
+def test_runs_are_the_positions_of_the_elements_of_a_block(drawn) -> None:
     shape, axes = drawn
     for cuts in all_ranks(axes):
         for box in Extent.after(shape, cuts).boxes():
@@ -120,7 +120,7 @@ def test_runs_are_where_the_elements_of_a_box_lie(drawn) -> None:
             assert found == taken(numbered(shape), box.offsets, box.sizes).reshape(-1).tolist()
 
 
-def test_a_box_of_whole_rows_is_one_run() -> None:
+def test_a_block_of_full_rows_is_one_run() -> None:
     (box,) = Extent.after((8, 5, 3), [Cut(0, 2, 1)]).boxes()
     length, starts = box.runs((8, 5, 3))
     assert (length, list(starts)) == (60, [60])

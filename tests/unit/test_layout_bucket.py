@@ -56,7 +56,7 @@ def test_the_places_are_disjoint_and_aligned_and_hold_the_padded_gather_of_every
 
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES)
-def test_the_places_do_not_depend_on_what_travels_direct(shards: tuple[TensorShards, ...], itemsize: int) -> None:
+def test_offsets_do_not_depend_on_zero_copy(shards: tuple[TensorShards, ...], itemsize: int) -> None:
     all_direct = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=0)
     all_packed = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=NEVER_ZERO_COPY)
     assert all_direct.places == all_packed.places
@@ -65,7 +65,7 @@ def test_the_places_do_not_depend_on_what_travels_direct(shards: tuple[TensorSha
 
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
-def test_a_tensor_travels_direct_where_it_concatenates_and_its_full_size_reaches_the_threshold(
+def test_a_tensor_is_zero_copy_if_it_concatenates_and_its_full_size_reaches_the_threshold(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
     layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
@@ -111,7 +111,7 @@ def test_the_output_of_a_reduction_has_disjoint_aligned_segments_with_the_packed
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
-def test_only_even_gradients_that_concatenate_travel_direct(
+def test_only_even_gradients_that_concatenate_are_zero_copy(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
     layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
@@ -138,7 +138,7 @@ def aligned(numel: int, itemsize: int) -> int:
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, WHOLE_BYTES)
-def test_what_travels_whole_moves_no_more_bytes_and_what_does_not_would_move_more(
+def test_all_reduced_parameters_send_no_more_bytes_and_others_would_send_more(
     shards: tuple[TensorShards, ...], itemsize: int, all_reduce_bytes: int
 ) -> None:
     wide = worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=0)
@@ -151,7 +151,7 @@ def test_what_travels_whole_moves_no_more_bytes_and_what_does_not_would_move_mor
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.data())
-def test_spans_cover_the_places_of_what_is_whole_and_no_other(
+def test_spans_cover_all_reduced_parameters_and_nothing_else(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, data: st.DataObject
 ) -> None:
     all_reduced = sorted(data.draw(st.sets(st.sampled_from(range(len(shards))))))
@@ -171,7 +171,7 @@ def test_spans_cover_the_places_of_what_is_whole_and_no_other(
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, WHOLE_BYTES, st.booleans())
-def test_whole_gradients_and_the_flags_are_one_message_and_the_others_a_padded_one(
+def test_all_reduced_gradients_and_flags_share_one_message(
     shards: tuple[TensorShards, ...],
     itemsize: int,
     zero_copy_min_bytes: int,

@@ -34,7 +34,7 @@ def test_runs_have_each_parameter_once_where_it_is_on_the_wire_and_in_the_buffer
     ]
 
 
-def test_equal_neighbours_are_one_run_even_with_gaps_between_them() -> None:
+def test_equal_adjacent_segments_are_one_run_even_with_gaps_between_them() -> None:
     layout = layout_of([(16,)] * 48)
     assert not layout.in_chunks
     assert [run.count for run in find_runs(layout)] == [48]

@@ -68,7 +68,7 @@ def test_the_first_forward_names_both_modules_and_values(change: Callable[[Any],
 
 @pytest.mark.behaviour("B-04")
 @pytest.mark.parametrize("setter", ["set_prefetch_limit", "set_max_unsharded_bytes", "set_max_merged_bytes"])
-def test_after_the_first_forward_a_module_inside_refuses_what_only_the_root_is_told(setter: str) -> None:
+def test_after_the_first_forward_inner_modules_refuse_settings_of_the_root(setter: str) -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     model(torch.ones(1, 8)).sum().backward()
     choice = setter.removeprefix("set_")
@@ -117,7 +117,7 @@ def test_what_moves_parameters_is_not_refused_once_no_backward_will_come() -> No
 
 
 @pytest.mark.behaviour("B-04")
-def test_what_the_root_is_told_counts_for_all_and_an_error_that_is_mended_is_over() -> None:
+def test_settings_of_the_root_hold_for_all_and_a_corrected_error_is_gone() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     root, layer = sharded(model), sharded(model.layers[0])
     root.set_order_check("always")

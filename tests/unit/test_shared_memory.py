@@ -40,7 +40,7 @@ def test_rows_of_a_round_keep_apart_on_lines_of_their_own_within_the_slot(tensor
 
 
 @given(extents)
-def test_there_is_a_round_to_meet_in_and_no_other_is_empty(tensors: Sequence[Extent]) -> None:
+def test_there_is_at_least_one_piece_and_no_other_is_empty(tensors: Sequence[Extent]) -> None:
     rounds = plan_rounds(tuple(tensors), CAPACITY)
     assert rounds
     assert all(rounds) or rounds == ((),)

@@ -152,7 +152,7 @@ class SlowStore:
 
 
 @pytest.mark.behaviour("H-03")
-def test_ranks_meet_over_a_store_that_is_slower_than_a_roll_call_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_rendezvous_over_a_store_slower_than_the_wait_between_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
     store = dist.HashStore()
     watchdogs = [Watchdog(SlowStore(store, 0.5), rank, 2) for rank in range(2)]
@@ -165,7 +165,7 @@ def test_ranks_meet_over_a_store_that_is_slower_than_a_roll_call_waits(monkeypat
 
 
 @pytest.mark.behaviour("H-03")
-def test_ranks_that_cannot_meet_as_the_store_never_answers_say_so_after_their_timeout(
+def test_a_store_that_never_answers_is_an_error_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
@@ -400,7 +400,7 @@ def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str], ti
 
 
 @pytest.mark.behaviour("G-01")
-def test_a_rank_that_does_something_new_asks_and_is_told() -> None:
+def test_a_rank_that_runs_something_new_compares_with_the_others() -> None:
     ranks = Ranks(1, OrderCheck.FIRST)
     for operation in "ab" * CONTEXT:
         ranks.begin(operation)

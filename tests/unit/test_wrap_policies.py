@@ -201,7 +201,7 @@ def test_small_stacks_stay_with_the_rest() -> None:
     assert names(transformer_blocks(), model) == ["1", "2", ""]
 
 
-def test_a_model_without_stacks_is_told_what_to_do() -> None:
+def test_the_error_for_a_model_without_blocks_says_what_to_do() -> None:
     with pytest.raises(ConfigurationError) as caught:
         names(transformer_blocks(), Decoder(1))
     assert str(caught.value) == (
@@ -214,7 +214,7 @@ def test_a_model_without_stacks_is_told_what_to_do() -> None:
 # -- balanced
 
 
-def test_balanced_joins_small_neighbours_and_leaves_large_modules_alone() -> None:
+def test_balanced_joins_small_adjacent_modules_and_leaves_large_ones_alone() -> None:
     assert names(balanced(80 * BYTES), Decoder()) == ["embedding+blocks.0", "blocks.1+blocks.2", "norm+head", ""]
     opened = ["embedding", "blocks.0.first", "blocks.0.second", "norm", "head", ""]
     assert names(balanced(20 * BYTES), Decoder(1)) == opened
@@ -232,9 +232,7 @@ def test_balanced_counts_shared_modules_and_parameters_once() -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 30), min_size=2, max_size=30), target=st.integers(1, 60))
-def test_balanced_groups_are_neighbours_in_order_that_hold_no_more_than_the_target(
-    sizes: list[int], target: int
-) -> None:
+def test_balanced_groups_are_adjacent_modules_of_no_more_than_the_target(sizes: list[int], target: int) -> None:
     model = nn.Sequential(*[nn.Linear(1, size, bias=False) for size in sizes], nn.Linear(1, 61, bias=False))
     scope = Scope(model)
     groups = plan_groups(balanced(target * BYTES), scope, OPTIONS)[:-1]
