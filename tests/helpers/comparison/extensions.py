@@ -211,7 +211,7 @@ def class_without_chunk(library: Library, mesh: DeviceMesh) -> str:
     "A checkpoint of a parameter whose tensor class consists of inner tensors",
     torch="`torch.distributed.checkpoint` pickles the shards; its `load` raises unless `torch.serialization."
     "add_safe_globals` was called with the class",
-    torch_reports=r"Unsupported global: GLOBAL tests\.ranks\._extensions\.Pair",
+    torch_reports=r"Unsupported global: GLOBAL tests\.helpers\.extension_tensors\.Pair",
     here="`composable_fsdp.checkpoint.save` writes the inner tensors, `load` restores them",
     reason="Tensors are values: a file of them runs no code of the class when it is read.",
 )
