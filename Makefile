@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-short quantized elastic test check goldens format docs behaviours bench bench-quick clients suites clean
+.PHONY: help install demo demo-short quantized elastic test test-fast check goldens format docs behaviours bench bench-quick clients suites clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r target text; do \
@@ -49,6 +49,9 @@ elastic: $(READY) ## train that model while ranks are killed at random, and comp
 
 test: $(READY) ## run the tests (TEST_ARGS=... goes to pytest)
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-fast: $(READY) ## run the tests that start no other process, in at most 3 minutes (TEST_ARGS=...)
+	$(BIN)/python -m pytest -m "not multiprocess" $(TEST_ARGS)
 
 check: $(READY) ## lint, format, types, layering
 	$(BIN)/ruff check

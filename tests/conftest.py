@@ -1,4 +1,4 @@
-"""Hooks of the whole suite: the ``behaviour`` marker and the ``--behaviours`` report."""
+"""Hooks of the whole suite: the markers ``behaviour`` and ``multiprocess``, and the ``--behaviours`` report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.behaviour_report import Case, Result, check_ids, load_sections, render
+from tests.helpers.behaviour_report import Case, Result, check_ids, load_sections, render
 
 SECTIONS = load_sections(Path(__file__).with_name("behaviours.toml"))
+
+TESTS = Path(__file__).parent
+MULTIPROCESS = ("goldens", "gpu", "parity", "ranks")
+"""Folders in which every test has the marker ``multiprocess``. Other tests that start processes have it one by one."""
 
 # A first call into torch outlasts hypothesis' deadline of 200 ms, so that tests would fail by chance.
 settings.register_profile("default", deadline=None)
@@ -24,8 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--behaviours", action="store_true", help="say at the end which behaviours the tests showed")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).parts[0] in MULTIPROCESS:
+            item.add_marker("multiprocess")
         ids = tuple(id_ for mark in item.iter_markers("behaviour") for id_ in mark.args)
         try:
             check_ids(ids, SECTIONS, where=item.nodeid)

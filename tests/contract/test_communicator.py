@@ -1,4 +1,4 @@
-"""What every communicator must do: one suite, run on the loopback, on simulated ranks and on real gloo processes.
+"""The contract of communicators: one suite for loopback, simulated ranks, gloo and shared memory.
 
 A case plays one rank: it launches, yields, and then waits and looks. Simulated ranks go from yield to yield in turn,
 real ones all at once. A new communicator passes the suite by one more ``test_`` function that plays the cases on it.
@@ -6,7 +6,6 @@ real ones all at once. A new communicator passes the suite by one more ``test_``
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -26,7 +25,7 @@ from tests._internals import (
     Work,
     communicator_over,
 )
-from tests.transports import over_gloo
+from tests.helpers.transports import over_gloo
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
@@ -185,8 +184,8 @@ def one_reduce_scatter_takes_tensors_of_one_dtype(comm: Communicator) -> Iterato
     yield
     work.wait()
     for k, (numel, output) in enumerate(zip(sizes, outputs, strict=True)):
-        everyones = [own(rank + 10 * k, numel * comm.size, torch.float32) for rank in range(comm.size)]
-        exactly(output, part(functools.reduce(torch.add, everyones), comm))
+        expected = part(summed(comm.size, numel * comm.size, torch.float32), comm) + 10 * k * comm.size
+        exactly(output, expected)
 
 
 @case
@@ -368,12 +367,14 @@ def test_fake(name: str, size: int) -> None:
     play_in_turn(CASES[name], [world.communicator(rank) for rank in range(size)])
 
 
+@pytest.mark.multiprocess
 @every_case
 @pytest.mark.parametrize("size", [2, 4])
 def test_gloo(name: str, size: int) -> None:
     run_ranks(play_on_process_group, size, name)
 
 
+@pytest.mark.multiprocess
 @every_case
 @pytest.mark.parametrize("size", [2, 4])
 def test_shared_memory(name: str, size: int) -> None:

@@ -16,8 +16,9 @@ bytes.
   bytes and its ranks instead of the group.
 - Labels: the text that a collective has in error messages. It has a hash of its own, so that a change of wording
   changes this hash alone.
-- Results: the bits of losses, gradients and parameters. Of programs, all that ``_fuzz_run.Run`` notes; of tests, each
-  tensor on which ``backward`` is called, and gradients and parameters at each optimizer step, of references too.
+- Results: the bits of losses, gradients and parameters. For programs, everything in ``tests.helpers.fuzz.run.Run``. For
+  tests, each tensor on which ``backward`` is called, and gradients and parameters at each optimizer step, of references
+  too.
 
 Left out: host times; the names of process groups, which count the groups of the process; the numbers of collectives and
 of connections, which go on from one case to the next. The order of events of different threads is not recorded: each

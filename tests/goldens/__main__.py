@@ -17,7 +17,7 @@ import torch
 
 from tests.goldens.cases import Found, draw, run_all
 from tests.goldens.records import UNSTABLE, differences, read, stable, write
-from tests.transports import TRANSPORTS
+from tests.helpers.transports import TRANSPORTS
 
 __all__ = ["main"]
 

@@ -19,9 +19,9 @@ from composable_fsdp.testing import RanksError, run_ranks
 from tests.goldens.chosen import CHOSEN
 from tests.goldens.observe import PORTABLE, Digest, Observation, hash_of, observe_call, observe_programs
 from tests.goldens.records import HASHES, Key, Record
-from tests.parity import programs as vocabulary
-from tests.parity.programs import Program
-from tests.transports import TRANSPORTS
+from tests.helpers.fuzz import programs as vocabulary
+from tests.helpers.fuzz.programs import Program
+from tests.helpers.transports import TRANSPORTS
 
 __all__ = ["PROGRAMS", "Found", "draw", "known_programs", "run_all"]
 

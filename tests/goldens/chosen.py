@@ -21,7 +21,7 @@ CHOSEN = (
     "test_what_travels_whole_trains_to_the_same_bits",
     # groups
     "test_a_list_of_modules_trains_like_the_unsharded_model",
-    "test_a_parameter_lent_to_other_groups_trains_like_a_shared_one",
+    "test_a_parameter_used_by_other_groups_trains_like_a_tied_one",
     "test_every_policy_trains_with_parity_also_where_groups_share_a_weight",
     "test_a_copy_trains_on_by_itself",
     # initial values
@@ -97,7 +97,7 @@ CHOSEN = (
     "test_ranks_of_a_hybrid_mesh_that_skip_modules_train_with_parity",
     "test_ranks_may_use_different_parts_of_checkpointed_layers",
     "test_what_any_rank_used_has_one_gradient_everywhere",
-    "test_a_layer_that_took_no_part_has_no_gradient_and_training_goes_on",
+    "test_an_unused_layer_has_no_gradient_and_training_goes_on",
     "test_a_module_that_calls_itself_trains",
     "test_repeated_and_partial_forwards_and_backwards_train",
     "test_activation_checkpointing_trains_in_either_order",

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from composable_fsdp import trace
 from composable_fsdp.trace import Operation, TraceEvent
-from tests.parity._fuzz_reference import Meshes, train
-from tests.parity.programs import Program
+from tests.helpers.fuzz.programs import Program
+from tests.helpers.fuzz.reference import Meshes, train
 
 __all__ = ["PORTABLE", "Digest", "Observation", "observe_call", "observe_programs"]
 

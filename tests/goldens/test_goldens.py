@@ -15,8 +15,8 @@ from tests._internals import ScheduleRunner, ShardedParameter, passes
 from tests.goldens.cases import Found, known_programs
 from tests.goldens.observe import PORTABLE, Digest, Observation, observe_programs
 from tests.goldens.records import UNSTABLE, Key, Record, differences, read, stable, write
-from tests.parity.programs import Program
-from tests.transports import SOCKETS, TRANSPORTS
+from tests.helpers.fuzz.programs import Program
+from tests.helpers.transports import SOCKETS, TRANSPORTS
 
 SOME = {name: program for name, program in known_programs().items() if program.world_size == 2 and int(name) < 12}
 

@@ -32,8 +32,8 @@ from composable_fsdp import (
     sharded_ema,
 )
 from composable_fsdp.trace import Recorder
-from tests.parity.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
-from tests.ranks._models import TASKS, shard_layers
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
 
 COMBINATIONS = (("mlp", "sgd"), ("wide", "adamw-fused"), ("transformer", "adam-foreach"), ("tied", "adamw-foreach"))
 

@@ -1,4 +1,4 @@
-"""The main promises on CUDA: one GPU, and where there are more, two or four over NCCL."""
+"""Training on CUDA: one GPU, or two and four over NCCL."""
 
 from __future__ import annotations
 

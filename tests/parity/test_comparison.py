@@ -1,4 +1,4 @@
-"""Every row of ``docs/compared-with-fsdp2.md`` on torch's FSDP2 and on this library."""
+"""Runs every row of ``docs/compared-with-fsdp2.md`` on torch's FSDP2 and on this library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from composable_fsdp.testing import RanksError, run_ranks
-from tests.parity.comparison.catalogue import ROWS, play
+from tests.helpers.comparison.catalogue import ROWS, play
 
 SECONDS = 8.0
 """How long a program may take, on a busy machine. Those of torch that hang take all of it."""

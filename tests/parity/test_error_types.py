@@ -1,4 +1,4 @@
-"""Errors are also of the builtin class that torch's FSDP2 raises in the same case."""
+"""Errors are also instances of the builtin class that torch's FSDP2 raises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable_fsdp as ours
 from composable_fsdp import FSDPError
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
 

@@ -40,11 +40,11 @@ from tests._internals import (
     OptimizerSteps,
     Reduction,
 )
-from tests.parity._draw import programs
-from tests.parity._features import FEATURES, features
-from tests.parity._fuzz_reference import differences
-from tests.parity.programs import Block, Leaf, Program, ShardCall, Step
-from tests.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.fuzz.draw import programs
+from tests.helpers.fuzz.features import FEATURES, features
+from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, Step
+from tests.helpers.fuzz.reference import differences
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 ROUND = 1000
 """Programs that are drawn from one seed."""

@@ -1,4 +1,4 @@
-"""torch's ``FSDPMemTracker``, unmodified, on a model that is sharded here."""
+"""torch's ``FSDPMemTracker``, unmodified, on a sharded model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 import composable_fsdp as ours
 from composable_fsdp.testing import run_ranks
-from tests.ranks._sharding import exactly
-from tests.transports import IN_COMMON, SOCKETS
+from tests.helpers.sharding import exactly
+from tests.helpers.transports import IN_COMMON, SOCKETS
 
 pytestmark = pytest.mark.behaviour("I-01", "I-03")
 
@@ -130,7 +130,7 @@ def runs() -> None:
     assert len(modules) == BLOCKS
 
 
-def test_the_tracker_runs_where_parameters_lie_in_common_memory() -> None:
+def test_the_tracker_runs_with_parameters_in_shared_memory() -> None:
     run_ranks(runs, 2, environment=IN_COMMON)
 
 

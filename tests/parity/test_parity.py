@@ -1,4 +1,4 @@
-"""The main promise: sharded training is the unsharded training, in every way of resharding and with every optimizer."""
+"""Sharded training equals unsharded training, for all resharding options and optimizers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed import fsdp as peer
 import composable_fsdp
 from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
-from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
-from tests.ranks._models import TASKS, shard_layers
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
 COMBINATIONS = (
     *(("mlp", optimizer) for optimizer in OPTIMIZERS),

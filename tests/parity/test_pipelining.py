@@ -28,7 +28,7 @@ from torch.testing import assert_close
 import composable_fsdp as ours
 from composable_fsdp import trace
 from composable_fsdp.testing import run_ranks
-from tests.ranks._models import seeded
+from tests.helpers.models import seeded
 
 pytestmark = pytest.mark.behaviour("I-01", "I-02")
 
@@ -136,7 +136,7 @@ def warns_of_lost_gradients() -> None:
         assert told[0].endswith("shard their stages with reshard_after_forward=False.")
 
 
-def test_weights_that_a_schedule_does_not_find_are_told_of() -> None:
+def test_weights_that_a_schedule_does_not_find_are_reported() -> None:
     run_ranks(warns_of_lost_gradients, 4)
 
 

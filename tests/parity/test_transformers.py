@@ -1,4 +1,4 @@
-"""transformers, unmodified: its checkpoints train here, and what has been trained goes back to it."""
+"""transformers, unmodified: a pretrained model is loaded, trained and saved again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import composable_fsdp as ours
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.testing import run_ranks
-from tests.ranks._sharding import exactly
+from tests.helpers.sharding import exactly
 
 pytestmark = [
     pytest.mark.behaviour("F-11"),

@@ -1,4 +1,4 @@
-"""Policies on models of transformers: their blocks are found, and groups with a tied weight train like the whole."""
+"""Wrap policies on models of transformers, also with a tied weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composable_fsdp import describe, fully_shard, tie_groups
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import PolicyLike, balanced, every_module, transformer_blocks
 from tests._internals import Scope
-from tests.parity.training import check_parity
+from tests.helpers.training import check_parity
 
 pytestmark = [
     pytest.mark.behaviour("B-01"),

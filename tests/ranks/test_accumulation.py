@@ -1,4 +1,4 @@
-"""Gradients summed over microbatches: in full or by shards, with and without the all-reduce of a hybrid mesh."""
+"""Gradients accumulated over microbatches: full or sharded, with and without the all-reduce of a hybrid mesh."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sy
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import Accumulation, find_state
-from tests.parity.training import Play, assert_equal_runs, check_parity, local_part, train
-from tests.ranks._models import TASKS, Routed, shard_layers
-from tests.ranks._spy import counted_collectives
-from tests.ranks.test_memory import FULL, LiveStorages
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.models import TASKS, Routed, seeded, shard_layers
+from tests.helpers.peak_memory import FULL, LiveStorages
+from tests.helpers.training import Play, assert_equal_runs, check_parity, local_part, train
+from tests.helpers.two_headed_model import EVERY, Heads, inputs_of, one_forward_one_backward
 
 ROUTES = ((0, 1), (1, 2, 3), (3, 1))
 """The layers that each microbatch uses: some are in the first only, some in the second, some in all."""
@@ -277,3 +278,101 @@ def freeze_between_microbatches(sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_freezing_between_microbatches_keeps_what_was_accumulated(sharded: bool) -> None:
     run_ranks(freeze_between_microbatches, 2, sharded)
+
+
+def accumulating_in_microbatches(setting: str, microbatches: int = 3) -> Play:
+    """A play of several microbatches; the last one does not use all layers of the first."""
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        losses = []
+        for i in range(microbatches):
+            is_last = i == microbatches - 1
+            if isinstance(model, FSDPModule):
+                set_up_microbatch(model, setting, is_last)
+            with Recorder() as recorder:
+                out = model(inputs_of(step, rank, i), extra=i == 0)
+                loss = (out["left"].square().mean() + out["right"].square().mean()) / microbatches
+                loss.backward()
+            losses.append(loss.detach())
+            if isinstance(model, FSDPModule):
+                reduced = {e.group for e in recorder if e.operation is Operation.REDUCE}
+                check_reduced(setting, reduced, is_last, is_first=i == 0)
+        return torch.stack(losses)
+
+    return play
+
+
+def set_up_microbatch(model: FSDPModule, setting: str, is_last: bool) -> None:
+    if setting == "without communication":
+        model.set_requires_gradient_sync(is_last)
+    elif setting == "without communication, kept unsharded":
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+        model.set_is_last_backward(is_last)
+    elif setting == "without communication of the root":
+        model.set_requires_gradient_sync(is_last, recurse=False)
+    elif setting == "not the last backward":
+        model.set_is_last_backward(is_last)
+
+
+def check_reduced(setting: str, reduced: set[str], is_last: bool, *, is_first: bool) -> None:
+    used = EVERY if is_first else EVERY - {"layers.extra"}
+    if is_last or setting in ("with communication", "not the last backward"):
+        # What the first microbatch left of a layer that the last one does not use travels at the end, too.
+        held = {"layers.extra"} if setting.startswith("without communication") and "root" not in setting else set()
+        assert reduced == used | held, setting
+    elif setting == "without communication of the root":
+        assert reduced == used - {"root"}
+    else:
+        assert reduced == set(), setting
+
+
+MICROBATCH_SETTINGS = (
+    "with communication",
+    "not the last backward",
+    "without communication",
+    "without communication, kept unsharded",
+    "without communication of the root",
+)
+
+
+def accumulate_gradients(reshard_after_forward: bool | int | None) -> None:
+    for setting in MICROBATCH_SETTINGS:
+        check_parity(
+            seeded(Heads),
+            accumulating_in_microbatches(setting),
+            what=setting,
+            steps=5,
+            merges=False,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+
+@pytest.mark.behaviour("C-07")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (2, None), (4, 2)])
+def test_accumulated_gradients_are_those_of_the_large_batch(world_size: int, reshard: bool | int | None) -> None:
+    run_ranks(accumulate_gradients, world_size, reshard)
+
+
+def accumulate_over_an_evaluation_and_a_changed_mind() -> None:
+    """Unreduced gradients outlive an evaluation; and those of a step that is given up are dropped by a reset."""
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(False)
+            model(inputs_of(step, rank, 9))["left"].sum().backward()
+            model.reset_iter_state()  # given up
+        model(inputs_of(step, rank, 0))["left"].square().mean().backward()
+        with torch.no_grad():
+            value = model(inputs_of(step, rank, 1))["left"].sum()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)
+        loss = one_forward_one_backward(model, step, rank)
+        return torch.stack([loss, value])
+
+    check_parity(seeded(Heads), play)
+
+
+@pytest.mark.behaviour("C-07", "C-10", "H-01")
+def test_unreduced_gradients_outlive_an_evaluation_and_not_a_reset() -> None:
+    run_ranks(accumulate_over_an_evaluation_and_a_changed_mind, 2)

@@ -1,4 +1,4 @@
-"""``apply_to_full_params``: whole parameters for a function, one group at a time."""
+"""``apply_to_full_params`` calls a function on full parameters, one group at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import LifecycleError, apply_to_full_params, fully_shard, unsharded_params
 from composable_fsdp.testing import run_ranks
-from tests.ranks._models import TASKS
-from tests.ranks._sharding import exactly, values_of
+from tests.helpers.models import TASKS
+from tests.helpers.sharding import exactly, values_of
 from tests.ranks.test_full_params import backward, built
 
 

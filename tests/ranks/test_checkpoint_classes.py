@@ -1,4 +1,4 @@
-"""Checkpoints of tensors of classes of their own: what was saved is what is loaded, on any mesh or not at all."""
+"""Checkpoints of tensor subclasses load exactly, on any mesh or without process groups."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from composable_fsdp.checkpoint import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import Kind, convert, verify
-from tests.ranks._checkpoint_worlds import raising_alike
-from tests.ranks._tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
+from tests.helpers.checkpoint_worlds import raising_alike
+from tests.helpers.tensor_classes import CLASSES, Closed, Coded, inner_of, model_of
 
 PORTABLE = ["tagged", "pair", "coded"]
 
@@ -147,7 +147,7 @@ def closed(folder: Path) -> None:
     with raising_alike() as raised:
         save(folder, model)
     assert str(raised.value) == (
-        f"saving to {folder}: model.weight cannot be saved: its class tests.ranks._tensor_classes.Closed has "
+        f"saving to {folder}: model.weight cannot be saved: its class tests.helpers.tensor_classes.Closed has "
         "__torch_dispatch__ and no __tensor_flatten__, so nothing says which plain tensors it consists of. Give the "
         "class __tensor_flatten__ and __tensor_unflatten__, or leave the tensor out of the state dict and make it "
         "again after load()."
@@ -184,7 +184,7 @@ def mismatch(folder: Path, model: nn.Module, expected: Sequence[str]) -> None:
 
 
 TITLE = "of another tensor class, or with shards that cannot be resharded (1):"
-PREFIX = "tests.ranks."
+CODED, PAIR = "tests.helpers.tensor_classes.Coded", "tests.helpers.extension_tensors.Pair"
 
 
 @pytest.mark.behaviour("F-12")
@@ -192,14 +192,14 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
     """Without process groups."""
     save(tmp_path, model_of(["coded"], 1))
     plain = nn.ModuleDict({"coded": nn.Linear(3, 6)})
-    mismatch(tmp_path, plain, [TITLE, f"coded.weight: a {PREFIX}_tensor_classes.Coded, expected a torch.Tensor"])
+    mismatch(tmp_path, plain, [TITLE, f"coded.weight: a {CODED}, expected a torch.Tensor"])
     kind = model_of(["coded"], 2)
     coded: Any = kind["coded"]  # type: ignore[index]
     coded.weight.kind = "unsigned"
-    wrong = f"coded.weight: a {PREFIX}_tensor_classes.Coded with signed, expected one with unsigned"
+    wrong = f"coded.weight: a {CODED} with signed, expected one with unsigned"
     mismatch(tmp_path, kind, [TITLE, wrong])
     coded.weight.kind, coded.weight.note = "signed", torch.ones(2)
-    has = f"coded.weight.note: not saved, but this {PREFIX}_tensor_classes.Coded has it"
+    has = f"coded.weight.note: not saved, but this {CODED} has it"
     mismatch(tmp_path, kind, [TITLE, has])
     save(tmp_path, kind)
     fresh = model_of(["coded"], 3)
@@ -220,9 +220,9 @@ def test_a_class_that_another_tool_pickled_is_named_and_nothing_is_loaded(tmp_pa
     with pytest.raises(CheckpointError) as raised:
         load(tmp_path, model)
     assert str(raised.value) == (
-        f"loading {tmp_path}: {tmp_path} could not be loaded: UnpicklingError: it has an object of the class "
-        "tests.ranks._extensions.Pair, which torch.load(weights_only=True) does not admit. If you trust whoever wrote "
-        "it, call torch.serialization.add_safe_globals([tests.ranks._extensions.Pair]) first. Nothing was loaded."
+        f"loading {tmp_path}: {tmp_path} could not be loaded: UnpicklingError: it has an object of the class {PAIR}, "
+        "which torch.load(weights_only=True) does not admit. If you trust whoever wrote it, call "
+        f"torch.serialization.add_safe_globals([{PAIR}]) first. Nothing was loaded."
     )
     assert all(torch.equal(v, before[n]) for n, v in inner_of(model["pair"].weight).items())  # type: ignore[index]
 

@@ -1,4 +1,4 @@
-"""State dicts in three forms: names, values, and the way back."""
+"""The three forms of state dicts: names, values, saving and loading."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing import assert_close
 
 from composable_fsdp import (
-    CheckpointError,
     ConfigurationError,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -28,44 +26,29 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import Full, Local, Sharded, load_state_dict, state_dict
 from composable_fsdp.testing import run_ranks
-from tests._internals import Form
 from tests._internals import model as forms
 from tests._internals import owners as holders
 from tests._internals import tensor as tensor_forms
-from tests.ranks._sharding import exactly, expected_shard
-from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
-
-FORMS: tuple[Form, ...] = (
-    Sharded(),
-    Sharded(offload_to_cpu=True),
-    Local(),
-    Local(offload_to_cpu=True),
-    Full(),
-    Full(offload_to_cpu=True),
-    Full(rank0_only=True),
-    Full(rank0_only=True, offload_to_cpu=True),
+from tests.helpers.sharding import exactly, expected_shard
+from tests.helpers.state_dicts import (
+    COUNT,
+    FORMS,
+    SAFE,
+    Everything,
+    build,
+    message,
+    same_values,
+    scramble,
+    sgd,
+    shard,
+    train,
+    wholes_of,
 )
+
 BF16: dict[str, Any] = {
     "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
 }
 OFFLOAD: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-
-
-SAFE: list[Any] = [DTensor, DeviceMesh, DTensorSpec, TensorMeta, Shard, Replicate]
-"""What sharded values are made of, for ``torch.load(..., weights_only=True)``."""
-
-COUNT = "norm.num_batches_tracked"
-"""Not missing in a state dict of no version: ``nn.BatchNorm1d`` adds it then."""
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def message(call: Callable[[], object], kind: type[Exception] = CheckpointError) -> str:
-    with pytest.raises(kind) as error:
-        call()
-    return str(error.value)
 
 
 def names() -> None:

@@ -1,4 +1,4 @@
-"""Savers that are killed at random moments leave whole checkpoints behind."""
+"""Processes that are killed at random moments of a save leave complete checkpoints behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.behaviour("F-12", "H-05")
 def test_killed_saves_leave_the_checkpoint_before_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.ranks._kill_saver", str(tmp_path), "30", "1"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.kill_saver", str(tmp_path), "30", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     kills, saves, unfinished = (int(word) for word in done.stdout.replace(",", "").split() if word.isdecimal())

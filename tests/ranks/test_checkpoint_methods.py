@@ -1,8 +1,9 @@
-"""The state dict methods of models themselves: copies, forms chosen for a while, hooks of modules."""
+"""State dict methods of the modules themselves: copies, chosen forms, hooks, full state dicts."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,11 +27,23 @@ from composable_fsdp.checkpoint import (
     state_dict_form,
 )
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint_worlds import local
-from tests.ranks._sharding import exactly
-from tests.ranks._state_dicts import Everything, build, same_values, scramble, shard, train, wholes_of
-from tests.ranks.test_checkpoint_forms import COUNT, message, sgd
-from tests.transports import TRANSPORTS, Environment
+from tests.helpers.checkpoint_worlds import local
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import shard_layers
+from tests.helpers.sharding import exactly, values_of
+from tests.helpers.state_dicts import (
+    COUNT,
+    Everything,
+    build,
+    message,
+    same_values,
+    scramble,
+    sgd,
+    shard,
+    train,
+    wholes_of,
+)
+from tests.helpers.transports import TRANSPORTS, Environment
 
 
 def copied_state() -> None:
@@ -134,3 +147,56 @@ def hooks_of_modules() -> None:
 @pytest.mark.behaviour("F-04")
 def test_load_hooks_of_modules_run_and_extra_state_is_set() -> None:
     run_ranks(hooks_of_modules, 2)
+
+
+def uneven() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    model[2].weight = nn.Parameter(torch.randn(3, 7, dtype=torch.float64))
+    return model.double()
+
+
+def shard_two_layers(model: Any, **options: Any) -> nn.Module:
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)  # type: ignore[no-any-return]
+
+
+def on_one_axis() -> nn.Module:
+    return shard_two_layers(uneven())
+
+
+def on_two_axes() -> nn.Module:
+    return shard_two_layers(uneven(), mesh=init_device_mesh("cpu", (2, 2)))
+
+
+def pairs() -> nn.Module:
+    return PAIRS.build()
+
+
+def beside_tensor_parallelism() -> nn.Module:
+    mesh = named_mesh(dp=2, tp=2)
+    model = PAIRS.build()
+    parallelize_pairs(model, mesh["tp"])
+    return shard_layers(model, fully_shard, mesh=mesh["dp"])
+
+
+def loads_exactly(build: Callable[[], nn.Module], plain: Callable[[], nn.Module], assign: bool) -> None:
+    torch.manual_seed(5)
+    full = plain().state_dict()
+    for value in full.values():
+        if value.is_floating_point():
+            value.normal_()
+    model = build()
+    before = {name: value.clone() for name, value in full.items()}
+    model.load_state_dict(full, assign=assign)
+    values = values_of(model)
+    for name in values:
+        exactly(values[name], full[name], name)
+    assert all(torch.equal(value, before[name]) for name, value in full.items())
+
+
+@pytest.mark.behaviour("A-12", "H-05")
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_every_rank_takes_its_shards_of_a_full_state_dict(assign: bool) -> None:
+    run_ranks(loads_exactly, 2, on_one_axis, uneven, assign)
+    run_ranks(loads_exactly, 4, on_two_axes, uneven, assign)
+    run_ranks(loads_exactly, 4, beside_tensor_parallelism, pairs, assign)

@@ -1,4 +1,4 @@
-"""State of optimizers by names of parameters, in three forms, from plain optimizers, and into fresh ones."""
+"""Optimizer states by parameter name: in all forms, of plain optimizers, into new ones, on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,17 +24,20 @@ from composable_fsdp.checkpoint import (
     Full,
     Local,
     Sharded,
+    load,
     load_optimizer_state_dict,
     optimizer_state_dict,
     rekey_optimizer,
     rekey_optimizer_state_dict,
+    save,
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import Form, parameter_names
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._sharding import exactly, expected_shard
-from tests.ranks._state_dicts import build, same_values, shard, train, wholes_of
-from tests.ranks.test_checkpoint_forms import FORMS, SAFE, message
+from tests.helpers.checkpoint_worlds import raising_alike
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import exactly, expected_shard
+from tests.helpers.state_dicts import FORMS, SAFE, LocalMomentum, build, message, same_values, shard, train, wholes_of
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -53,27 +57,6 @@ def adamw(parameters: Iterable[Any]) -> Optimizer:
 
 def sgd(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-class LocalMomentum(Optimizer):
-    """Keeps plain state of the local shard's shape, a plain vector of another shape, and a number."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                local, grad = (t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad))
-                state = self.state[parameter]
-                if not state:
-                    state.update(momentum=torch.zeros_like(local), steps=0, history=torch.zeros(11))
-                state["steps"] += 1
-                state["history"][state["steps"]] = group["lr"]
-                local.sub_(state["momentum"].mul_(0.9).add_(grad), alpha=group["lr"])
 
 
 class ColumnScaled(Optimizer):
@@ -422,3 +405,95 @@ def offloaded() -> None:
 @pytest.mark.behaviour("F-09")
 def test_state_of_offloaded_parameters() -> None:
     run_ranks(offloaded, 2)
+
+
+# -- in checkpoints on disk
+
+
+def momenta(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    return {n: optimizer.state[p]["momentum"].clone() for n, p in model.named_parameters() if p in optimizer.state}
+
+
+def trained() -> tuple[nn.Module, Optimizer]:
+    model = shard(build())
+    optimizer = LocalMomentum(model.parameters())
+    train(model, optimizer)
+    return model, optimizer
+
+
+def saves(folder: Path) -> None:
+    save(folder, *trained())
+
+
+def loads(folder: Path) -> None:
+    model, optimizer = trained()
+    expected = momenta(model, optimizer)
+    for state in optimizer.state.values():
+        state["momentum"].zero_()
+    load(folder, model, optimizer)
+    found = momenta(model, optimizer)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert not isinstance(found[name], DTensor)
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
+@pytest.mark.behaviour("F-07", "F-09")
+def test_plain_state_of_the_shards_shape_is_saved_of_all_ranks(tmp_path: Path) -> None:
+    run_ranks(saves, 2, tmp_path)
+    for num_ranks in (2, 3):
+        run_ranks(loads, num_ranks, tmp_path)
+
+
+class RowScales(Optimizer):
+    """Keeps plain state of a shape that is not the shard's, with other values on each rank."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["energy"] = parameter.grad.to_local().square().sum(0)
+
+
+def differs(folder: Path) -> None:
+    model = shard_layers(TASKS["mlp"].build(), fully_shard)
+    optimizer = RowScales(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) * (1 + dist.get_rank())
+    optimizer.step()
+    with raising_alike(r"energy is a plain tensor with other values on rank 1 than on rank 0, but only one is saved"):
+        save(folder, model, optimizer)
+    assert not list(folder.glob("step-*"))
+
+
+@pytest.mark.behaviour("F-09")
+def test_plain_state_that_differs_is_refused(tmp_path: Path) -> None:
+    run_ranks(differs, 2, tmp_path)
+
+
+def stages(folder: Path) -> None:
+    """Each rank has another stage of a pipeline, with a rate of its own; both have the same norm."""
+    rank = dist.get_rank()
+
+    def stage() -> tuple[nn.ModuleDict, Optimizer]:
+        model = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 3), "norm": nn.LayerNorm(3)})
+        own: dict[str, Any] = {"params": list(model[f"stage{rank}"].parameters()), "lr": 0.1 + rank}
+        return model, torch.optim.AdamW([own, {"params": list(model["norm"].parameters())}])
+
+    model, optimizer = stage()
+    model["norm"](model[f"stage{rank}"](torch.ones(2, 3))).square().sum().backward()
+    optimizer.step()
+    save(folder, model, optimizer)
+    fresh, fresh_optimizer = stage()
+    load(folder, fresh, fresh_optimizer)
+    assert [group["lr"] for group in fresh_optimizer.param_groups] == [0.1 + rank, 1e-3]
+    for (name, new), old in zip(fresh.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(new, old), name
+        assert torch.equal(fresh_optimizer.state[new]["exp_avg"], optimizer.state[old]["exp_avg"]), name
+
+
+@pytest.mark.behaviour("F-09")
+def test_optimizers_of_the_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
+    run_ranks(stages, 2, tmp_path)

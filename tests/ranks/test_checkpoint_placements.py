@@ -1,4 +1,4 @@
-"""State dicts between meshes, within tensor parallelism, and of experts on meshes of their own."""
+"""State dicts across meshes, with tensor parallelism, and of experts on their own mesh."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from composable_fsdp.checkpoint import (
     state_dict,
 )
 from composable_fsdp.testing import run_ranks
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._models import seeded, shard_layers
-from tests.ranks._state_dicts import build, same_values, scramble, shard, train, wholes_of
-from tests.ranks.test_checkpoint_forms import FORMS, sgd
-from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
+from tests.helpers.experts import MIXTURE, place_experts
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import seeded, shard_layers
+from tests.helpers.state_dicts import FORMS, build, same_values, scramble, sgd, shard, train, wholes_of
 
 
 def other_placements() -> None:
@@ -54,7 +53,7 @@ def other_placements() -> None:
 
 
 @pytest.mark.behaviour("F-04")
-def test_sharded_values_may_lie_on_other_meshes_in_other_placements() -> None:
+def test_sharded_values_may_have_other_meshes_and_placements() -> None:
     run_ranks(other_placements, 4)
 
 

@@ -1,4 +1,4 @@
-"""What one world saved, every other loads to the bit."""
+"""A checkpoint loads exactly on any other number of ranks and any other mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.testing import run_ranks
-from tests.ranks._checkpoint_worlds import WORLDS, Everything, adamw, assert_holds, fill, zeroed
+from tests.helpers.checkpoint_worlds import WORLDS, Everything, adamw, assert_holds, fill, zeroed
 
 
 def save_in(kind: str, folder: Path) -> None:

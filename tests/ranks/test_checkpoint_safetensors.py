@@ -1,4 +1,4 @@
-"""safetensors into and out of shards of every kind, on real ranks."""
+"""safetensors files of sharded models, written and read by several ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from composable_fsdp.errors import CheckpointError
 from composable_fsdp.testing import run_ranks
 from tests._internals import reader as stored
 from tests._internals import save_safetensors as safetensors_save
-from tests.ranks._checkpoint_worlds import local, raising_alike
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._models import TASKS, seeded, shard_layers
-from tests.ranks._sharding import exactly
-from tests.ranks.test_parameter_meshes import MIXTURE, place_experts
+from tests.helpers.checkpoint_worlds import local, raising_alike
+from tests.helpers.experts import MIXTURE, place_experts
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import TASKS, seeded, shard_layers
+from tests.helpers.sharding import exactly
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 pytestmark = pytest.mark.behaviour("F-11")

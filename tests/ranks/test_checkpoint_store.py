@@ -1,4 +1,4 @@
-"""What several ranks do together: failing alike, meeting, saving while training goes on, and going on exactly."""
+"""Checkpoints of several ranks: common failures, rendezvous, and resumed training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from composable_fsdp import (
@@ -25,15 +24,14 @@ from composable_fsdp import (
     ErrorFeedback,
     Int8,
     fully_shard,
-    local_optimizer,
 )
 from composable_fsdp.checkpoint import latest, load, save
 from composable_fsdp.testing import run_ranks
-from tests._internals import SavePlanner, known_watchdog
+from tests._internals import known_watchdog
 from tests._internals import rank_group as meetings
-from tests.ranks._checkpoint_worlds import WORLDS, adamw, assert_holds, fill, local, raising_alike, zeroed
-from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
-from tests.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.checkpoint_worlds import WORLDS, Gate, adamw, assert_holds, fill, local, raising_alike, train, zeroed
+from tests.helpers.models import TASKS, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 
 def refused(action: Any) -> str:
@@ -286,66 +284,6 @@ def late(folder: Path, model: nn.Module) -> None:
 @pytest.mark.behaviour("F-12")
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     run_ranks(missing, 2, tmp_path)
-
-
-class Gate:
-    """Holds up writing until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
-        resolve = SavePlanner.resolve_data
-
-        def waits(planner: SavePlanner, item: Any) -> Any:
-            assert self.opened.wait(30)
-            return resolve(planner, item)
-
-        monkeypatch.setattr(SavePlanner, "resolve_data", waits)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range, ranks: int = 1) -> None:
-    """Each of the data-parallel ranks has so many of four batches."""
-    own = range(dist.get_rank() * 4 // ranks, (dist.get_rank() + 1) * 4 // ranks)
-    for step in steps:
-        optimizer.zero_grad()
-        loss = sum((task.loss(model, task.batch_of(step, part)) for part in own), torch.zeros(())) / len(own)
-        loss.backward()
-        optimizer.step()
-
-
-def asynchronous(folder: Path) -> None:
-    task, optimizers = TASKS["tied"], []
-    model = shard_layers(task.build(), fully_shard)
-    optimizer = local_optimizer(torch.optim.AdamW(model.parameters()))
-    train(model, optimizer, task, range(2), 2)
-    save(folder / "sync", model, optimizer)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        gate = Gate(monkeypatch)
-        pending = save(folder / "async", model, optimizer, asynchronous=True)
-        train(model, optimizer, task, range(2, 4), 2)  # with collectives of its own
-        assert not pending.done()
-        gate.opened.set()
-        pending.wait()
-    for kind in ("sync", "async"):
-        model = shard_layers(task.build(), fully_shard)
-        optimizers.append(torch.optim.AdamW(model.parameters()))
-        load(folder / kind, model, optimizers[-1])
-    for first, second in zip(optimizers[0].param_groups[0]["params"], model.parameters(), strict=True):
-        assert torch.equal(local(first), local(second))
-        states = optimizers[0].state[first], optimizers[1].state[second]
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert local(states[0][key]).any() or not local(first).numel()
-            assert torch.equal(local(states[0][key]), local(states[1][key]))
-
-    state = {n: torch.zeros_like(v) for n, v in model.state_dict().items()}
-    nested = {"model": state}
-    dcp.load(nested, checkpoint_id=folder / "sync" / "step-00000000")
-    for name, value in model.state_dict().items():
-        assert torch.equal(local(state[name]), local(value)), name
-
-
-@pytest.mark.behaviour("F-07", "F-12")
-def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
-    run_ranks(asynchronous, 2, tmp_path)
 
 
 class Noisy(nn.Module):

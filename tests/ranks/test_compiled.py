@@ -1,4 +1,4 @@
-"""``torch.compile`` of blocks before sharding and of the sharded whole: the same losses, and no hook in any graph."""
+"""``torch.compile`` of blocks and of sharded models: the same losses, and no hook in a graph."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from composable_fsdp import fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Recorder
-from tests.parity.training import assert_equal_runs, check_parity, play_task, train
-from tests.ranks._models import seeded, shard_layers
+from tests.helpers.models import seeded, shard_layers
+from tests.helpers.training import assert_equal_runs, check_parity, play_task, train
 
 
 class Gates(nn.Module):

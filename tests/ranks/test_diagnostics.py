@@ -1,4 +1,4 @@
-"""What ranks leave behind when one of them fails, is ended, or does something else: files on all of them."""
+"""Diagnostics files that all ranks write if one fails, is terminated, or runs something else."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests._internals import (
     sequences,
     waits,
 )
-from tests.ranks.test_order import FAULTS, build, sgd, step
-from tests.slack import slack
-from tests.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.slack import slack
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.two_layers import FAULTS, build, sgd, step
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0
@@ -129,7 +129,7 @@ def wait_long() -> None:
 
 
 @OVER
-def test_a_long_wait_that_is_over_is_not_told_of(transport: Environment) -> None:
+def test_a_long_wait_that_ended_is_not_reported(transport: Environment) -> None:
     run_ranks(wait_long, 2, environment=transport)
 
 
@@ -160,7 +160,7 @@ def job(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     environment = {**os.environ, **SOCKETS, "COMPOSABLE_FSDP_DIAGNOSTICS": str(tmp_path / "out"), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks._paused", str(tmp_path / "store")],
+            [sys.executable, "-m", "tests.helpers.paused_rank", str(tmp_path / "store")],
             cwd=ROOT,
             env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
@@ -215,7 +215,7 @@ def test_a_rank_that_is_ended_writes_first_and_so_do_the_others(
     assert shown(out).count("rank 0 waited for rank 1 in all-gather of first in forward") == 1
 
 
-def test_a_rank_that_waits_ends_when_told_to(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_rank_that_waits_ends_on_a_signal(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
     """Its main thread is in gloo, and would come to a handler of Python's much later."""
     for rank in job:
         assert rank.stdout is not None

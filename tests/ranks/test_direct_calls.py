@@ -1,4 +1,4 @@
-"""``forward`` called without the module's ``__call__``, forward methods without gradients, calls under a checkpoint."""
+"""Calls that bypass the module's ``__call__``: ``forward``, registered methods, under checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests.parity.training import Play, check_parity, play_task
-from tests.ranks._models import TASKS, Chain, seeded, shard_layers
+from tests.helpers.models import TASKS, Chain, seeded, shard_layers
+from tests.helpers.training import Play, check_parity, play_task
 
 
 class Direct(Chain):

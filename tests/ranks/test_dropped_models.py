@@ -1,12 +1,12 @@
-"""As ``tests/state/test_dropped_models.py``, with what ranks send each other."""
+"""A model without references is freed without the garbage collector, also on several ranks."""
 
 from __future__ import annotations
 
 import pytest
 
 from composable_fsdp.testing import run_ranks
-from tests.ranks._dropped import CASES, survivors
-from tests.transports import TRANSPORTS
+from tests.helpers.dropped_models import CASES, survivors
+from tests.helpers.transports import TRANSPORTS
 
 
 def survivors_by_case() -> dict[str, list[str]]:

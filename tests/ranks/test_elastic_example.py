@@ -1,4 +1,4 @@
-"""``examples/elastic_text.py`` under torchrun, with ranks killed on the way, and what it needs for that."""
+"""``examples/elastic_text.py`` under torchrun while ranks are killed, and its data loading."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchrun import ROOT, torchrun
+from tests.helpers.torchrun import ROOT, torchrun
 
 SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
 STEPS, SAVE_EVERY, KILL_EVERY, KILLS = 14, 3, 4, 2

@@ -1,4 +1,4 @@
-"""``sharded_ema``: the averages are those of the unsharded model, each rank's of its own shards."""
+"""``sharded_ema`` computes the averages of the unsharded model, each rank those of its shards."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import Full, load, load_state_dict, save, state_dict
 from composable_fsdp.testing import run_ranks
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._sharding import adamw, exactly, values_of, whole
-from tests.ranks._spy import counted_collectives
-from tests.transports import TRANSPORTS
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import adamw, exactly, values_of, whole
+from tests.helpers.transports import TRANSPORTS
 
 
 def warm_up(step: int) -> float:

@@ -1,4 +1,4 @@
-"""What the library does with the results of all-gather hooks, and with the operations that a tensor class knows."""
+"""Results of all-gather hooks, and the operations that a tensor subclass supports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composable_fsdp import (
     fully_shard,
 )
 from composable_fsdp.testing import run_ranks
-from tests.ranks._extensions import Pair, Scaled, batch_of
+from tests.helpers.extension_tensors import Pair, Scaled, batch_of
 
 # -- what hooks return
 

@@ -1,4 +1,4 @@
-"""All-gather extensions: tensors that decide by themselves how they travel."""
+"""All-gather extensions: tensor subclasses that decide what is sent."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import ExtendedBucket, state_of
-from tests.ranks._extensions import Pair, Scaled, batch_of, calls, with_weights
-from tests.ranks._model_parallel import PAIRS, Pairs, named_mesh, parallelize_pairs
-from tests.ranks._models import seeded, shard_layers
-from tests.ranks._sharding import expected_shard
-from tests.ranks._sharding import sharded as fsdp
+from tests.helpers.extension_tensors import Pair, Scaled, batch_of, calls, with_weights
+from tests.helpers.model_parallel import PAIRS, Pairs, named_mesh, parallelize_pairs
+from tests.helpers.models import seeded, shard_layers
+from tests.helpers.sharding import expected_shard
+from tests.helpers.sharding import sharded as fsdp
 
 STEPS = 5
 

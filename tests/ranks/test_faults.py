@@ -1,7 +1,6 @@
-"""Every fault of one rank: what the others are told, within which time, and that no process is left behind.
+"""Faults of one rank: the error on every other rank, the time until it is raised, and no process is left behind.
 
-The texts are in ``tests/golden/fault_texts.txt``. ``test_order.py`` has how ranks go on after a fault,
-``test_recovery.py`` what is left of a step that failed on all of them.
+The texts are in ``tests/helpers/fault_texts.txt``. Training on after a fault is in ``test_recovery.py``.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from composable_fsdp.testing import run_ranks
-from tests.golden import assert_golden
-from tests.ranks._faults import AWAY, PATIENT, SHORT, Told, suffer
-from tests.slack import slack
-from tests.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.fault_texts import assert_golden
+from tests.helpers.faults import AWAY, PATIENT, SHORT, Told, suffer
+from tests.helpers.slack import slack
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT, LIMIT_OF_LOSS = 5.0, 3.0
@@ -67,7 +66,7 @@ def test_a_rank_that_is_lost_is_named(fault: str, transport: str) -> None:
 @pytest.mark.behaviour("H-03", "H-05")
 @over_both
 @pytest.mark.parametrize("fault", ["stopped", "late"])
-def test_a_rank_that_is_given_up_is_named_and_told_when_it_comes_back(fault: str, transport: str) -> None:
+def test_a_rank_that_timed_out_is_named_and_gets_an_error_when_it_returns(fault: str, transport: str) -> None:
     told, own = run_ranks(suffer, 2, fault, SHORT, environment=BOTH[transport])
     check_lost(fault, transport, told, SHORT + LIMIT)
     assert own.kind == "PeerError"
@@ -127,7 +126,7 @@ class Programs:
         surroundings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks._faults", fault, str(rank), str(folder)],
+                [sys.executable, "-m", "tests.helpers.faults", fault, str(rank), str(folder)],
                 env=surroundings,
                 cwd=ROOT,
                 stderr=subprocess.PIPE,

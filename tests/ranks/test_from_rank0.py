@@ -1,4 +1,4 @@
-"""``shard_from_rank0``: one rank has the values, the others never hold more than their part."""
+"""``shard_from_rank0``: rank 0 has the values, and other ranks never hold more than their shards."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.checkpoint import Full, state_dict
 from composable_fsdp.testing import run_ranks
-from tests.ranks._model_parallel import Pairs, named_mesh, parallelize_pairs
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._peak import Peak
-from tests.ranks._sharding import assert_sharded, exactly, train_alike, values_of, whole
-from tests.transports import SOCKETS
+from tests.helpers.model_parallel import Pairs, named_mesh, parallelize_pairs
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.peak_memory import Peak
+from tests.helpers.sharding import assert_sharded, exactly, train_alike, values_of, whole
+from tests.helpers.transports import SOCKETS
 
 
 def on_rank0(build: Callable[[], nn.Module]) -> nn.Module:

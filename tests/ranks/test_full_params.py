@@ -1,4 +1,4 @@
-"""``unsharded_params``: whole parameters for a while, and what stays of them."""
+"""``unsharded_params``: full parameters inside the context, and which changes are kept."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import extent_of, gather
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._sharding import adamw, exactly, sharded, train_alike, values_of, whole
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import adamw, exactly, sharded, train_alike, values_of, whole
 
 MESHES = [("mlp", (2,)), ("mlp", (4,)), ("mlp", (2, 2)), ("tied", (2,)), ("mlp", (4, 1)), ("mlp", (1,))]
 
@@ -161,7 +161,7 @@ def gradients(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_gradients_are_whole_with_grads_and_written_back(shape: tuple[int, ...]) -> None:
+def test_with_grads_full_gradients_are_shown_and_written_back(shape: tuple[int, ...]) -> None:
     run_ranks(gradients, prod(shape), shape)
 
 
@@ -400,7 +400,7 @@ def uneven_within_tensor_parallel() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_uneven_shards_within_tensor_parallel_ones_are_whole_and_written_back() -> None:
+def test_uneven_shards_of_tensor_parallel_parameters_are_unsharded_and_written_back() -> None:
     run_ranks(uneven_within_tensor_parallel, 6)
 
 

@@ -16,37 +16,9 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, no_sy
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
-from tests.parity.training import check_parity
-from tests.ranks._spy import counted_collectives
-from tests.transports import SOCKETS, TRANSPORTS, Environment
-
-WIDTH = 740  # 2,190,400 bytes a weight: more than a batch needs
-
-
-class Tower(nn.Module):
-    """Four large weights in one group; ``used`` are those that a forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.floors = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.used = [0, 1, 2, 3]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in self.used:
-            x = torch.tanh(self.floors[i](x))
-        return x
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(step, rank)).square().mean()
-    loss.backward()
-    return loss.detach()
+from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
+from tests.helpers.training import check_parity
+from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
 
 
 def reduce_in_batches() -> None:
@@ -141,29 +113,6 @@ def freeze_all_after_the_first_that_leaves() -> None:
 def test_what_is_frozen_makes_no_batches() -> None:
     run_ranks(freeze_whole_batches, 2, environment=SOCKETS)
     run_ranks(freeze_all_after_the_first_that_leaves, 2, environment=SOCKETS)
-
-
-def use_different_weights() -> None:
-    """On one rank the first batch is never complete, so all of its batches go at the end, in the same order."""
-    model, rank, size = Tower(), dist.get_rank(), dist.get_world_size()
-    fully_shard(model)
-    reference = Tower()
-    routes = {0: [0, 1, 2, 3], 1: [0, 2], 2: [1], 3: [0, 1, 2]}
-    expected: dict[str, torch.Tensor] = {}
-    for other in range(size):
-        reference.zero_grad()
-        reference.used = routes[other]
-        play(reference, 0, other)
-        for name, parameter in reference.named_parameters():
-            if parameter.grad is not None:
-                expected[name] = expected.get(name, torch.zeros_like(parameter)) + parameter.grad / size
-    model.used = routes[rank]
-    with counted_collectives() as counts:
-        play(model, 0, rank)
-    assert counts["reduce_scatter"] == 4
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor), name
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
 
 
 @pytest.mark.behaviour("C-17")

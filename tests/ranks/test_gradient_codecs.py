@@ -1,4 +1,4 @@
-"""Gradients that travel encoded: what every rank gets, to the bit, and how many bytes that takes."""
+"""Encoded gradients: the exact result on every rank, and the number of bytes sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import Encoder, GradientCodec, state_of
-from tests.transports import SOCKETS
+from tests.helpers.transports import SOCKETS
 
 EXACT = Cast(torch.float32)
 CODECS: tuple[GradientCodec, ...] = (
@@ -133,7 +133,7 @@ def narrow_as_wide() -> None:
 
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gradients_computed_in_16_bits_travel_in_16_bits_without_loss(world_size: int) -> None:
+def test_gradients_computed_in_16_bits_are_sent_in_16_bits_without_loss(world_size: int) -> None:
     run_ranks(narrow_as_wide, world_size)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that decide by themselves how their gradients travel."""
+"""Tensor subclasses that decide how their gradients are sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from composable_fsdp import CommunicationPolicy, Int4, Int8, MixedPrecisionPolicy, ParameterError, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
-from tests.ranks._extensions import Pair
+from tests.helpers.extension_tensors import Pair
 
 
 def hang(local: torch.Tensor, seen: list[Any], *, all_arguments: bool = False) -> None:

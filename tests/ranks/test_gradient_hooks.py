@@ -1,4 +1,4 @@
-"""What users hang on sharded parameters: gradient hooks, steps inside backward, gradient dtypes; stale optimizers."""
+"""Gradient hooks on sharded parameters, optimizer steps in backward, gradient dtypes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests.parity.training import (
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import (
     OPTIMIZERS,
     Play,
     assert_equal_runs,
@@ -25,7 +26,6 @@ from tests.parity.training import (
     play_task,
     train,
 )
-from tests.ranks._models import TASKS, shard_layers
 
 BF16 = torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""Where values come from before training: other ranks, a function per module, a seed, or the module itself."""
+"""Initial values: broadcast from a rank, by a function per module, by seed, or by the module."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from composable_fsdp import (
 )
 from composable_fsdp.testing import run_ranks
 from tests._internals import broadcast, reset_parameters
-from tests.ranks._model_parallel import Pairs, parallelize_pairs
-from tests.ranks._models import TASKS, shard_layers
-from tests.ranks._peak import Peak
-from tests.ranks._sharding import assert_sharded, exactly, initialise, train_alike, values_of, whole
-from tests.transports import SOCKETS
+from tests.helpers.model_parallel import Pairs, parallelize_pairs
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.peak_memory import Peak
+from tests.helpers.sharding import assert_sharded, exactly, initialise, train_alike, values_of, whole
+from tests.helpers.transports import SOCKETS
 
 
 class Buffered(nn.Module):
@@ -394,7 +394,7 @@ def draws(shapes: Sequence[tuple[int, ...]]) -> None:
 
 @pytest.mark.behaviour("J-01")
 @pytest.mark.parametrize("shapes", [[(2,)], [(4,), (2, 2)]], ids=str)
-def test_random_operations_on_shards_are_parts_of_those_on_whole_parameters(shapes: list[tuple[int, ...]]) -> None:
+def test_random_operations_on_shards_are_slices_of_those_on_full_parameters(shapes: list[tuple[int, ...]]) -> None:
     run_ranks(draws, prod(shapes[0]), shapes)
 
 

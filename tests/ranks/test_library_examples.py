@@ -1,4 +1,4 @@
-"""The examples that train other libraries' models, or with their trainers, and the one with adapters."""
+"""Examples with models and trainers of other libraries, and with adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torchrun import torchrun
+from tests.helpers.torchrun import torchrun
 
 INSTALL = "pip install -c constraints.txt '.[clients]', or make install"
 

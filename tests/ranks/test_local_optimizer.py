@@ -1,4 +1,4 @@
-"""``local_optimizer``: the same to the bit as the optimizer itself on DTensors, and nobody can tell by looking."""
+"""``local_optimizer`` is bitwise identical to the optimizer on DTensors, and looks the same."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from composable_fsdp import fully_shard, local_optimizer, to_empty
 from composable_fsdp.testing import run_ranks
 from tests._internals import _local_step as twins
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._models import seeded
-from tests.ranks._sharding import exactly
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import seeded
+from tests.helpers.sharding import exactly
 
 Make = Callable[[Iterable[Any]], Optimizer]
 

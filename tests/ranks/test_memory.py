@@ -1,9 +1,6 @@
-"""What is in memory when: real storages, not what the library says; and that what the library says is true."""
+"""Memory in a training step, measured by storages, and the ledger of the trace against it."""
 
 from __future__ import annotations
-
-import gc
-import time
 
 import pytest
 import torch
@@ -15,9 +12,10 @@ from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import RanksError, run_ranks
 from composable_fsdp.trace import Operation, Recorder, TraceEvent, ledger, listeners
 from tests._internals import FSDPState, find_state, state_of
-from tests.parity.training import OPTIMIZERS
-from tests.ranks._models import TASKS, shard_layers
-from tests.transports import COPIES, SOCKETS, Environment
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.peak_memory import FULL, LiveStorages
+from tests.helpers.training import OPTIMIZERS
+from tests.helpers.transports import COPIES, SOCKETS, Environment
 
 
 def states_of(model: nn.Module) -> list[FSDPState]:
@@ -30,42 +28,6 @@ def unsharded_bytes(state: FSDPState) -> int:
     return sum(storages.values())
 
 
-class LiveStorages:
-    """Storages that appeared since this was made, and that a tensor still uses. Sizes in bytes.
-
-    Staging of messages is not counted: it is mapped from files, serves all groups in turn, and takes memory only where
-    it was written; ``test_shared_memory.py`` shows that it is bounded.
-    """
-
-    def __init__(self) -> None:
-        gc.collect()
-        gc.freeze()  # what is there already is not asked again, nor counted
-
-    def check(self, where: str, *, least: int, expected: list[int]) -> None:
-        """That of storages of at least ``least`` bytes there are just these; a bias may add 8 KiB to each."""
-        deadline = time.monotonic() + 5
-        while True:
-            actual = self._sizes(least)
-            if len(actual) == len(expected) and all(0 <= a - e < 8192 for a, e in zip(actual, expected, strict=True)):
-                return
-            # gloo's threads let go of a message a moment after they said that it is done.
-            assert time.monotonic() < deadline, f"{where}: storages of {actual} bytes, expected {expected}"
-            time.sleep(0.01)
-
-    def _sizes(self, least: int) -> list[int]:
-        gc.collect()
-        storages = {}
-        for thing in gc.get_objects():
-            kind = type(thing)  # isinstance would ask lazy objects, some of which warn
-            if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor):
-                storage = thing.untyped_storage()
-                if not storage.filename:
-                    storages[storage._cdata] = storage.nbytes()
-        return sorted(nbytes for nbytes in storages.values() if nbytes >= least)
-
-
-# Of the weights of this task, every whole one has more than this, and what ranks hold of one less.
-FULL = 3_000_000
 WEIGHTS = [768 * 1024 * 4, 1028 * 768 * 4]  # 1027 rows are padded to 1028
 
 

@@ -1,4 +1,4 @@
-"""Several modules given to one ``fully_shard`` call: one group, from the first that begins to the last that ends."""
+"""Several modules in one ``fully_shard`` call are one group."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from composable_fsdp import ConfigurationError, FSDPModule, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import find_state, state_of
-from tests.parity.training import Play, check_parity, play_task
-from tests.ranks._models import TASKS, Chain, Transformer, seeded
-from tests.transports import SOCKETS
+from tests.helpers.models import TASKS, Chain, Transformer, seeded
+from tests.helpers.training import Play, check_parity, play_task
+from tests.helpers.transports import SOCKETS
 
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
 

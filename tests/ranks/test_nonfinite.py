@@ -1,4 +1,4 @@
-"""Which parameters have gradients that are not finite, and on which ranks: the same answer on all."""
+"""Search for non-finite gradients: the same parameters and ranks are reported on all ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import GradientError, clip_grad_norm_, find_nonfinite, fully_shard
 from composable_fsdp.testing import run_ranks
-from tests.ranks._model_parallel import PAIRS, named_mesh, parallelize_pairs
-from tests.ranks._models import shard_layers
-from tests.ranks._spy import counted_collectives
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.model_parallel import PAIRS, named_mesh, parallelize_pairs
+from tests.helpers.models import shard_layers
 
 
 def local_gradient(model: nn.Module, name: str) -> torch.Tensor:
@@ -99,7 +99,7 @@ def tensor_parallel() -> None:
 
 @pytest.mark.behaviour("H-04")
 @pytest.mark.parametrize("layout", [hybrid, tensor_parallel], ids=lambda layout: layout.__name__)
-def test_ranks_of_a_mesh_of_two_axes_are_told_apart(layout: Callable[[], None]) -> None:
+def test_ranks_of_a_mesh_of_two_axes_are_distinguished(layout: Callable[[], None]) -> None:
     run_ranks(layout, 4)
 
 

@@ -1,4 +1,4 @@
-"""``shard_placement_fn`` that gives a parameter a mesh of its own: experts beside dense layers, in one group."""
+"""``shard_placement_fn`` with a mesh per parameter: experts and dense layers in one group."""
 
 from __future__ import annotations
 
@@ -11,75 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from composable_fsdp import MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import ShardPlacementResult, state_of
-from tests.parity.training import OPTIMIZERS, Play, assert_equal_runs, train
-from tests.ranks._model_parallel import named_mesh, play, whole_run
-from tests.ranks._models import TASKS, Task, seeded, shard_layers, squared_error, vectors
-from tests.ranks._sharding import exactly, expected_shard, sharded, values_of
-
-NUM_EXPERTS = 4
-
-
-class Experts(nn.Module):
-    """Expert-parallel ranks hold some of the experts, and these are a chain here. Rows and columns are 5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, 5, 5) / 2)
-        self.gain = nn.Parameter(torch.ones(NUM_EXPERTS, 5))
-        self.held = slice(0, NUM_EXPERTS)
-        """Those that the reference uses; what is sharded has no others."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, gain = (p.to_local() if isinstance(p, DTensor) else p[self.held] for p in (self.weight, self.gain))
-        for expert, scale in zip(weight, gain, strict=True):
-            x = torch.tanh(x @ expert) * scale
-        return x
-
-
-class Layer(nn.Module):
-    """A dense layer and experts: one group with parameters on two meshes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(5, 5)
-        self.experts = Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.experts(self.dense(x))
-        return out
-
-
-class MixtureModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-MIXTURE = Task(seeded(MixtureModel), vectors(5, 3), squared_error)
-
-
-def place_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Cuts the experts over the expert-parallel ``mesh``. Returns their parameters."""
-    placed = set()
-    for experts in (m for m in model.modules() if isinstance(m, Experts)):
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            whole = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
-            experts.register_parameter(name, whole)
-            placed.add(whole)
-    return placed
+from tests.helpers.experts import MIXTURE, NUM_EXPERTS, Experts, place_experts
+from tests.helpers.model_parallel import named_mesh, play, whole_run
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import exactly, expected_shard, sharded, values_of
+from tests.helpers.training import OPTIMIZERS, Play, assert_equal_runs, train
 
 
 def trains_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **options: object) -> None:

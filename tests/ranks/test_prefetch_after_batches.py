@@ -17,9 +17,9 @@ from composable_fsdp import fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import iteration_of, state_of
-from tests.ranks._peak import peak_above_idle
-from tests.ranks.test_gradient_batches import WIDTH, Tower, batch, play
-from tests.transports import COPIES, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.large_weights import WIDTH, Tower, batch, play
+from tests.helpers.peak_memory import peak_above_idle
+from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
 ORDER = (Operation.UNSHARD, Operation.WAIT, Operation.REDUCE, Operation.REDUCED)
 BATCHES = 4

@@ -1,5 +1,7 @@
-"""``examples/quantized_text.py`` from a command line to its files, and what it checks. What 300 steps come to is in
-``benchmarks/results``."""
+"""``examples/quantized_text.py``: its command line, files and checks.
+
+``benchmarks/results`` has the results of 300 steps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun import ROOT, torchrun
+from tests.helpers.torchrun import ROOT, torchrun
 
 SMALL = ("--layers", "1", "--dim", "64", "--heads", "2", "--hidden", "96", "--batch", "2", "--seq", "32")
 

@@ -1,4 +1,4 @@
-"""``run_ranks``: results, reuse, and that every way of failing is told and leaves nothing behind."""
+"""``run_ranks``: results, reuse of processes, and errors for every kind of failure."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_processes_are_forked_from_two_for_each_environment() -> None:
     assert not any(map(exists, parents))
 
 
-def test_neighbouring_ranks_hash_text_differently() -> None:
+def test_adjacent_ranks_hash_text_differently() -> None:
     first, second = run_ranks(hash_of_text, 2)
     assert first != second
 
@@ -303,7 +303,7 @@ def test_a_timeout_shows_where_every_rank_was_and_ends_what_they_started(tmp_pat
     assert run_ranks(place, 2) == [(rank, 2, (), {}) for rank in range(2)]
 
 
-def test_a_rank_that_exits_is_told_with_its_code_and_its_children_end_too(tmp_path: Path) -> None:
+def test_a_rank_that_exits_is_reported_with_its_code_and_its_children_end_too(tmp_path: Path) -> None:
     child_file = tmp_path / "child"
     error = failure_of(exit_on, 2, 1, str(child_file), code=3)
     assert error.failures[1] == "ended with exit code 3"
@@ -317,7 +317,7 @@ def test_a_rank_that_crashes_shows_its_stack() -> None:
     assert "in crash" in failure
 
 
-def test_processes_that_do_not_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     shutdown()
     monkeypatch.setattr(pool, "_BOOT", "raise SystemExit(7)")
     with pytest.raises(RanksError, match=r"pid failed on ranks 0-2 of 3\n--- ranks 0-2: ended with exit code 7"):

@@ -11,9 +11,9 @@ from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
-from tests.parity.training import check_parity
-from tests.ranks._models import TASKS, Routed, shard_layers
-from tests.transports import SOCKETS
+from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.training import check_parity
+from tests.helpers.transports import SOCKETS
 
 PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
 SCHEDULE = (*PARAMETERS, Operation.REDUCE)

@@ -1,4 +1,4 @@
-"""Parameters that modules of several groups use: lent by the group that owns them, or an error that says how."""
+"""Parameters used by modules of several groups: shared by their owner, or an error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from composable_fsdp import LifecycleError, ParameterError, fully_shard
 from composable_fsdp.testing import assert_trace, run_ranks
 from composable_fsdp.trace import Operation, Recorder
 from tests._internals import state_of
-from tests.parity.training import OPTIMIZERS, check_parity, play_task
-from tests.ranks._models import TASKS, Transformer, seeded
-from tests.transports import SOCKETS
+from tests.helpers.models import TASKS, Transformer, seeded
+from tests.helpers.training import OPTIMIZERS, check_parity, play_task
+from tests.helpers.transports import SOCKETS
 
 SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
 
@@ -135,7 +135,7 @@ def train_with_lent_parameters(reshard_after_forward: bool | int | None) -> None
 
 @pytest.mark.behaviour("A-10")
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (2, None), (4, 2)])
-def test_a_parameter_lent_to_other_groups_trains_like_a_shared_one(world_size: int, reshard: bool | int | None) -> None:
+def test_a_parameter_used_by_other_groups_trains_like_a_tied_one(world_size: int, reshard: bool | int | None) -> None:
     run_ranks(train_with_lent_parameters, world_size, reshard)
 
 
@@ -186,7 +186,7 @@ def a_lent_parameter_stays_one() -> None:
 
 
 @pytest.mark.behaviour("A-10")
-def test_a_lent_parameter_comes_along_with_its_borrower_and_stays_one() -> None:
+def test_a_shared_parameter_is_unsharded_with_every_group_that_uses_it() -> None:
     run_ranks(trace_a_lent_parameter, 2, environment=SOCKETS)
     run_ranks(a_lent_parameter_stays_one, 2)
 
@@ -274,5 +274,5 @@ def evaluate_and_freeze_lent_parameters() -> None:
 
 
 @pytest.mark.behaviour("A-10", "C-05", "C-10")
-def test_lent_parameters_can_be_frozen_and_their_borrower_run_alone() -> None:
+def test_shared_parameters_can_be_frozen_and_their_user_can_run_alone() -> None:
     run_ranks(evaluate_and_freeze_lent_parameters, 2)

@@ -1,4 +1,4 @@
-"""``benchmarks/soak.py`` for one short round: some twenty faults, one after the other."""
+"""``benchmarks/soak.py`` in a short form: about twenty faults in a row."""
 
 from __future__ import annotations
 

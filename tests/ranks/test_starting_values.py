@@ -1,4 +1,4 @@
-"""Ranks whose shards do not belong to one model are told so in the first forward."""
+"""Ranks whose shards come from different models raise an error in the first forward."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_fsdp import DivergenceError, FSDPModule, ParameterError, fully_shard, initialize, sharded_rng
 from composable_fsdp.testing import run_ranks
-from tests.ranks._model_parallel import Pairs, parallelize_pairs
-from tests.ranks._spy import counted_collectives
-from tests.transports import COPIES
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.model_parallel import Pairs, parallelize_pairs
+from tests.helpers.transports import COPIES
 
 
 def build(seed: int) -> nn.Sequential:
@@ -98,7 +98,7 @@ def start_apart() -> list[str]:
 
 
 @pytest.mark.behaviour("J-01", "H-02")
-def test_ranks_that_start_apart_are_told_unless_something_has_overwritten_their_values() -> None:
+def test_different_starting_values_are_an_error_unless_overwritten() -> None:
     first, second = run_ranks(start_apart, 2)
     assert first == second
     everything, rest = first

@@ -1,4 +1,4 @@
-"""The five strategies by name, against ``DistributedDataParallel``; several in one model; settings that must agree."""
+"""The five strategies by name, compared with ``DistributedDataParallel``, also several in one model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from composable_fsdp.checkpoint import load, save
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.wrap import by_class
 from tests._internals import ParameterState, state_of
-from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
-from tests.ranks._models import TASKS, Block
-from tests.ranks._sharding import exactly, sharded, values_of
+from tests.helpers.models import TASKS, Block
+from tests.helpers.sharding import exactly, sharded, values_of
+from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
 
 # Replicas and shards of 4 ranks on 2 hosts, and whether parameters stay in memory after forward.
 MEANING = {

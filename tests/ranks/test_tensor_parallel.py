@@ -1,4 +1,4 @@
-"""Parameters that are tensor-parallel already: where their shards lie, and that training is the plain model's.
+"""Tensor-parallel parameters: the placement of their shards, and training compared with the plain model.
 
 Ranks of one tensor-parallel group see the same data, data-parallel ranks different data.
 """
@@ -30,8 +30,7 @@ from composable_fsdp import (
     no_sync,
 )
 from composable_fsdp.testing import run_ranks
-from tests.parity.training import OPTIMIZERS, Run, assert_equal_runs, train
-from tests.ranks._model_parallel import (
+from tests.helpers.model_parallel import (
     DECODER,
     PAIRS,
     Pairs,
@@ -43,8 +42,9 @@ from tests.ranks._model_parallel import (
     parallelize_pairs,
     play,
 )
-from tests.ranks._models import seeded, shard_layers
-from tests.ranks._sharding import exactly, sharded, values_of
+from tests.helpers.models import seeded, shard_layers
+from tests.helpers.sharding import exactly, sharded, values_of
+from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, train
 
 
 def sharded_pairs(

@@ -1,4 +1,4 @@
-"""``examples/train_text.py`` on two ranks: it checks itself, resumes, and does not run over checkpoints."""
+"""``examples/train_text.py`` on two ranks verifies itself, resumes, and overwrites no checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torchrun import finished, torchrun
+from tests.helpers.torchrun import finished, torchrun
 
 PROGRAM = "examples/train_text.py"
 SMALL = ["--batch", "2", "--seq", "32", "--layers", "1", "--dim", "32", "--heads", "2", "--hidden", "64"]

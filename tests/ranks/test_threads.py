@@ -1,4 +1,4 @@
-"""Threads of one process that each have models of their own."""
+"""Threads of one process that train their own models."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp import ConfigurationError, MixedPrecisionPolicy, fully_shard, local_optimizer
 from composable_fsdp.checkpoint import load, save
 from composable_fsdp.testing import run_ranks
-from tests.ranks._sharding import single_rank, values_of
-from tests.threads import together
-from tests.transports import IN_COMMON, SOCKETS, Environment
+from tests.helpers.sharding import single_rank, values_of
+from tests.helpers.threads import together
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 THREADS = 8
 MODELS = 2

@@ -1,4 +1,4 @@
-"""The report itself: an id is passing only if a test showed it and none contradicted."""
+"""The report of behaviours: an id is passing if a test of it passed and none failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.behaviour_report import Behaviour, Case, Result, Status, check_ids, load_sections, render
+from tests.helpers.behaviour_report import Behaviour, Case, Result, Status, check_ids, load_sections, render
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {"A. First": {"A-01": "starts", "A-02": "stops"}, "B. Second": {"B-01": "waits"}}
@@ -72,6 +72,7 @@ def run_pytest(tmp_path: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.multiprocess
 def test_pytest_prints_the_report(tmp_path: Path) -> None:
     source = """
 import pytest
@@ -112,6 +113,7 @@ def test_fails_in_teardown(breaks_at_the_end): pass
         assert re.search(row, output), f"{row!r} is not in\n{output}"
 
 
+@pytest.mark.multiprocess
 def test_pytest_refuses_an_unknown_id(tmp_path: Path) -> None:
     result = run_pytest(tmp_path, 'import pytest\n\n@pytest.mark.behaviour("Z-99")\ndef test_it(): pass\n')
     assert result.returncode == pytest.ExitCode.USAGE_ERROR

@@ -1,4 +1,4 @@
-"""What benchmarks simulate and count: virtual time, wires in it, the switch between namespaces, memory events."""
+"""Simulations of the benchmarks: virtual time, links, the switch between libraries, memory events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks make of their samples, and ``RESULTS.md`` out of their files."""
+"""Statistics of the benchmarks, and ``RESULTS.md`` made from their files."""
 
 from __future__ import annotations
 

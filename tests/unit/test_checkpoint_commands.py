@@ -1,4 +1,4 @@
-"""``python -m composable_fsdp.checkpoint``: what it prints, and its exit codes."""
+"""``python -m composable_fsdp.checkpoint``: output and exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from composable_fsdp.checkpoint import load, save, save_safetensors
-from tests.unit.test_checkpoint_store import Tied, assert_same, flip, state_of, trained, truncate
+from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
 
 pytest.importorskip("typer", reason="needs typer: pip install '.[cli]'")
 pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")
@@ -166,7 +166,7 @@ def test_damage_is_found_and_the_file_named(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_a_folder_is_verified_whole(tmp_path: Path) -> None:
+def test_verify_checks_all_files_of_a_folder(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, *trained(), step=step)
     assert "is intact: 6 files" in run("verify", tmp_path).stdout
@@ -225,6 +225,7 @@ def test_exit_codes_say_whose_fault_it_is(tmp_path: Path) -> None:
         assert (done.exit_code, message in done.stderr) == (code, True), done.stderr
 
 
+@pytest.mark.multiprocess
 def test_runs_as_a_module(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "composable_fsdp.checkpoint", "inspect", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -232,6 +233,7 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
     assert done.stderr == f"error: {tmp_path} is not a checkpoint, and no complete checkpoint is in it.\n"
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("absent", ["typer", "rich"])
 def test_says_what_is_not_installed(absent: str) -> None:
     script = f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.checkpoint.__main__ import main\nmain()"

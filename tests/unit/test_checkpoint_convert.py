@@ -1,4 +1,4 @@
-"""Converting in one process: formats of others, what is refused, memory, and that targets are whole or not there."""
+"""Conversion in one process: other formats, refusals, memory, complete targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from composable_fsdp import CheckpointError, ConfigurationError, sharded_ema
 from composable_fsdp.checkpoint import load, optimizer_state_dict, save
 from tests._internals import DcpSource, Kind, convert, open_source
-from tests.unit.test_checkpoint_store import Tied, assert_same, flip, state_of, trained
+from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 
@@ -244,6 +244,7 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("to", [Kind.DCP, Kind.TORCH, Kind.SAFETENSORS])
 def test_a_killed_conversion_leaves_what_was_there_and_the_next_one_tidies(tmp_path: Path, to: Kind) -> None:
@@ -287,6 +288,7 @@ def killed_between_renames(saved: Path, target: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_conversion_killed_between_its_renames_is_put_in_order(tmp_path: Path, replaced: bool) -> None:
@@ -340,9 +342,10 @@ for i, kind in enumerate(["torch", "dcp", "safetensors", "torch", "safetensors",
 """
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("F-11")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_whole_is_never_in_memory(tmp_path: Path) -> None:
+def test_the_full_checkpoint_is_never_in_memory(tmp_path: Path) -> None:
     """19 tensors of 16 MB: each way takes a few of them, of 304 MB."""
     model = nn.ParameterList([torch.full((4 << 20,), float(i)) for i in range(19)])
     save(tmp_path / "run", model)

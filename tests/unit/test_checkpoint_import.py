@@ -1,11 +1,14 @@
-"""What importing the package costs."""
+"""Modules imported with the package."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.multiprocess
 def test_the_package_itself_imports_nothing_that_only_checkpoints_need() -> None:
     script = (
         "import sys, torch, torch.distributed.tensor\n"

@@ -1,9 +1,12 @@
-"""safetensors files: how they are laid out, read, fitted to a model that is not sharded, and replaced."""
+"""safetensors files: layout, reading, loading into unsharded models, atomic replacement."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,10 @@ from torch import nn
 
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.errors import CheckpointError, ConfigurationError
-from tests._internals import DTYPES, Cut, Reader, StoredTensors, TensorFiles, TensorSpec, dtype_code
+from tests._internals import DTYPES, Cut, Reader, Replacement, StoredTensors, TensorFiles, TensorSpec, dtype_code
 from tests._internals import BlockExtent as Extent
 from tests._internals import reader as stored
-from tests.unit._small import Small, assert_alike, filled
+from tests.helpers.small_model import Small, assert_alike, filled
 
 library = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install '.[checkpoint]'")
 pytestmark = pytest.mark.behaviour("F-11")
@@ -221,7 +224,7 @@ def test_names_go_from_the_model_to_the_files(tmp_path: Path) -> None:
         save_safetensors(model, tmp_path, key_map=["norm.weight"])  # type: ignore[arg-type]
 
 
-def test_a_file_of_another_model_is_told_from_it_in_one_error(tmp_path: Path) -> None:
+def test_a_file_of_another_model_raises_one_error_with_all_differences(tmp_path: Path) -> None:
     values = {name: value.clone() for name, value in filled(1).state_dict().items()}
     del values["head.weight"], values["norm.bias"]
     values["norm.weight"] = torch.ones(4)
@@ -271,7 +274,7 @@ def test_dtypes_are_converted_on_request_both_ways(tmp_path: Path) -> None:
         save_safetensors(model, tmp_path, dtype=torch.int8)
 
 
-def test_a_model_on_meta_is_told_what_to_call(tmp_path: Path) -> None:
+def test_the_error_for_a_model_on_meta_says_what_to_call(tmp_path: Path) -> None:
     save_safetensors(filled(1), tmp_path)
     with torch.device("meta"):
         model = Small()
@@ -300,3 +303,84 @@ def test_arguments_of_saving_are_checked(tmp_path: Path) -> None:
         save_safetensors(filled(1), tmp_path, max_file_bytes=0)
     with pytest.raises(ConfigurationError, match=r"model\.safetensors must be a directory"):
         save_safetensors(filled(1), tmp_path / "model.safetensors")
+
+
+pytest.importorskip("safetensors", reason="needs safetensors: pip install '.[checkpoint]'")
+
+
+class Killed(BaseException):
+    """Nothing after it is done, as after a kill."""
+
+
+class Fuse:
+    """Lets so many calls that change the file system happen, and none after."""
+
+    CALLS = ("replace", "unlink", "mkdir", "rmdir", "pwrite", "fsync", "posix_fallocate")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+        self.left = calls
+        monkeypatch.setattr(Replacement, "abandon", lambda self: None)
+        for name in self.CALLS:
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, call: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object, **kwargs: object) -> object:
+            if not self.left:
+                raise Killed
+            self.left -= 1
+            return call(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize(("before", "after"), [(10**9, 10**9), (10**9, 60), (60, 10**9), (60, 60), (60, 100)])
+def test_a_save_that_is_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(tmp_path, before, after) -> None:
+    old, new = filled(1), filled(2)
+    outcomes = []
+    for calls in range(1000):
+        folder = tmp_path / str(calls)
+        save_safetensors(old, folder, max_file_bytes=before)
+        (folder / "config.json").write_text("{}")
+        with pytest.MonkeyPatch.context() as patch:
+            fuse = Fuse(patch, calls)
+            with contextlib.suppress(Killed):
+                save_safetensors(new, folder, max_file_bytes=after)
+        found = filled(3)
+        load_safetensors(found, folder)
+        outcomes.append("new" if torch.equal(found.embed.weight, new.embed.weight) else "old")
+        assert_alike(found, new if outcomes[-1] == "new" else old)
+        save_safetensors(old, folder, max_file_bytes=before)
+        load_safetensors(found, folder)
+        assert_alike(found, old)
+        names = {path.name for path in folder.iterdir()}
+        current = StoredTensors.at(folder)
+        assert names == {"config.json", current.path.name} | {s.file.name for s in current.tensors.values()}
+        if fuse.left:
+            break
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert {*outcomes} == {"old", "new"}
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("limit", [60, 10**9])
+def test_a_first_save_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, limit: int) -> None:
+    new, complete = filled(2), 0
+    for calls in range(1000):
+        with pytest.MonkeyPatch.context() as patch:
+            fuse = Fuse(patch, calls)
+            with contextlib.suppress(Killed):
+                save_safetensors(new, tmp_path / str(calls), max_file_bytes=limit)
+        found = filled(3)
+        try:
+            load_safetensors(found, tmp_path / str(calls))
+        except CheckpointError as error:
+            assert not complete
+            assert re.search(r"is missing|has none|has only parts of one", str(error))  # noqa: PT017
+            assert_alike(found, filled(3))
+        else:
+            complete += 1
+            assert_alike(found, new)
+        if fuse.left:
+            break
+    assert complete > 1

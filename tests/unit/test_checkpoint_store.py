@@ -1,4 +1,4 @@
-"""Checkpoints of one process without process groups: damage, misfits, steps, deletion, other formats."""
+"""Checkpoints without process groups: damage, mismatches, steps, deletion, other formats."""
 
 from __future__ import annotations
 
@@ -21,36 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from composable_fsdp import CheckpointError, ConfigurationError
 from composable_fsdp.checkpoint import latest, load, load_optimizer_state_dict, optimizer_state_dict, save
 from tests._internals import PartialCheckpoint, SavePlanner, manifest, read_metadata
-
-
-class Tied(nn.Module):
-    def __init__(self, width: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width, bias=False)
-        self.second = nn.Linear(width, width)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x))
-        return out
-
-
-def trained(width: int = 3) -> tuple[Tied, torch.optim.AdamW]:
-    model = Tied(width)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, width)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+from tests.helpers.single_rank_checkpoints import Tied, assert_same, flip, state_of, trained, truncate
 
 
 def files_of(folder: Path) -> list[str]:
@@ -81,16 +52,6 @@ def test_what_is_in_the_folder(tmp_path: Path) -> None:
     assert (body["format"], body["step"], body["ranks"], body["torch"]) == (1, 20, 1, torch.__version__)
     assert body["tensors"]["model.second.weight"] == {"shape": [3, 3], "dtype": "float32"}
     assert body["tensors"]["optimizer.state.first.weight.exp_avg"] == {"shape": [3, 3], "dtype": "float32"}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {

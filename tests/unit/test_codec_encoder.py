@@ -1,4 +1,4 @@
-"""Rows into bytes and back to their sum; what error feedback remembers."""
+"""The encoder: rows to bytes, the sum of decoded rows, residuals of error feedback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs through the compiler, as on accelerators, against the same codecs as written."""
+"""Compiled codecs, as on accelerators, are bitwise equal to eager ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float8 with a scale for each row of a parameter: known once the parameter is."""
+"""Float8 with a scale for each row of a parameter, which needs the parameter's shape."""
 
 from __future__ import annotations
 

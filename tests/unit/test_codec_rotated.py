@@ -1,4 +1,4 @@
-"""Rotated blocks: the transform, the bound that holds then, and what it is good for."""
+"""Rotated blocks: the Hadamard transform, its error bound, and its benefit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from composable_fsdp.codecs.blockwise import Int4, Int8
 from composable_fsdp.errors import ConfigurationError
 from tests._internals import hadamard_
-from tests.unit.test_codec_quantized import FLOAT, ROTATED, finite_rows, round_trip
+from tests.helpers.codec_rows import FLOAT, ROTATED, finite_rows, round_trip
 
 
 def matrix(block: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_one_outlier_no_longer_costs_its_block_the_rest() -> None:
 
 
 @pytest.mark.behaviour("E-08")
-def test_whole_blocks_travel() -> None:
+def test_codecs_send_full_blocks() -> None:
     for numel, blocks in ((0, 0), (1, 1), (256, 1), (257, 2)):
         assert Int8(256, rotate=True).payload_bytes(numel) == blocks * (256 + 4)
         assert Int4(256, rotate=True).payload_bytes(numel) == blocks * (128 + 4)

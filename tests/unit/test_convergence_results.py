@@ -1,4 +1,4 @@
-"""The committed trainings with codecs: what they show, and that the documentation says the same."""
+"""Results of training with codecs, and the same figures in the documentation."""
 
 from __future__ import annotations
 

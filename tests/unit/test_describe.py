@@ -1,4 +1,4 @@
-"""``describe``: what the table says, of models that no rank has ever run. Ranks are simulated."""
+"""``describe``: the table for models of any number of ranks. Ranks are simulated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composable_fsdp import (
     no_sync,
 )
 from composable_fsdp.wrap import balanced, by_class
-from tests.ranks._models import Block, Chain, Transformer
+from tests.helpers.models import Block, Chain, Transformer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 F32, BF16 = torch.float32, torch.bfloat16
@@ -84,7 +84,7 @@ def test_strategies_are_recognised_by_what_they_come_to(
     assert {group.after_forward for group in describe(model).groups[1:]} == {"keep" if keeps else "free"}
 
 
-def test_parameters_on_several_meshes_are_told_with_all_of_them() -> None:
+def test_the_error_for_parameters_on_several_meshes_shows_all_of_them() -> None:
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     model = Chain(depth=1)
 
@@ -124,7 +124,7 @@ All groups: placement: S(0); mesh: cpu 8; dtypes (rest, compute, reduce): float3
 
 
 @pytest.mark.behaviour("B-01")
-def test_the_table_folds_equal_neighbours_and_says_once_what_counts_for_all() -> None:
+def test_the_table_folds_equal_adjacent_rows_and_shows_common_settings_once() -> None:
     model = Chain(depth=20)
     fully_shard(model.layers[10], reshard_after_forward=False)
     fully_shard(model, policy={nn.Linear})
@@ -157,7 +157,7 @@ def test_rich_prints_it_too() -> None:
     assert "layers.0 ... layers.3 (each of 4)" in captured.get()
 
 
-def test_a_model_that_is_not_sharded_is_told_so() -> None:
+def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"no module of this Chain is sharded: apply fully_shard first\."):
         describe(Chain())
 

@@ -1,4 +1,4 @@
-"""Where parameters and buffers go, and what is said where that is not clear."""
+"""Devices of parameters and buffers, and the errors where they are ambiguous."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from composable_fsdp import MeshError, ParameterError, fully_shard
 from tests._internals import on_other_accelerators
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 
 @pytest.fixture(autouse=True, scope="module")

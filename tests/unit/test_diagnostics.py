@@ -1,5 +1,7 @@
-"""Files of diagnostics: their form, when they are written, and what they say together. Ranks that fail are in
-``tests/ranks/test_diagnostics.py``."""
+"""Diagnostics files: their format, when they are written, and their joint analysis.
+
+``tests/ranks/test_diagnostics.py`` tests ranks that fail.
+"""
 
 from __future__ import annotations
 

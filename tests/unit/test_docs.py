@@ -1,4 +1,4 @@
-"""What the documentation shows is run: ``>>>`` examples of pages and docstrings, and the README's program."""
+"""Examples in the documentation run: ``>>>`` examples of pages and docstrings, the README's program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import composable_fsdp
-from tests.torchrun import torchrun
+from tests.helpers.comparison.page import PAGE, render
+from tests.helpers.torchrun import torchrun
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -76,6 +77,7 @@ def test_examples_hold(test: doctest.DocTest) -> None:
     assert not failures(test), failures(test)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("E-01", "E-08", "E-09")
 @pytest.mark.parametrize("name", ["own_codec", "own_tensor"])
 def test_documented_extensions_train_on_two_ranks(name: str) -> None:
@@ -88,6 +90,7 @@ def test_documented_extensions_train_on_two_ranks(name: str) -> None:
         assert "rank 1 holds a RowInt8 of (128, 32)" in said
 
 
+@pytest.mark.multiprocess
 def test_readme_program_runs_on_two_ranks(tmp_path: Path) -> None:
     block = re.search(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     assert block is not None
@@ -107,3 +110,7 @@ def test_a_page_is_one_session() -> None:
     page = "```python\n>>> x = 1\n```\n\nText.\n\n```python\n>>> x\n1\n```\n"
     (test,) = page_examples(page, "page.md")
     assert failures(test) == ""
+
+
+def test_the_page_is_made_from_the_rows() -> None:
+    assert PAGE.read_text() == render(), "run: python -m tests.helpers.comparison.page"

@@ -1,4 +1,4 @@
-"""A model that is dropped is freed by reference counts, without waiting for Python's garbage collector."""
+"""A model without references is freed by reference counts, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks._dropped import CASES, survivors
-from tests.ranks._sharding import single_rank
+from tests.helpers.dropped_models import CASES, survivors
+from tests.helpers.sharding import single_rank
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -63,11 +63,13 @@ def run(program: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("A-01")
 def test_an_import_installs_nothing() -> None:
     assert run(IMPORT) == "[]"
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("A-01")
 def test_a_sharded_module_on_one_rank_installs_hooks_of_optimizers_and_the_explanation_of_uncaught_errors() -> None:
     """Neither a thread nor a function at exit or at fork: there is no other rank to answer or to lose."""

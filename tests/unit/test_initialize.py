@@ -1,4 +1,4 @@
-"""Materialising, initialising and ignoring, where no peers are needed to see it."""
+"""Materialization, initialization and ignored modules on a single rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_fsdp import ConfigurationError, ParameterError, fully_shard, to_empty
 from tests._internals import entries_of
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,4 @@
-"""``patch_torch``: who imports from torch uses ours, until it is undone."""
+"""``patch_torch``: imports from torch get our FSDP until the patch is undone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 import composable_fsdp as ours
 from composable_fsdp.interop import patch_torch
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
 
@@ -141,6 +141,7 @@ print(__name__, *sys.argv[1:], *[base.__module__ for base in type(model).__mro__
 """
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("flags", [("program.py",), ("-m", "program")])
 def test_a_program_runs_on_ours_without_a_change(tmp_path: Path, flags: tuple[str, ...]) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
@@ -149,6 +150,7 @@ def test_a_program_runs_on_ours_without_a_change(tmp_path: Path, flags: tuple[st
     assert done.stdout == "__main__ --steps 3 composable_fsdp._api.fsdp_module torch.distributed.fsdp\n", done.stderr
 
 
+@pytest.mark.multiprocess
 def test_without_a_program_the_command_says_how_it_is_used() -> None:
     command = [sys.executable, "-m", "composable_fsdp.interop"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""What clients of torch's FSDP2 reach through private names: the state of a module, and torch's contract."""
+"""Private names of torch's FSDP2 that clients use: the state of a module, and its contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from composable_fsdp import ConfigurationError, FSDPModule, MixedPrecisionPolicy, UnsupportedError, fully_shard
 from composable_fsdp.policies import ReshardKind
 from tests._internals import ClientState, ParameterState, iteration_of, state_of
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("I-01")
 

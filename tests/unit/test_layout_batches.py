@@ -49,7 +49,7 @@ def test_what_a_batch_is_worth_is_the_most_that_any_of_the_axes_asks() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 5))
-def test_shards_of_all_ranks_in_common_memory_are_the_full_parameters(rows: list[int], num_shards: int) -> None:
+def test_shards_of_all_ranks_in_shared_memory_are_the_full_parameters(rows: list[int], num_shards: int) -> None:
     (bucket,) = plan_group(tuple(map(spec, rows)), (PlanOptions(num_shards, 0, 0, alias=True),)).buckets
     assert bucket.aliased
     layouts = [bucket.store_layout(rank) for rank in range(num_shards)]

@@ -1,9 +1,8 @@
-"""Where the tensors of a bucket lie: in the store, on the wire, in the unsharded buffer."""
+"""Offsets of the tensors of a bucket: at rest, in messages, unsharded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -11,48 +10,26 @@ from hypothesis import strategies as st
 
 from tests._internals import (
     ALIGNMENT_BYTES,
-    GatherLayout,
-    ReduceLayout,
     TensorShards,
     plan_gather,
     plan_reduce,
     worth_all_reducing,
 )
-from tests.unit.test_layout_shard import shards_of_one_bucket
+from tests.helpers.layouts import (
+    DIRECT_BYTES,
+    NEVER_ZERO_COPY,
+    assert_disjoint_and_aligned,
+    assert_packed_first,
+    shards_of_one_bucket,
+)
 
 FEWER = settings(max_examples=40)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
-NEVER_ZERO_COPY = 1 << 62
-DIRECT_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_ZERO_COPY])
-
-
-def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], numel: int, itemsize: int) -> None:
-    """Segments start on a boundary, end before the next one starts, and lie in ``range(numel)``, which ends on one."""
-    assert len(offsets) == len(lengths)
-    end = 0
-    for offset, length in sorted(zip(offsets, lengths, strict=True)):
-        assert offset >= end
-        assert offset * itemsize % ALIGNMENT_BYTES == 0
-        end = offset + length
-    assert end <= numel
-    assert numel * itemsize % ALIGNMENT_BYTES == 0
 
 
 def assert_partition(parts: Iterable[tuple[int, ...]], numbers: range) -> None:
     """Every number is in exactly one part."""
     assert sorted(i for part in parts for i in part) == list(numbers)
-
-
-def assert_packed_first(layout: GatherLayout | ReduceLayout, itemsize: int) -> None:
-    """``range(packed_numel)`` holds the packed segments and no others, each in a column as wide as alignment asks."""
-    offsets = (layout.store if isinstance(layout, GatherLayout) else layout.output).offsets
-    lengths = [s.padded_numel for s in layout.shards]
-    step = ALIGNMENT_BYTES // itemsize
-    assert layout.packed_widths == tuple(-(-lengths[i] // step) * step for i in layout.packed)
-    starts = list(accumulate(layout.packed_widths, initial=0))
-    assert [offsets[i] for i in layout.packed] == starts[:-1]
-    assert layout.packed_numel == starts[-1]
-    assert all(offsets[i] >= layout.packed_numel for i in layout.zero_copy)
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
@@ -79,7 +56,7 @@ def test_the_places_are_disjoint_and_aligned_and_hold_the_padded_gather_of_every
 
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES)
-def test_the_places_do_not_depend_on_what_travels_direct(shards: tuple[TensorShards, ...], itemsize: int) -> None:
+def test_offsets_do_not_depend_on_zero_copy(shards: tuple[TensorShards, ...], itemsize: int) -> None:
     all_direct = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=0)
     all_packed = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=NEVER_ZERO_COPY)
     assert all_direct.places == all_packed.places
@@ -88,7 +65,7 @@ def test_the_places_do_not_depend_on_what_travels_direct(shards: tuple[TensorSha
 
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
-def test_a_tensor_travels_direct_where_it_concatenates_and_its_full_size_reaches_the_threshold(
+def test_a_tensor_is_zero_copy_if_it_concatenates_and_its_full_size_reaches_the_threshold(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
     layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
@@ -134,7 +111,7 @@ def test_the_output_of_a_reduction_has_disjoint_aligned_segments_with_the_packed
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
-def test_only_even_gradients_that_concatenate_travel_direct(
+def test_only_even_gradients_that_concatenate_are_zero_copy(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
     layout = plan_reduce(shards, range(len(shards)), itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
@@ -161,7 +138,7 @@ def aligned(numel: int, itemsize: int) -> int:
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, WHOLE_BYTES)
-def test_what_travels_whole_moves_no_more_bytes_and_what_does_not_would_move_more(
+def test_all_reduced_parameters_send_no_more_bytes_and_others_would_send_more(
     shards: tuple[TensorShards, ...], itemsize: int, all_reduce_bytes: int
 ) -> None:
     wide = worth_all_reducing(shards, itemsize=itemsize, all_reduce_bytes=0)
@@ -174,7 +151,7 @@ def test_what_travels_whole_moves_no_more_bytes_and_what_does_not_would_move_mor
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.data())
-def test_spans_cover_the_places_of_what_is_whole_and_no_other(
+def test_spans_cover_all_reduced_parameters_and_nothing_else(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, data: st.DataObject
 ) -> None:
     all_reduced = sorted(data.draw(st.sets(st.sampled_from(range(len(shards))))))
@@ -194,7 +171,7 @@ def test_spans_cover_the_places_of_what_is_whole_and_no_other(
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, WHOLE_BYTES, st.booleans())
-def test_whole_gradients_and_the_flags_are_one_message_and_the_others_a_padded_one(
+def test_all_reduced_gradients_and_flags_share_one_message(
     shards: tuple[TensorShards, ...],
     itemsize: int,
     zero_copy_min_bytes: int,

@@ -1,4 +1,4 @@
-"""The copies between full tensors and pieces, and the round trips that they make with the layouts."""
+"""Copies between full tensors and shards, and round trips through the layouts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from tests._internals import (
     take_shard,
     unpack_parameter,
 )
-from tests.unit.test_layout_bucket import DIRECT_BYTES
-from tests.unit.test_layout_shard import shards_of_one_bucket, tensor_shards
+from tests.helpers.layouts import DIRECT_BYTES, shards_of_one_bucket, tensor_shards
 
 FEWER = settings(max_examples=40)
 FLOATS = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])

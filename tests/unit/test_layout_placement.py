@@ -1,4 +1,4 @@
-"""Placements, and that the cut of ``ShardLayout`` is DTensor's own. No rank talks to another one here."""
+"""Placements: ``ShardLayout`` cuts a dim as DTensor does. No communication."""
 
 from __future__ import annotations
 

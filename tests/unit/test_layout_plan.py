@@ -1,4 +1,4 @@
-"""A group's plan: its buckets, and the gather from a smaller mesh."""
+"""The plan of a group: its buckets, and the all-gather from a smaller mesh."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tests._internals import (
     plan_group,
     plan_smaller_mesh,
 )
-from tests.unit.test_layout_bucket import DIRECT_BYTES, assert_disjoint_and_aligned, assert_packed_first
-from tests.unit.test_layout_shard import SHAPES, WORLD_SIZES
+from tests.helpers.layouts import DIRECT_BYTES, SHAPES, WORLD_SIZES, assert_disjoint_and_aligned, assert_packed_first
 
 DTYPES = st.sampled_from([torch.int8, torch.bfloat16, torch.float32, torch.float64])
 
@@ -79,7 +78,7 @@ def test_a_bucket_cuts_its_parameters_as_their_specs_say(
 
 @FEWER
 @given(SPECS, OPTIONS)
-def test_what_travels_is_aligned_in_its_own_dtype(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
+def test_messages_are_aligned_in_their_own_dtype(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     for bucket in plan_group(specs, (options,)).buckets:
         gather, reduce = bucket.gather, bucket.reduce
         itemsize = bucket.compute_dtype.itemsize
@@ -111,7 +110,7 @@ def test_a_gradient_that_must_be_cast_is_packed(specs: tuple[ParameterSpec, ...]
 
 @FEWER
 @given(SPECS)
-def test_a_gradient_in_the_dtype_of_the_reduction_travels_direct_where_it_can(specs: tuple[ParameterSpec, ...]) -> None:
+def test_a_gradient_in_the_dtype_of_the_reduction_is_zero_copy_if_possible(specs: tuple[ParameterSpec, ...]) -> None:
     for bucket in plan_group(specs, (PlanOptions(2, 0, 0),)).buckets:
         if bucket.reduce_dtype == bucket.compute_dtype:
             even = [s.numel > 0 and s.concatenates and s.layout.is_even for s in bucket.reduce.shards]
@@ -132,7 +131,7 @@ def test_an_axis_of_one_rank_aliases_exactly_the_buckets_that_need_no_cast(
 
 @FEWER
 @given(SPECS, st.integers(2, 4))
-def test_ranks_with_memory_in_common_cast_into_it_what_is_not_their_shards(
+def test_ranks_with_shared_memory_cast_into_it_unless_it_holds_their_shards(
     specs: tuple[ParameterSpec, ...], num_shards: int
 ) -> None:
     for bucket in plan_group(specs, (PlanOptions(num_shards, 1, 1, alias=True),)).buckets:
@@ -213,7 +212,7 @@ def test_asking_for_the_same_plan_again_returns_the_one_that_is_there() -> None:
 
 @FEWER
 @given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
-def test_a_smaller_mesh_gathers_whole_what_does_not_fit_into_a_place_without_padding(
+def test_a_smaller_mesh_pads_parameters_that_do_not_fit_without_padding(
     specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], zero_copy_min_bytes: int
 ) -> None:
     larger, smaller = sizes
@@ -230,7 +229,7 @@ def test_a_smaller_mesh_gathers_whole_what_does_not_fit_into_a_place_without_pad
             assert segment <= covered if i in layout.all_reduced else not segment & covered
 
 
-def test_what_is_encoded_or_in_common_or_widened_on_the_way_keeps_its_padding() -> None:
+def test_encoded_shared_or_widened_parameters_keep_their_padding() -> None:
     all_reduced = PlanOptions(8, 0, 0, all_reduce_bytes=0, reduce_whole_bytes=0)
     fp32 = torch.float32
     row = ParameterSpec("weight", (1, 64), 0, fp32, fp32, fp32, fp32, trainable=True)

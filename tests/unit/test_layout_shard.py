@@ -1,4 +1,4 @@
-"""How a dim is cut over ranks. The strategies of tensor shards for the other layout tests are here too."""
+"""Shards of one dim over ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,7 @@ from hypothesis import strategies as st
 
 from composable_fsdp.errors import ParameterError
 from tests._internals import ShardLayout, TensorShards, resolve_dim
-
-WORLD_SIZES = st.integers(1, 9)
-SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple)
-
-
-@st.composite
-def tensor_shards(draw: st.DrawFn, num_shards: int | None = None) -> TensorShards:
-    """Any shape of 1 to 4 dims, empty ones too, cut on any dim."""
-    shape = draw(SHAPES)
-    dim = draw(st.integers(0, len(shape) - 1))
-    return TensorShards(shape, dim, draw(WORLD_SIZES) if num_shards is None else num_shards)
-
-
-@st.composite
-def shards_of_one_bucket(draw: st.DrawFn) -> tuple[TensorShards, ...]:
-    """One to five tensors, all cut into the same number of pieces."""
-    num_shards = draw(WORLD_SIZES)
-    return tuple(draw(st.lists(tensor_shards(num_shards), min_size=1, max_size=5)))
+from tests.helpers.layouts import tensor_shards
 
 
 @given(st.integers(0, 200), st.integers(1, 17))

@@ -1,4 +1,4 @@
-"""What ``local_optimizer`` takes and refuses, and what it leaves behind: on one rank."""
+"""Optimizers that ``local_optimizer`` accepts or refuses, and their state, on one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from composable_fsdp import ConfigurationError, LifecycleError, fully_shard, local_optimizer
-from tests.ranks._sharding import single_rank, whole
+from tests.helpers.sharding import single_rank, whole
 
 
 @pytest.fixture(autouse=True)

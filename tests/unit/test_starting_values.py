@@ -1,4 +1,4 @@
-"""What ranks say of the values that they began with, and what is found in it."""
+"""Comparison of the initial values of all ranks."""
 
 from __future__ import annotations
 

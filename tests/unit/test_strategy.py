@@ -1,4 +1,4 @@
-"""Strategies by name: what each comes to, and what is said where it cannot."""
+"""Strategies by name: the resulting mesh and resharding, and the errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_names_enums_and_torchs_enums_are_the_same(strategy: ShardingStrategy) -
 
 @pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize("given", ["FULL", 3, None])
-def test_what_is_no_strategy_is_told_all_there_are(given: object) -> None:
+def test_the_error_for_an_unknown_strategy_lists_all(given: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         as_strategy(given)
     assert str(caught.value) == (
@@ -152,7 +152,7 @@ def test_hybrid_strategies_need_several_hosts(told: str | None, found: str, monk
         ("NO_SHARD", True, "NO_SHARD keeps parameters after forward, but reshard_after_forward=True frees them."),
     ],
 )
-def test_a_strategy_and_its_opposite_are_told_apart(strategy: str, reshard: bool | int, text: str) -> None:
+def test_options_that_contradict_a_strategy_are_refused(strategy: str, reshard: bool | int, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         resolve_strategy(ShardingStrategy[strategy], None, None, reshard)
     with pytest.raises(ConfigurationError, match=r"Leave one of the two out\."):

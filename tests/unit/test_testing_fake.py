@@ -1,4 +1,4 @@
-"""Simulated ranks: what they add to the contract, and what they say when real ranks would hang."""
+"""Simulated ranks: additions to the contract, and errors where real ranks would hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fault kit on simulated ranks: what happens, to which operation, and once."""
+"""Injected faults on simulated ranks: effect, operation, and that each occurs once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker answers, and how the answers of all ranks become one error. No processes here."""
+"""Answers of workers, and one error made from those of all ranks. No processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the test kit names ranks and shows where one hangs."""
+"""Texts of the test kit: names of ranks, and the stack where one hangs."""
 
 from __future__ import annotations
 

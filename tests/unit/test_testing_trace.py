@@ -1,4 +1,4 @@
-"""``assert_trace``: what it compares, and how it shows a difference."""
+"""``assert_trace``: the comparison, and the shown difference."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_an_exception_in_the_body_passes_and_ends_the_recording() -> None:
     assert recorder.events == []
 
 
-def test_a_listener_that_leaves_while_it_is_told_does_not_rob_the_next_one() -> None:
+def test_a_listener_that_unsubscribes_during_an_event_does_not_skip_the_next_one() -> None:
     heard: list[str] = []
 
     def once(event: TraceEvent) -> None:

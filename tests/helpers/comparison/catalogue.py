@@ -1,0 +1,39 @@
+"""All rows of the comparison, and how a rank runs one."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import timedelta
+from io import StringIO
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.helpers.comparison import extensions, gradients, parameters
+from tests.helpers.comparison.rows import LIBRARIES, Row
+
+__all__ = ["ROWS", "play"]
+
+ROWS = {
+    each.name: each
+    for module in (gradients, parameters, extensions)
+    for each in vars(module).values()
+    if isinstance(each, Row)
+}
+"""By the name of their program, in the order of the page."""
+
+_SECONDS = 3.0
+"""The timeout of the mesh's process group: a rank that would wait for ever raises after it."""
+
+
+def play(name: str, library: str) -> str:
+    """Runs a row's program on this rank and gives its report: the program's own, or the exception that it raised."""
+    group = dist.new_group(timeout=timedelta(seconds=_SECONDS))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with warnings.catch_warnings(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):  # torch prints stacks
+        warnings.simplefilter("ignore")
+        try:
+            return ROWS[name].program(LIBRARIES[library], mesh)
+        except Exception as error:  # the report of a program that fails is its error
+            return f"{type(error).__name__}: {error}"

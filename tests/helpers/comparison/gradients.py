@@ -1,0 +1,389 @@
+"""Rows about gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+
+from composable_fsdp import clip_grad_norm_, local_optimizer
+from tests.helpers.comparison.rows import Library, batch, compare_gradients, row, seeded
+
+SECTION = "Gradients"
+
+
+class Branches(nn.Module):
+    """A trunk, and a branch that runs on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.branch = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, branch: bool = True) -> torch.Tensor:
+        x = self.trunk(x)
+        return self.branch(x) + x if branch else x
+
+
+def bf16(library: Library) -> Any:
+    return library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def is_ours(library: Library) -> bool:
+    return bool(library.__name__ == "composable_fsdp")
+
+
+@row(
+    SECTION,
+    "A parameter is first used in the last microbatch of an accumulation, with `param_dtype` and `reduce_dtype`",
+    torch="an assertion about mixed gradient dtypes",
+    torch_reports=r"AssertionError: FSDP reduce-scatter expects uniform gradient dtype",
+    here="the sum, in the reduce dtype",
+    reason="Which microbatch uses a parameter first is up to the data.",
+)
+def first_used_in_the_last_microbatch(library: Library, mesh: DeviceMesh) -> str:
+    rank = dist.get_rank()
+    model = library.fully_shard(seeded(Branches), mesh=mesh, mp_policy=bf16(library))
+    model.set_requires_gradient_sync(False)
+    model(batch(0, rank), branch=False).float().sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(batch(1, rank)).float().sum().backward()
+
+    def loss(reference: nn.Module, rank: int) -> torch.Tensor:
+        first = reference(batch(0, rank).bfloat16(), branch=False).float().sum()
+        total: torch.Tensor = first + reference(batch(1, rank).bfloat16()).float().sum()
+        return total
+
+    return compare_gradients(model, seeded(Branches).to(torch.bfloat16), loss, rtol=2e-2, atol=2e-1)
+
+
+@row(
+    SECTION,
+    "Parameters are frozen in the first forward and thawed later, with `param_dtype` and `reduce_dtype`",
+    torch="backward raises",
+    torch_reports=r"RuntimeError: attempting to assign a gradient with dtype",
+    here="trains",
+    reason="Thawing layers during training is common in fine-tuning.",
+)
+def thawed_after_the_first_forward(library: Library, mesh: DeviceMesh) -> str:
+    rank = dist.get_rank()
+    model = library.fully_shard(seeded(Branches), mesh=mesh, mp_policy=bf16(library))
+    model.requires_grad_(False)
+    model(batch(0, rank))
+    model.requires_grad_(True)
+    model(batch(1, rank)).float().sum().backward()
+    reference = seeded(Branches).to(torch.bfloat16)
+    return compare_gradients(
+        model, reference, lambda m, r: m(batch(1, r).bfloat16()).float().sum(), rtol=2e-2, atol=2e-1
+    )
+
+
+@row(
+    SECTION,
+    "`set_gradient_divide_factor(3.0)` on gloo, 2 ranks",
+    torch="backward raises: gloo has no premultiplied sum",
+    torch_reports=r"RuntimeError: .*PREMUL_SUM",
+    here="divides after the sum where the backend cannot premultiply",
+    reason="The setter's meaning does not depend on the backend.",
+)
+def divides_on_gloo(library: Library, mesh: DeviceMesh) -> str:
+    ratio = _ratio_to_the_sum(library, mesh, 3.0, force_sum=False)
+    return "right" if math.isclose(ratio, 1 / 3, rel_tol=1e-6) else "wrong"
+
+
+@row(
+    SECTION,
+    "`set_gradient_divide_factor(2.0)` with `set_force_sum_reduction_for_comms(True)`, on one rank",
+    torch="divides twice",
+    torch_reports=r"^0\.25 times the sum$",
+    here="divides once",
+    our_reports=r"^0\.5 times the sum$",
+    reason="A factor of 2 divides by 2 on any number of ranks.",
+    ranks=1,
+)
+def divides_on_one_rank(library: Library, mesh: DeviceMesh) -> str:
+    return f"{_ratio_to_the_sum(library, mesh, 2.0, force_sum=True):g} times the sum"
+
+
+def _ratio_to_the_sum(library: Library, mesh: DeviceMesh, factor: float, *, force_sum: bool) -> float:
+    model: Any = library.fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    model.set_gradient_divide_factor(factor)
+    model.set_force_sum_reduction_for_comms(force_sum)
+    model(torch.full((1, 4), 8.0)).sum().backward()
+    ratio = model.weight.grad.full_tensor() / (8.0 * dist.get_world_size())
+    return float(ratio.unique().item())
+
+
+@row(
+    SECTION,
+    "`register_hook` on a sharded parameter",
+    torch="the hook never fires",
+    torch_reports=r"^0 calls \| 0 calls$",
+    here="the hook gets the reduced gradient, and may replace it",
+    our_reports=r"^1 calls \| 1 calls$",
+    reason="`register_hook` on an unsharded parameter fires.",
+)
+def hook_on_a_sharded_parameter(library: Library, mesh: DeviceMesh) -> str:
+    model = library.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    seen: list[torch.Tensor] = []
+    model.weight.register_hook(seen.append)
+    model(torch.ones(2, 4)).sum().backward()
+    return f"{len(seen)} calls"
+
+
+@row(
+    SECTION,
+    "`reset_iter_state()` in an accumulation under `set_requires_gradient_sync(False)`",
+    torch="keeps the accumulated gradients, against its documentation",
+    torch_reports=r"^wrong: gradient of trunk.weight",
+    here="drops them",
+    reason="The method is for starting a step anew.",
+)
+def reset_in_an_accumulation(library: Library, mesh: DeviceMesh) -> str:
+    rank = dist.get_rank()
+    model = library.fully_shard(seeded(Branches), mesh=mesh)
+    model.set_requires_gradient_sync(False)
+    model(100 * batch(5, rank)).sum().backward()
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    model(batch(0, rank)).sum().backward()
+    return compare_gradients(model, seeded(Branches), lambda m, r: m(batch(0, r)).sum())
+
+
+@row(
+    SECTION,
+    "`reset_iter_state()` before the first forward",
+    torch="`AttributeError`",
+    torch_reports=r"AttributeError",
+    here="does nothing",
+    reason="A program that recovers from errors may call it at any time.",
+)
+def reset_before_the_first_forward(library: Library, mesh: DeviceMesh) -> str:
+    library.fully_shard(nn.Linear(4, 4), mesh=mesh).reset_iter_state()
+    return "right"
+
+
+@row(
+    SECTION,
+    "`model.zero_grad()` in an accumulation under `set_requires_gradient_sync(False)`",
+    torch="keeps the accumulated gradients",
+    torch_reports=r"^wrong: gradient of trunk.weight",
+    here="drops them; `optimizer.zero_grad()` cannot, since the `grad` of the sharded parameters is `None`",
+    reason="`zero_grad` zeroes all gradients of an unsharded model.",
+)
+def zero_grad_in_an_accumulation(library: Library, mesh: DeviceMesh) -> str:
+    rank = dist.get_rank()
+    model = library.fully_shard(seeded(Branches), mesh=mesh)
+    model.set_requires_gradient_sync(False)
+    model(100 * batch(5, rank)).sum().backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(batch(0, rank)).sum().backward()
+    return compare_gradients(model, seeded(Branches), lambda m, r: m(batch(0, r)).sum())
+
+
+@row(
+    SECTION,
+    "A parameter without rows gets a gradient",
+    torch="backward raises in `_chunk_cat`",
+    torch_reports=r"RuntimeError: .*_chunk_cat expects non-empty tensor",
+    here="trains",
+    reason="A gradient without elements needs no reduction.",
+)
+def parameter_without_rows(library: Library, mesh: DeviceMesh) -> str:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.empty = nn.Parameter(torch.ones(0, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight).sum() + self.empty.sum()
+
+    model = library.fully_shard(Model(), mesh=mesh)
+    model(torch.ones(2, 4)).backward()
+    return "right" if model.empty.grad.shape == (0, 4) else "wrong"
+
+
+@row(
+    SECTION,
+    "Ranks use different parameters of one group",
+    torch="message sizes differ between ranks: gloo aborts the process, or ranks hang",
+    torch_reports=r"died of SIGABRT",
+    here="message sizes never differ; all ranks get the same gradient",
+    reason="Routed models (experts, multi-task heads) choose parameters by their data.",
+)
+def ranks_use_different_parameters(library: Library, mesh: DeviceMesh) -> str:
+    rank = dist.get_rank()
+    model = library.fully_shard(seeded(Branches), mesh=mesh)
+    model(batch(0, rank), branch=rank == 0).sum().backward()
+    return compare_gradients(model, seeded(Branches), lambda m, r: m(batch(0, r), branch=r == 0).sum())
+
+
+@row(
+    SECTION,
+    "`clip_grad_norm_` with `norm_type=inf` where a rank has an empty shard",
+    torch="raises on the rank with the empty shard; the others hang",
+    torch_reports=r"Timed out|Connection closed",
+    here="`composable_fsdp.clip_grad_norm_` gives the norm of the whole gradient on every rank",
+    reason="A bias with fewer elements than ranks has empty shards.",
+)
+def infinite_norm_of_an_empty_shard(library: Library, mesh: DeviceMesh) -> str:
+    model = library.fully_shard(nn.Linear(4, 1, bias=False), mesh=mesh)
+    model(torch.full((1, 4), 2.0)).sum().backward()
+    clip: Any = clip_grad_norm_ if is_ours(library) else torch.nn.utils.clip_grad_norm_
+    norm = clip(model.parameters(), 1.0, norm_type=float("inf"))
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return "right" if norm.item() == 2.0 else f"wrong: {norm.item()}"
+
+
+@row(
+    SECTION,
+    "`clip_grad_norm_` over parameters on different meshes",
+    torch="raises",
+    torch_reports=r"RuntimeError",
+    here="`composable_fsdp.clip_grad_norm_` gives one norm",
+    reason="Experts and dense layers have meshes of their own.",
+)
+def norm_over_two_meshes(library: Library, mesh: DeviceMesh) -> str:
+    other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for layer, its_mesh in zip(model, (mesh, other), strict=True):
+        library.fully_shard(layer, mesh=its_mesh)
+        layer(torch.full((1, 4), 2.0)).sum().backward()
+    clip: Any = clip_grad_norm_ if is_ours(library) else torch.nn.utils.clip_grad_norm_
+    norm = clip(model.parameters(), 1.0)
+    return "right" if abs(float(norm) - 32**0.5 * 2) < 1e-5 else f"wrong: {norm}"
+
+
+@row(
+    SECTION,
+    "`Rprop` on sharded parameters",
+    torch="`DTensor` cannot run one of its operators in place: the step raises",
+    torch_reports=r"^RuntimeError: aten.index_put_",
+    here="`local_optimizer(Rprop(...))` steps on the local shards",
+    reason="Element-wise optimizers need no communication.",
+)
+def rprop(library: Library, mesh: DeviceMesh) -> str:
+    model, reference = library.fully_shard(seeded(Branches), mesh=mesh), seeded(Branches)
+    optimizer: Any = torch.optim.Rprop(model.parameters())
+    if is_ours(library):
+        optimizer = local_optimizer(optimizer)
+    model(batch(0, 0)).sum().backward()
+    optimizer.step()
+    reference(batch(0, 0)).sum().backward()
+    torch.optim.Rprop(reference.parameters()).step()
+    same = torch.equal(model.trunk.weight.full_tensor(), reference.trunk.weight)
+    return "right" if same else "wrong"
+
+
+@row(
+    SECTION,
+    "Trainable parameters of one group have two dtypes",
+    torch="an assertion about uniform dtypes, at the first forward",
+    torch_reports=r"AssertionError: FSDP expects uniform original parameter dtype",
+    here="each dtype has transfers of its own in the group",
+    reason="Adapters and norms in fp32 beside bf16 weights are common.",
+)
+def two_dtypes_in_a_group(library: Library, mesh: DeviceMesh) -> str:
+    class TwoDtypes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.single, self.double_ = nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.double_(self.single(x).double())
+            return out.sum()
+
+    model, reference = seeded(TwoDtypes), seeded(TwoDtypes)
+    library.fully_shard(model, mesh=mesh)
+    model(batch(0, dist.get_rank())).backward()
+    return compare_gradients(model, reference, lambda m, r: m(batch(0, r)))
+
+
+@row(
+    SECTION,
+    "A module's output is a view, and is changed in place before the loss",
+    torch="the hook of the output is lost: backward computes with freed parameters",
+    torch_reports=r"RuntimeError|wrong",
+    here="the gradient of the unsharded model",
+    reason="`out[:, 0] += 1` is legal in autograd.",
+)
+def view_output_changed_in_place(library: Library, mesh: DeviceMesh) -> str:
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+            return out.view(-1)
+
+    def loss(m: nn.Module, rank: int) -> torch.Tensor:
+        out = m(batch(0, rank))
+        out += 1
+        total: torch.Tensor = out.square().sum()
+        return total
+
+    def build() -> nn.Module:
+        return nn.Sequential(View())
+
+    model, reference = seeded(build), seeded(build)
+    library.fully_shard(model[0], mesh=mesh)
+    library.fully_shard(model, mesh=mesh)
+    loss(model, dist.get_rank()).backward()
+    return compare_gradients(model, reference, loss)
+
+
+@row(
+    SECTION,
+    "A module is skipped by all ranks in its first step, with `set_reduce_scatter_unused_params(True)`",
+    torch="`grad` is `None`; in later steps it is zeros",
+    torch_reports=r"^none \| none$",
+    here="`grad` is zeros in every step",
+    our_reports=r"^zeros \| zeros$",
+    reason="With the setting every trainable parameter has a gradient, so an optimizer treats all steps alike.",
+)
+def module_that_all_ranks_skip(library: Library, mesh: DeviceMesh) -> str:
+    model = seeded(Branches)
+    library.fully_shard(model.branch, mesh=mesh)
+    library.fully_shard(model, mesh=mesh)
+    model.set_reduce_scatter_unused_params(True)
+    model(batch(0, dist.get_rank()), branch=False).sum().backward()
+    gradient = model.branch.weight.grad
+    if gradient is None:
+        return "none"
+    return "zeros" if not gradient.to_local().any() else "something else"
+
+
+@row(
+    SECTION,
+    "A pending sum over a tensor-parallel axis, with `reduce_dtype=torch.float32`: 256 + 1",
+    torch="summed in `param_dtype`: 256",
+    torch_reports=r"^256 \| 256$",
+    here="summed in `reduce_dtype`: 257",
+    our_reports=r"^257 \| 257$",
+    reason="`reduce_dtype` is the dtype of sums over ranks, on every axis.",
+)
+def sum_over_a_tensor_parallel_axis(library: Library, mesh: DeviceMesh) -> str:
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    class Replicated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(distribute_tensor(torch.zeros(4), both["tp"], [Replicate()]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weight: Any = self.weight
+            total: torch.Tensor = (weight.to_local(grad_placements=[Partial()]) * x).sum()
+            return total
+
+    model: Any = library.fully_shard(Replicated(), mesh=both["dp"], mp_policy=bf16(library))
+    model.set_force_sum_reduction_for_comms(True)
+    model(torch.full((4,), 1.0 if dist.get_rank() else 256.0)).backward()
+    return f"{model.weight.grad.to_local()[0].item():g}"

@@ -1,0 +1,45 @@
+"""``python -m tests.helpers.comparison.page`` writes ``docs/compared-with-fsdp2.md`` from the rows."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from tests.helpers.comparison.catalogue import ROWS
+from tests.helpers.comparison.rows import Row
+
+__all__ = ["PAGE", "render"]
+
+PAGE = Path(__file__).parents[3] / "docs" / "compared-with-fsdp2.md"
+
+_HEAD = """\
+# Compared with torch's FSDP2
+
+Programs that torch's FSDP2 (2.13, on CPU with gloo) and this library answer differently. Each row is a test:
+`tests/parity/test_comparison.py` runs the program on both libraries and checks both outcomes. The last column is the
+name of the program: `pytest tests/parity/test_comparison.py -k NAME`. This page is made from these programs by
+`python -m tests.helpers.comparison.page`.
+"""
+
+_TAIL = """\
+## Not compared
+
+`set_state_dict(broadcast_from_rank0=True)` with empty dicts is torch's own function; this library has no other.
+`set_symm_mem_for_comm` raises `UnsupportedError`, and so does pickling a sharded module.
+"""
+
+
+def render() -> str:
+    """The page's text."""
+    sections = groupby(ROWS.values(), key=lambda row: row.section)
+    return "\n".join([_HEAD, *(_table(title, list(rows)) for title, rows in sections), _TAIL])
+
+
+def _table(title: str, rows: list[Row]) -> str:
+    lines = [f"## {title}", "", "| program | torch's FSDP2 | here | reason | test |", "|---|---|---|---|---|"]
+    lines += [f"| {row.title} | {row.torch} | {row.here} | {row.reason} | `{row.name}` |" for row in rows]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

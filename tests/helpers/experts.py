@@ -1,0 +1,72 @@
+"""A model of dense layers and experts, and its placement on two meshes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Shard
+
+from tests.helpers.models import Task, seeded, squared_error, vectors
+
+__all__ = ["MIXTURE", "NUM_EXPERTS", "Experts", "place_experts"]
+
+NUM_EXPERTS = 4
+
+
+class Experts(nn.Module):
+    """Expert-parallel ranks hold some of the experts, and these are a chain here. Rows and columns are 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, 5, 5) / 2)
+        self.gain = nn.Parameter(torch.ones(NUM_EXPERTS, 5))
+        self.held = slice(0, NUM_EXPERTS)
+        """Those that the reference uses; what is sharded has no others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, gain = (p.to_local() if isinstance(p, DTensor) else p[self.held] for p in (self.weight, self.gain))
+        for expert, scale in zip(weight, gain, strict=True):
+            x = torch.tanh(x @ expert) * scale
+        return x
+
+
+class Layer(nn.Module):
+    """A dense layer and experts: one group with parameters on two meshes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(5, 5)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.experts(self.dense(x))
+        return out
+
+
+class MixtureModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+MIXTURE = Task(seeded(MixtureModel), vectors(5, 3), squared_error)
+
+
+def place_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Cuts the experts over the expert-parallel ``mesh``. Returns their parameters."""
+    placed = set()
+    for experts in (m for m in model.modules() if isinstance(m, Experts)):
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            whole = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            experts.register_parameter(name, whole)
+            placed.add(whole)
+    return placed

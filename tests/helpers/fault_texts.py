@@ -1,0 +1,51 @@
+"""Texts that are data: a file holds them, a test compares, and ``COMPOSABLE_FSDP_GOLDEN=write`` writes them anew.
+
+What changes from run to run is written as a letter: ``P`` a process, ``N`` a number of operations or steps, ``T`` a
+time, ``...`` what gloo or the system says in its own words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+__all__ = ["assert_golden", "normalised", "read_golden"]
+
+FAULTS = Path(__file__).with_name("fault_texts.txt")
+VARIABLE = "COMPOSABLE_FSDP_GOLDEN"
+
+_HEADING = re.compile(r"^=== (.*)$", re.MULTILINE)
+_CHANGING = {
+    r"(?<=process )\d+": "P",
+    r"(?<=operation )\d+": "N",
+    r"\d+ steps? done": "N steps done",
+    r"\b\d+(\.\d+)?(?= s\b)": "T",
+    r"(?<=gloo says: ).*": "...",
+    r"(?<=[a-z] )\d+(?= \(\d+ bytes)": "N",
+}
+
+
+def normalised(text: str) -> str:
+    for pattern, letter in _CHANGING.items():
+        text = re.sub(pattern, letter, text, flags=re.IGNORECASE)
+    return text
+
+
+def read_golden() -> dict[str, str]:
+    """Texts by name."""
+    parts = _HEADING.split(FAULTS.read_text()) if FAULTS.exists() else [""]
+    return {name: text.strip("\n") for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def assert_golden(name: str, text: str) -> None:
+    """``text`` is what the file has under ``name``."""
+    known, now = read_golden(), normalised(text)
+    if os.environ.get(VARIABLE) == "write":
+        known[name] = now
+        FAULTS.write_text("\n".join(f"=== {key}\n{value}\n" for key, value in sorted(known.items())))
+        return
+    before = known.get(name, "")
+    difference = "\n".join(difflib.unified_diff(before.split("\n"), now.split("\n"), "golden", "now", lineterm=""))
+    assert now == before, f"{name} is told otherwise; {VARIABLE}=write accepts that:\n{difference}"

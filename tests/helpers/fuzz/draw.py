@@ -1,0 +1,183 @@
+"""Strategies for programs. Every draw has its simplest value first, so that what is left after shrinking matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from tests.helpers.fuzz.programs import (
+    ARRIVALS,
+    BACKWARDS,
+    BLOCKS,
+    BY_HAND,
+    FAILS,
+    HOLDS,
+    KEEPS,
+    LEAVES,
+    MODES,
+    OPTIMIZERS,
+    ORDERS,
+    RETURNS,
+    STEPS,
+    WHENS,
+    Again,
+    Block,
+    Leaf,
+    Node,
+    Placing,
+    Precision,
+    Program,
+    ShardCall,
+    Step,
+    completed,
+)
+
+__all__ = ["programs"]
+
+T = TypeVar("T")
+Draw = Callable[..., T]  # of hypothesis; its own type asks for more than we use
+
+DEPTH = 3
+MESHES = {1: ((1,), (1, 1)), 2: ((2,), (1, 2), (2, 1)), 4: ((4,), (2, 2), (1, 4), (4, 1))}
+DTYPES = ("float64", "float32", "bfloat16")
+SOME_STEPS = st.sampled_from([(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+
+
+@st.composite
+def programs(draw: Draw, world_size: int = 2) -> Program:
+    """Programs for so many ranks that the library should run."""
+    placing = _maybe(draw, _placings(), None)
+    tensor_ranks = 1 if placing is None else placing.tensor_ranks
+    mesh = draw(st.sampled_from(MESHES[world_size // tensor_ranks]))
+    tree = completed(draw(_blocks(DEPTH, mesh[-1], is_root=True)))
+    steps = draw(st.lists(_steps(), min_size=1, max_size=STEPS))
+    if not _is_sharded(tree):  # the last backward may not reach every root, and one that it does not reach holds on
+        steps = [replace(step, hold="none") for step in steps]
+    return Program(
+        tree=tree,
+        width=draw(st.sampled_from([2, 1, 3, 4, 5, 7])),
+        mesh=mesh,
+        placing=placing,
+        optimizer=draw(st.sampled_from(["sgd", *OPTIMIZERS])),
+        feedback=_maybe(draw, st.just(True), False),
+        steps=tuple(steps[i % len(steps)] for i in range(STEPS)),
+        by_seed=len(repr(tree)) % 3 == 0,  # not drawn: each draw makes others come out differently
+    )
+
+
+@st.composite
+def _placings(draw: Draw) -> Placing:
+    full = draw(st.sampled_from([True, True, False]))
+    arrival = draw(st.sampled_from(ARRIVALS)) if full else ARRIVALS[0]
+    return Placing(tensor_ranks=draw(st.sampled_from([1, 2])) if full else 2, full=full, arrival=arrival)
+
+
+def _is_sharded(tree: Node) -> bool:
+    return not isinstance(tree, Again) and tree.state is not None
+
+
+def _maybe(draw: Draw, strategy: st.SearchStrategy[T], default: T, one_in: int = 4) -> T:
+    """Mostly the default."""
+    return draw(strategy) if draw(st.integers(0, one_in - 1)) == one_in - 1 else default
+
+
+def _states(draw: Draw, shards: int, one_in: int = 2, *, is_root: bool = False) -> ShardCall | None:
+    return _maybe(draw, _some_unit(shards), ShardCall() if is_root else None, one_in)
+
+
+@st.composite
+def _some_unit(draw: Draw, shards: int) -> ShardCall:
+    lists = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+    smaller = [n for n in (1, 2, 4) if n <= shards]
+    return ShardCall(
+        reshard=draw(st.sampled_from([None, True, False, *smaller])),
+        dim=_maybe(draw, st.sampled_from([1, -1, 2, -2]), 0),
+        precision=_maybe(draw, _precisions(), Precision()),
+        tied=_maybe(draw, st.just(True), False),
+        forward_prefetch=_maybe(draw, lists, None, 6),
+        backward_prefetch=_maybe(draw, lists, None, 6),
+        method=_maybe(draw, st.just(True), False, 8),
+    )
+
+
+@st.composite
+def _precisions(draw: Draw) -> Precision:
+    names = st.sampled_from([None, *DTYPES])
+    return Precision(
+        param=draw(names), reduce=draw(names), output=_maybe(draw, names, None), cast_inputs=draw(st.booleans())
+    )
+
+
+@st.composite
+def _leaves(draw: Draw, shards: int) -> Leaf:
+    ignored = _maybe(draw, st.just(True), False, 16)
+    frozen = tuple(range(STEPS)) if ignored else _maybe(draw, SOME_STEPS, ())
+    borrows = _maybe(draw, st.just(True), False)
+    return Leaf(
+        kind="linear" if borrows else draw(st.sampled_from(LEAVES)),
+        size=draw(st.sampled_from([1, 2, 3, 5])),
+        bias=draw(st.booleans()),
+        dtype=_maybe(draw, st.sampled_from(DTYPES), "float64"),
+        frozen=frozen,
+        part=draw(st.sampled_from(["all", "first", "rest"])) if frozen and not ignored else "all",
+        ignored=ignored,
+        borrows=borrows,
+        absent=_maybe(draw, SOME_STEPS, (), 10),
+        returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
+        uses_all=draw(st.booleans()),
+        state=_states(draw, shards, 3),
+    )
+
+
+@st.composite
+def _blocks(draw: Draw, depth: int, shards: int, *, is_root: bool = False) -> Block:
+    node = _nodes(depth - 1, shards)
+    return Block(
+        kind=draw(st.sampled_from(BLOCKS)),
+        children=tuple(draw(st.lists(node, min_size=1, max_size=3))),
+        times=draw(st.integers(2, 3)),
+        absent=() if is_root else _maybe(draw, SOME_STEPS, (), 10),
+        returns=_maybe(draw, st.sampled_from(RETURNS[1:]), "tensor"),
+        uses_all=draw(st.booleans()),
+        together=_states(draw, shards),
+        state=draw(st.sampled_from([ShardCall(), None]))
+        if is_root and draw(st.booleans())
+        else _states(draw, shards, is_root=is_root),
+    )
+
+
+@st.composite
+def _nodes(draw: Draw, depth: int, shards: int) -> Node:
+    kinds = ["leaf", "leaf", "leaf", "again"] + ["block"] * (2 if depth > 0 else 0)
+    kind = draw(st.sampled_from(kinds))
+    if kind == "again":
+        return Again(draw(st.integers(0, 7)))
+    node: Node = draw(_leaves(shards) if kind == "leaf" else _blocks(depth, shards))
+    return node
+
+
+@st.composite
+def _steps(draw: Draw) -> Step:
+    evaluations = st.lists(st.tuples(st.sampled_from(WHENS), st.sampled_from(MODES)), min_size=1, max_size=2)
+    backwards = tuple(draw(st.lists(st.sampled_from(["all", *BACKWARDS]), min_size=1, max_size=3)))
+    is_last = _maybe(draw, st.just(True), False)
+    if is_last:  # who announces a last backward must come to it: one output may need no gradient, their sum does
+        backwards = ("all", *backwards[1:-1], "all")[-len(backwards) :]
+    return Step(
+        backwards=backwards,
+        order=draw(st.sampled_from(["in turn", *ORDERS])) if len(backwards) > 1 else "in turn",
+        hold=_maybe(draw, st.sampled_from(HOLDS[1:]), "none", 3),
+        keep=_maybe(draw, st.sampled_from(KEEPS[1:]), "never", 3),
+        is_last=is_last,
+        evaluate=_maybe(draw, evaluations.map(tuple), (), 3),
+        input_grad=draw(st.booleans()),
+        abandoned=_maybe(draw, st.just(True), False, 8),
+        by_hand=_maybe(draw, st.sampled_from(BY_HAND[1:]), "nothing", 2),
+        reshard=_maybe(draw, st.booleans(), None, 6),
+        fails=_maybe(draw, st.sampled_from(FAILS[1:]), "never", 4),
+        fails_at=draw(st.integers(0, 4)),
+        generate=_maybe(draw, st.just(True), False, 10),
+    )

@@ -1,0 +1,158 @@
+"""What programs can make use of, and those that are not drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from tests.helpers.fuzz.programs import (
+    ARRIVALS,
+    BACKWARDS,
+    BLOCKS,
+    BY_HAND,
+    FAILS,
+    HOLDS,
+    KEEPS,
+    LEAVES,
+    MODES,
+    OPTIMIZERS,
+    ORDERS,
+    RETURNS,
+    STEPS,
+    WHENS,
+    Again,
+    Block,
+    Leaf,
+    Program,
+    ShardCall,
+    Step,
+    borrowed,
+    groups,
+    places,
+)
+
+__all__ = ["FEATURES", "features"]
+
+
+def _any_node(test: Callable[[Leaf | Block], object]) -> Callable[[Program], bool]:
+    return lambda program: any(not isinstance(p.node, Again) and bool(test(p.node)) for p in places(program.tree))
+
+
+def _any_leaf(test: Callable[[Leaf], object]) -> Callable[[Program], bool]:
+    return _any_node(lambda node: isinstance(node, Leaf) and test(node))
+
+
+def _any_unit(test: Callable[[ShardCall], object]) -> Callable[[Program], bool]:
+    return lambda program: any(test(state) for state in groups(program.tree).values())
+
+
+def _any_step(test: Callable[[Step], object]) -> Callable[[Program], bool]:
+    return lambda program: any(test(step) for step in program.steps)
+
+
+def _full_mesh(test: Callable[[Program], object]) -> Callable[[Program], bool]:
+    return lambda program: program.placing is not None and program.placing.full and bool(test(program))
+
+
+def _kind(kind: str) -> Callable[[Program], bool]:
+    return _any_node(lambda node: node.kind == kind)
+
+
+def _mixes_dtypes(program: Program) -> bool:
+    found: dict[object, set[str]] = {}
+    for place in places(program.tree):
+        if isinstance(place.node, Leaf):
+            found.setdefault(place.state, set()).add(place.node.dtype)
+    return any(len(dtypes) > 1 for dtypes in found.values())
+
+
+def _lists(program: Program) -> Iterable[list[Leaf | Block]]:
+    """The modules of each list of several."""
+    found: dict[object, list[Leaf | Block]] = {}
+    for place in places(program.tree):
+        if place.is_listed and not isinstance(place.node, Again):
+            found.setdefault(place.state, []).append(place.node)
+    return [nodes for nodes in found.values() if len(nodes) > 1]
+
+
+FEATURES: Mapping[str, Callable[[Program], bool]] = {
+    **{f"leaf {kind}": _kind(kind) for kind in LEAVES},
+    **{f"block {kind}": _kind(kind) for kind in BLOCKS},
+    **{f"returns {kind}": _any_node(lambda n, k=kind: n.returns == k) for kind in RETURNS},  # type: ignore[misc]
+    **{f"backward {kind}": _any_step(lambda s, k=kind: k in s.backwards) for kind in BACKWARDS},  # type: ignore[misc]
+    **{f"order {kind}": _any_step(lambda s, k=kind: s.order == k) for kind in ORDERS},  # type: ignore[misc]
+    **{f"hold {kind}": _any_step(lambda s, k=kind: s.hold == k) for kind in HOLDS},  # type: ignore[misc]
+    **{f"keep {kind}": _any_step(lambda s, k=kind: s.keep == k) for kind in KEEPS},  # type: ignore[misc]
+    **{f"by hand {kind}": _any_step(lambda s, k=kind: s.by_hand == k) for kind in BY_HAND},  # type: ignore[misc]
+    **{f"fails {kind}": _any_step(lambda s, k=kind: s.fails == k) for kind in FAILS},  # type: ignore[misc]
+    **{f"optimizer {kind}": (lambda p, k=kind: p.optimizer == k) for kind in OPTIMIZERS},  # type: ignore[misc]
+    **{
+        f"evaluate {when}, {mode}": _any_step(lambda s, pair=(when, mode): pair in s.evaluate)  # type: ignore[misc]
+        for when in WHENS
+        for mode in MODES
+    },
+    **{
+        f"reshard_after_forward {value}": _any_unit(lambda u, v=value: u.reshard is v)  # type: ignore[misc]
+        for value in (True, False, None, 1, 2)
+    },
+    **{f"{n}-d mesh": (lambda p, n=n: len(p.mesh) == n) for n in (1, 2)},  # type: ignore[misc]
+    **{
+        f"dp_mesh_dims, gradients {kind}": _full_mesh(lambda p, k=kind: p.placing.arrival == k)  # type: ignore[misc]
+        for kind in ARRIVALS
+    },
+    "dp_mesh_dims, sgd": _full_mesh(lambda p: p.optimizer == "sgd"),
+    **{f"dp_mesh_dims, {n}-d data mesh": _full_mesh(lambda p, n=n: len(p.mesh) == n) for n in (1, 2)},  # type: ignore[misc]
+    "dp_mesh_dims and a tensor-parallel dim": _full_mesh(lambda p: p.tensor_ranks > 1),
+    "tensor-parallel mesh": lambda p: p.placing is not None and not p.placing.full,
+    "tensor-parallel sums with reduce_dtype": lambda p: (
+        p.tensor_ranks > 1 and any(state.precision.reduce for state in groups(p.tree).values())
+    ),
+    "initialised by seed": lambda p: p.by_seed,
+    "two threads": lambda p: p.beside is not None,
+    "mesh without shards": lambda p: len(p.mesh) == 2 and p.mesh[1] == 1,
+    "mesh without replicas": lambda p: len(p.mesh) == 2 and p.mesh[0] == 1,
+    "set_reshard_after_forward": _any_step(lambda s: s.reshard is not None),
+    "error feedback": lambda p: p.feedback,
+    "error feedback and a failed step": lambda p: p.feedback and any(s.fails != "never" for s in p.steps),
+    "different numbers of forwards": _any_step(lambda s: s.generate),
+    "set_is_last_backward": _any_step(lambda s: s.is_last),
+    "several microbatches": _any_step(lambda s: len(s.backwards) > 1),
+    "inputs with gradient": _any_step(lambda s: s.input_grad),
+    "inputs without gradient": _any_step(lambda s: not s.input_grad),
+    "abandoned forward": _any_step(lambda s: s.abandoned),
+    "all outputs used": _any_node(lambda n: n.uses_all and n.returns not in ("tensor", "view")),
+    "output not used": _any_node(lambda n: not n.uses_all and n.returns not in ("tensor", "view")),
+    "module shared": lambda p: any(place.target is not None for place in places(p.tree)),
+    "parameter tied": _any_unit(lambda u: u.tied),
+    "took no part": _any_node(lambda n: 0 < len(n.absent) < STEPS),
+    "frozen": _any_leaf(lambda n: len(n.frozen) == STEPS),
+    "frozen and thawed": _any_leaf(lambda n: 0 < len(n.frozen) < STEPS),
+    "partly frozen": _any_leaf(lambda n: n.frozen and n.part != "all"),
+    "ignored": _any_leaf(lambda n: n.ignored),
+    "one row": _any_leaf(lambda n: n.kind in ("thin", "table", "conv", "idle") and n.size == 1),
+    "uneven rows": lambda p: p.width % 2 == 1 and p.width > 1,
+    "dtypes mixed in a group": _mixes_dtypes,
+    "Shard(d), d > 0": _any_unit(lambda u: u.dim > 0),
+    "Shard(d), d < 0": _any_unit(lambda u: u.dim < 0),
+    "param_dtype": _any_unit(lambda u: u.precision.param),
+    "reduce_dtype": _any_unit(lambda u: u.precision.reduce),
+    "output_dtype": _any_unit(lambda u: u.precision.output),
+    "inputs not cast": _any_unit(lambda u: u.precision.param and not u.precision.cast_inputs),
+    "forward prefetch list": _any_unit(lambda u: u.forward_prefetch is not None),
+    "backward prefetch list": _any_unit(lambda u: u.backward_prefetch is not None),
+    "registered method": _any_unit(lambda u: u.method),
+    "list of modules": lambda p: any(_lists(p)),
+    "list of blocks": lambda p: any(any(isinstance(n, Block) for n in nodes) for nodes in _lists(p)),
+    "list that is a root": lambda p: any(place.is_listed and place.state == place.root for place in places(p.tree)),
+    "took no part in its list": lambda p: any(any(0 < len(n.absent) < STEPS for n in nodes) for nodes in _lists(p)),
+    "parameter of another group": lambda p: bool(borrowed(p.tree)),
+    "one unit": lambda p: len(groups(p.tree)) == 1,
+    "several units": lambda p: len(groups(p.tree)) > 1,
+    "units in units": lambda p: any(place.state != place.root for place in places(p.tree)),
+    "several roots": lambda p: len({place.root for place in places(p.tree)} - {None}) > 1,
+}
+"""What programs can be made of; ``test_fuzz`` sees to it that each occurs."""
+
+
+def features(program: Program) -> list[str]:
+    """Names of what ``program`` makes use of."""
+    return [name for name, is_used in FEATURES.items() if is_used(program)]

@@ -1,0 +1,311 @@
+"""The modules that programs speak of. The same program gives the same module on every rank.
+
+Every module maps inputs of shape ``(batch, width)`` to outputs of that shape, in one of several containers, and
+computes in the dtype of its own parameters, whatever it is given. Which parts it calls may depend on the step, through
+its ``Clock``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.fuzz.programs import Block, Leaf, Program, ShardCall, borrowed, groups, places
+
+__all__ = [
+    "BlockModule",
+    "Clock",
+    "LeafModule",
+    "Pair",
+    "Part",
+    "build",
+    "first_and_rest",
+    "freeze",
+    "parts",
+    "randomise",
+    "states",
+]
+
+
+@dataclass
+class Clock:
+    """The step that is being trained, and the module that fails in it."""
+
+    step: int = 0
+    fails: str = "never"
+    countdown: int = 0
+
+    def run(self, where: str) -> None:
+        """A module runs. The one for which the clock is set fails, once."""
+        if self.fails == where:
+            self.countdown -= 1
+            if self.countdown < 0:
+                self.fails = "never"
+                raise ArithmeticError("no luck")
+
+
+@dataclass
+class Pair:
+    """An output that pytree does not know."""
+
+    first: torch.Tensor
+    rest: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group that a module's own parameters belong to: where its unit is in the tree, and which."""
+
+    path: tuple[int, ...] | None = None
+    state: ShardCall | None = None
+
+
+class Part(nn.Module):
+    """What ``LeafModule`` and ``BlockModule`` share: the container of the outputs, and the call of another part.
+
+    ``state`` is how it is sharded, by itself or in a list.
+    """
+
+    node: Leaf | Block
+
+    def __init__(self, node: Leaf | Block, group: Group, clock: Clock) -> None:
+        super().__init__()
+        self.node, self.group, self.clock = node, group, clock
+        self.state: ShardCall | None = None
+
+    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> Any:
+        self.clock.run("forward")
+        first, rest = self.compute(x, depth)
+        if self.clock.fails == "backward" and first.requires_grad:
+            first.register_hook(lambda _: self.clock.run("backward"))
+        return _contained(self.node.returns, x, first, first * 0.5 if rest is None else rest)
+
+    def other(self, x: torch.Tensor) -> Any:
+        """To be registered as a forward method."""
+        return self.forward(x)
+
+
+def run(part: Part, x: torch.Tensor) -> torch.Tensor:
+    """Calls ``part`` as its node says, and takes of the outputs what that says."""
+    if part.clock.step in part.node.absent:
+        return x
+    state = part.state
+    first, rest = first_and_rest(part.other(x) if state is not None and state.method else part(x=x))
+    if part.node.returns == "view":
+        return first.mul_(0.5)
+    return first + 0.25 * rest if rest is not None and part.node.uses_all else first
+
+
+def first_and_rest(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The two tensors of an output, or the only one."""
+    match output:
+        case (first, rest) | {"first": first, "more": [{"rest": rest}, None]} | {"first": first, "rest": rest}:
+            return first, rest
+        case Pair(first, rest):
+            return first, rest
+        case _:
+            return output, None
+
+
+def _contained(returns: str, x: torch.Tensor, first: torch.Tensor, rest: torch.Tensor) -> Any:
+    match returns:
+        case "tuple":
+            return first, rest
+        case "dict":
+            return {"first": first, "rest": rest}
+        case "nested":
+            return {"first": first, "more": [{"rest": rest}, None]}
+        case "dataclass":
+            return Pair(first, rest)
+        case "with input":
+            return first, x
+        case "view":
+            return (first * 1.0).view(-1).view(first.shape)
+        case _:
+            return first
+
+
+class LeafModule(Part):
+    """Parameters by kind; initial values depend on ``number`` alone."""
+
+    node: Leaf
+
+    weight: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(self, node: Leaf, group: Group, clock: Clock, width: int, number: int) -> None:
+        super().__init__(node, group, clock)
+        generator = torch.Generator().manual_seed(number)
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {
+            "linear": {"weight": (width, width), "bias": (width,)},
+            "thin": {"up": (node.size, width), "down": (width, node.size), "bias": (width,)},
+            "norm": {"weight": (width,), "bias": (width,)},
+            "scale": {"weight": (1,), "bias": (1, width)},
+            "table": {"weight": (node.size, width)},
+            "conv": {"weight": (node.size, 1, 3), "bias": (node.size,)},
+            "empty": {"weight": (0, width), "bias": (width,)},
+            "idle": {"weight": (node.size, width)},
+        }
+        self.bias: nn.Parameter | None = None
+        self.lender: tuple[int, ...] | None = None
+        self.arrive: list[Placement] = []
+        """How gradients of parameters that are DTensors come back to them."""
+        for name, shape in shapes[node.kind].items():
+            if name != "bias" or node.bias:
+                values = torch.randn(shape, generator=generator, dtype=torch.float64)
+                setattr(self, name, nn.Parameter(values.to(getattr(torch, node.dtype))))
+
+    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = x.to(next(self.parameters(recurse=False)).dtype)
+        kinds: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "linear": lambda x: F.linear(x, self.own(self.weight), self.own_bias()),
+            "thin": lambda x: F.linear(
+                torch.tanh(F.linear(x, self.own(self.up))), self.own(self.down), self.own_bias()
+            ),
+            "norm": lambda x: (
+                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * self.own(self.weight) + self.offset()
+            ),
+            "scale": lambda x: x * self.own(self.weight) + self.offset(),
+            "table": lambda x: x + self.own(self.weight)[torch.arange(x.size(0)) % self.node.size],
+            "conv": self.convolve,
+            "empty": lambda x: x + self.own(self.weight).sum(0) + self.offset(),
+            "idle": lambda x: x * 2.0,
+        }
+        return torch.tanh(kinds[self.node.kind](x)), None
+
+    def own(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank computes with."""
+        return parameter.to_local(grad_placements=self.arrive) if isinstance(parameter, DTensor) else parameter
+
+    def own_bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else self.own(self.bias)
+
+    def offset(self) -> torch.Tensor | float:
+        return 0.0 if self.bias is None else self.own(self.bias)
+
+    def convolve(self, x: torch.Tensor) -> torch.Tensor:
+        windows = F.pad(x, (1, 1)).unfold(1, 3, 1)
+        return (F.linear(windows, self.own(self.weight).flatten(1)) + self.offset()).mean(-1)
+
+
+class BlockModule(Part):
+    """Calls its parts as its kind says."""
+
+    node: Block
+
+    def __init__(self, node: Block, group: Group, clock: Clock) -> None:
+        super().__init__(node, group, clock)
+        self.parts = nn.ModuleList()
+
+    def all_parts(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            assert isinstance(part, Part)
+            x = run(part, x)
+        return x
+
+    def compute(self, x: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        first, last = self.parts[0], self.parts[-1]
+        assert isinstance(first, Part)
+        assert isinstance(last, Part)
+        match self.node.kind:
+            case "residual":
+                return x + self.all_parts(x), None
+            case "fork":
+                return run(first, x), run(last, x)
+            case "dead":  # nobody looks at what it computes
+                self.all_parts(x)
+                return x, None
+            case "repeat":
+                for _ in range(self.node.times):
+                    x = self.all_parts(x)
+                return x, None
+            case "recursive":
+                x = run(first, x)
+                if depth < self.node.times:
+                    x = first_and_rest(self(x, depth + 1))[0]
+                return run(last, x), None
+            case "checkpoint" | "reentrant checkpoint" as kind:
+                # The reentrant kind gives no gradients at all if no input needs one.
+                reentrant = kind.startswith("reentrant") and x.requires_grad
+                return checkpoint(self.all_parts, x, use_reentrant=reentrant), None
+            case _:
+                return self.all_parts(x), None
+
+
+def build(program: Program, clock: Clock) -> Part:
+    """The unsharded module."""
+    found, unit_at = places(program.tree), groups(program.tree)
+    built: dict[tuple[int, ...], Part] = {}
+    for number, place in reversed(list(enumerate(found))):  # children before their parents
+        node, group = place.node, Group(place.state, None if place.state is None else unit_at[place.state])
+        if isinstance(node, Leaf):
+            built[place.path] = LeafModule(node, group, clock, program.width, number)
+        elif isinstance(node, Block):
+            built[place.path] = BlockModule(node, group, clock)
+        if place.path in built and (place.is_listed or place.path == place.state):
+            built[place.path].state = group.state
+    for place in found:
+        if place.path:
+            above = built[place.path[:-1]]
+            assert isinstance(above, BlockModule)
+            source = place.path if place.target is None else place.target
+            above.parts.append(built[source])
+    _tie([part for place in found if isinstance(part := built.get(place.path), LeafModule)])
+    for borrower, owner in borrowed(program.tree).items():
+        _lend(built[owner], built[borrower])
+    return built[()]
+
+
+def _tie(leaves: list[LeafModule]) -> None:
+    first: dict[object, nn.Parameter] = {}
+    for leaf in leaves:
+        state, node = leaf.group.state, leaf.node
+        if state is not None and state.tied and node.kind == "linear" and not node.ignored:
+            leaf.weight = first.setdefault((leaf.group.path, node.dtype), leaf.weight)
+
+
+def _lend(owner: Part, borrower: Part) -> None:
+    assert isinstance(owner, LeafModule)
+    assert isinstance(borrower, LeafModule)
+    borrower.weight, borrower.lender = owner.weight, owner.group.path
+    del borrower.bias  # it might compute in another dtype
+    borrower.bias = None
+
+
+def parts(model: nn.Module) -> Iterator[Part]:
+    """All modules of a program, each once, a parent before its children."""
+    return (module for module in model.modules() if isinstance(module, Part))
+
+
+def states(model: nn.Module) -> list[Part]:
+    """Those that are given to ``fully_shard``."""
+    return [part for part in parts(model) if part.state is not None]
+
+
+@torch.no_grad()
+def randomise(module: nn.Module) -> None:
+    """Values for the parameters of one module from the default generator."""
+    if isinstance(module, LeafModule):
+        for parameter in module.parameters(recurse=False):
+            parameter.normal_()
+
+
+def freeze(model: nn.Module, step: int) -> None:
+    """Freezes and thaws for ``step`` whatever parameters are registered now."""
+    for part in parts(model):
+        if isinstance(part, LeafModule):
+            for i, parameter in enumerate(part.parameters(recurse=False)):
+                chosen = {"all": True, "first": i == 0, "rest": i > 0}[part.node.part]
+                parameter.requires_grad_(not (chosen and step in part.node.frozen))

@@ -1,0 +1,254 @@
+"""Programs on one unsharded model, and the comparison of a sharded run with that.
+
+The reference plays all ranks' parts in turn and knows nothing of collectives. For mixed precision it keeps a second set
+of parameters, in the dtypes in which modules compute, and says in plain arithmetic what the policy promises: gradients
+are cast, held, summed over ranks, divided, and cast again.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.helpers.fuzz.model import Clock, Group, LeafModule, Pair, Part, build, freeze, randomise, states
+from tests.helpers.fuzz.programs import Leaf, Placing, Precision, Program, Step, groups, places
+from tests.helpers.fuzz.run import (
+    OPTIMIZERS,
+    SEED,
+    Driver,
+    Make,
+    Run,
+    dtype_of,
+    has_dim,
+    made_in_order,
+    makers,
+    mesh_of,
+    play,
+    train_sharded,
+)
+from tests.helpers.threads import together
+
+__all__ = ["differences"]
+
+TOLERANCES = {"float64": (1e-9, 1e-11), "float32": (1e-4, 1e-5), "bfloat16": (0.05, 0.1)}
+"""Relative and absolute, by the coarsest dtype that a program uses. What is absolute grows with the largest value of a
+tensor: where large addends cancel, as in a layer that runs nine times, their rounding is what is left; and one bf16
+weight that an optimizer rounded the other way is felt nine times. What is wrong shows in the programs of float64.
+"""
+
+
+class Reference(Driver):
+    """The unsharded model. ``masters`` are its parameters at rest, ``computing`` those that the modules have."""
+
+    def __init__(self, program: Program, clock: Clock) -> None:
+        self.model = build(program, clock)
+        if program.by_seed:
+            torch.manual_seed(SEED)
+            self.model.apply(randomise)
+        self.computing = dict(self.model.named_parameters())
+        self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self.computing.items()}
+        self.groups: dict[str, Group] = {}
+        for prefix, part in self.model.named_modules():
+            if isinstance(part, LeafModule):
+                group = Group() if part.node.ignored else part.group
+                self.groups |= {f"{prefix}.{name}".lstrip("."): group for name in part._parameters}
+        for name, parameter in self.computing.items():
+            dtype = dtype_of(precision_of(self.groups[name]).param)
+            parameter.data = parameter.data.to(dtype or parameter.dtype)
+        for part in states(self.model):
+            cast_around(part)
+        found = places(program.tree)
+        everything = {p.state for p in found}
+        self.holding = {"none": set(), "roots": {p.root for p in found}}
+        self.holding |= dict.fromkeys(("all", "no_sync", "no_sync, sharded"), everything)
+        self.holding["no_sync of a part"] = {part.group.path for part in states(states(self.model)[-1])}
+        self.rank = 0
+        self.data_ranks = prod(program.mesh)
+        self.held: list[dict[str, torch.Tensor]] = [{} for _ in range(program.world_size)]
+        self.sent: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(program.world_size)]
+
+    def begin(self, rank: int) -> None:
+        """Rank ``rank``'s part comes next."""
+        self.rank = rank
+        with torch.no_grad():
+            for name, parameter in self.computing.items():
+                parameter.copy_(self.masters[name])
+
+    def after_backward(self, step: Step, is_last: bool) -> None:
+        held = self.held[self.rank]
+        for name, parameter in self.computing.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                gradient = gradient.to(dtype_of(precision_of(self.groups[name]).reduce) or gradient.dtype)
+                held[name] = held[name] + gradient if name in held else gradient
+        holding = set() if is_last else self.holding[step.hold]
+        sent = {name for name in held if self.groups[name].path not in holding}
+        self.sent[self.rank].append({name: held[name] for name in sent})
+        self.held[self.rank] = {name: gradient for name, gradient in held.items() if name not in sent}
+
+    def finish(self) -> None:
+        """All ranks' parts have been played: their gradients become those of the masters."""
+        for messages in zip(*self.sent, strict=True):
+            for name in messages[0]:
+                master = self.masters[name]
+                total = torch.stack([message[name] for message in messages]).sum(0)
+                mean = (total / self.data_ranks).to(master.dtype)
+                master.grad = mean if master.grad is None else master.grad + mean
+        self.sent = [[] for _ in self.sent]
+
+
+def precision_of(group: Group) -> Precision:
+    return Precision() if group.state is None else group.state.precision
+
+
+def cast_around(part: Part) -> None:
+    """Casts inputs and outputs of every call as the policy of the part's unit asks for."""
+    state, forward = part.state, part.forward
+    assert state is not None
+    into = dtype_of(state.precision.param) if state.precision.cast_inputs else None
+    out_of = dtype_of(state.precision.output)
+
+    def casting(x: torch.Tensor, depth: int = 1) -> Any:
+        return cast(forward(x if into is None else x.to(into), depth), out_of)
+
+    if into is not None or out_of is not None:
+        part.forward = casting  # type: ignore[method-assign]
+
+
+def cast(output: Any, dtype: torch.dtype | None) -> Any:
+    match output:
+        case torch.Tensor():
+            return output if dtype is None else output.to(dtype)
+        case Pair(first, rest):
+            return Pair(cast(first, dtype), cast(rest, dtype))
+        case tuple() | list():
+            return type(output)(cast(item, dtype) for item in output)
+        case dict():
+            return {key: cast(item, dtype) for key, item in output.items()}
+        case _:
+            return output
+
+
+def train_reference(program: Program) -> list[Run]:
+    """What each rank should see."""
+    runs, clock = [Run() for _ in range(program.world_size)], Clock()
+    reference = Reference(program, clock)
+    optimizer = OPTIMIZERS[program.optimizer](reference.masters.values())
+    for clock.step, step in enumerate(program.steps):
+        optimizer.zero_grad()
+        freeze(reference.model, clock.step)
+        for rank, run in enumerate(runs):
+            reference.begin(rank)
+            play(reference.model, program.width, step, 100 * clock.step + rank, reference, run)
+        reference.finish()
+        for rank, run in enumerate(runs):
+            for name, master in reference.masters.items():
+                part = None if master.grad is None else part_of(master.grad, reference.groups[name], program, rank)
+                run.note(f"gradient of {name}", part)
+        optimizer.step()
+    for rank, run in enumerate(runs):
+        for name, master in reference.masters.items():
+            run.note(name, part_of(master, reference.groups[name], program, rank))
+    return runs
+
+
+def part_of(tensor: torch.Tensor, group: Group, program: Program, rank: int) -> torch.Tensor:
+    """What ``rank`` holds of it, by the rule of ``torch.chunk``; all of it where no group took it."""
+    if group.state is None:
+        return tensor
+    dim, shards = group.state.dim if has_dim(tensor, group.state) else 0, program.mesh[-1]
+    pieces, index = tensor.chunk(shards, dim), rank // program.tensor_ranks % shards
+    return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
+
+
+def tolerance(program: Program) -> tuple[float, float]:
+    used = {"float64"} | {place.node.dtype for place in places(program.tree) if isinstance(place.node, Leaf)}
+    for state in groups(program.tree).values():
+        precision = state.precision
+        used |= {name for name in (precision.param, precision.reduce, precision.output) if name is not None}
+    if program.feedback:
+        used.add("bfloat16")  # what gradients travel as
+    return TOLERANCES[next(name for name in reversed(TOLERANCES) if name in used)]
+
+
+def difference(program: Program, actual: Run, expected: Run, rank: int) -> str:
+    """The first thing that differs, or nothing."""
+    if actual.labels != expected.labels:
+        pairs = zip(actual.labels, expected.labels, strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), "their number")
+        return f"rank {rank} saw other things than the reference: {first}"
+    rtol, atol = tolerance(program)
+    for (label, _), a, b in zip(actual.labels, actual.values, expected.values, strict=True):
+        largest = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+        if not torch.allclose(a, b, rtol=rtol, atol=atol * largest):
+            position = actual.labels.index((label, a.numel()))
+            return f"rank {rank}: {label} (entry {position}) is {a.tolist()}, expected {b.tolist()}"
+    return ""
+
+
+# -- on the ranks
+
+
+TURN = 1e-4
+"""Seconds for which a thread runs before another one may; Python's own 5 ms are most of a program's time."""
+
+
+def differences(programs: Sequence[Program]) -> dict[int, str]:
+    """Trains every program and says what went wrong, by its position; those that are missing were well, or are told by
+    another rank: each trains the references of some."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    meshes: Meshes = {}
+    runs = [attempt(partial(train, program, meshes)) for program in programs]
+    everyone: list[list[list[Run]]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(everyone, runs)
+    found = {}
+    for i in range(rank, len(programs), ranks):
+        threads = programs[i].threads
+        told = (compared(program, [runs[i][n] for runs in everyone]) for n, program in enumerate(threads))
+        if text := next(filter(None, told), ""):
+            found[i] = text
+    return found
+
+
+Meshes = dict[tuple[int, tuple[int, ...], Placing | None], DeviceMesh]
+
+
+def train(program: Program, meshes: Meshes) -> list[Run]:
+    """What this rank sees of ``program`` and of what is trained beside it."""
+    threads: list[list[Make]] = []
+    for number, each in enumerate(program.threads):
+        key = number, each.mesh, each.placing
+        if key not in meshes:
+            meshes[key] = mesh_of(each, number)
+        threads.append(makers(each, meshes[key]))
+    if len(threads) == 1:
+        return [train_sharded(threads[0])]
+    threads = [made_in_order(each, makes) for each, makes in zip(program.threads, threads, strict=True)]
+    calls = [partial(attempt, lambda makes=makes: [train_sharded(makes)]) for makes in threads]  # type: ignore[misc]
+    return [run for runs in together(calls, TURN) for run in runs]
+
+
+def compared(program: Program, theirs: Sequence[Run]) -> str:
+    """What went wrong with ``program``, of which the ranks saw ``theirs``; or nothing."""
+    if text := next((run.error for run in theirs if run.error), ""):
+        return text
+    expected = attempt(lambda: train_reference(program))
+    if text := next((run.error for run in expected if run.error), ""):
+        return f"the reference failed: {text}"
+    texts = (difference(program, *pair, rank) for rank, pair in enumerate(zip(theirs, expected, strict=True)))
+    return next(filter(None, texts), "")
+
+
+def attempt(train: Callable[[], list[Run]]) -> list[Run]:
+    try:
+        return train()
+    except Exception:
+        return [Run(error=traceback.format_exc())]

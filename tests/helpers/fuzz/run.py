@@ -1,0 +1,466 @@
+"""Steps of programs, and programs on a sharded model. Everything a rank can see is noted, to be compared later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from composable_fsdp import (
+    Cast,
+    CommunicationPolicy,
+    DataParallelMeshDims,
+    ErrorFeedback,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    initialize,
+    no_sync,
+    register_fsdp_forward_method,
+)
+from composable_fsdp.trace import Recorder, TraceEvent, listeners
+from tests._internals import state_of
+from tests.helpers.fuzz.model import (
+    BlockModule,
+    Clock,
+    LeafModule,
+    Part,
+    build,
+    first_and_rest,
+    freeze,
+    parts,
+    randomise,
+    states,
+)
+from tests.helpers.fuzz.programs import Leaf, Placing, Program, ShardCall, Step, groups
+
+__all__ = [
+    "OPTIMIZERS",
+    "SEED",
+    "Driver",
+    "Make",
+    "Run",
+    "dtype_of",
+    "has_dim",
+    "made_in_order",
+    "makers",
+    "mesh_of",
+    "play",
+    "train_sharded",
+]
+
+BATCH = 3
+SEED = 7
+"""Of initialisation."""
+
+# eps as large as the gradients, so that Adam does not follow rounding where these are all rounding.
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, weight_decay=0.1, fused=True),
+}
+
+
+FEEDBACK = CommunicationPolicy(reduce_scatter=ErrorFeedback(Cast()), all_reduce=ErrorFeedback(Cast()), min_numel=1)
+
+
+@dataclass
+class Run:
+    """What a rank saw, in order: losses, gradients of inputs and of parameters, parameters. Empty where it failed."""
+
+    labels: list[tuple[str, int]] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+    error: str = ""
+
+    def note(self, label: str, value: torch.Tensor | None) -> None:
+        flat = torch.empty(0, dtype=torch.float64) if value is None else value.detach().reshape(-1).double().clone()
+        self.labels.append((f"{label} is None" if value is None else label, flat.numel()))
+        self.values.append(flat)
+
+
+class Driver:
+    """Around the passes of ``play``, for a model without gradients to share."""
+
+    def before_forward(self, step: Step) -> None: ...
+    def before_backward(self, step: Step, is_last: bool) -> None: ...
+    def after_backward(self, step: Step, is_last: bool) -> None: ...
+    def before_optimizer(self, step: Step) -> None: ...
+
+
+def play(model: Part, width: int, step: Step, seed: int, driver: Driver, run: Run) -> None:
+    """One step of one rank, up to the optimizer's."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch() -> torch.Tensor:
+        return torch.randn(BATCH, width, generator=generator, dtype=torch.float64)
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, rest = first_and_rest(model(x))
+        first = first.double()
+        return first.square().mean(), (first.sin() if rest is None else rest.double().cos()).mean()
+
+    def evaluate(when: str) -> None:
+        for then, mode in step.evaluate:
+            if then == when:
+                context: AbstractContextManager[object] = getattr(torch, mode)()
+                x = batch()
+                with context:
+                    values = torch.stack(forward(x))
+                run.note(f"evaluation {when}", values.clone())
+
+    def backward(kind: str, losses: tuple[torch.Tensor, torch.Tensor], *, is_last: bool) -> None:
+        first, second = losses
+        roots = {
+            "all": [first + second],
+            "twice": [first + second, first + second],
+            "first": [first],
+            "second": [second],
+            "first, then second": [first, second],
+        }[kind]
+        for i, root in enumerate(roots):
+            ends = is_last and i == len(roots) - 1
+            if root.requires_grad:
+                driver.before_backward(step, ends)
+                root.backward(retain_graph=root is not roots[-1] or i < len(roots) - 1)
+                driver.after_backward(step, ends)
+
+    evaluate("before")
+    if step.abandoned:
+        forward(batch())
+    inputs = [batch().requires_grad_(step.input_grad) for _ in step.backwards]
+    number = len(inputs)
+    order = list(range(number))
+    if step.order == "in turn":
+        for i in order:
+            driver.before_forward(step)
+            losses = [forward(inputs[i])]
+            run.note(f"loss {i}", torch.stack(losses[0]))
+            if i == 0:
+                evaluate("between")
+            backward(step.backwards[i], losses[0], is_last=i == number - 1)
+    else:
+        driver.before_forward(step)
+        losses = [forward(x) for x in inputs]
+        evaluate("between")
+        run.note("losses", torch.stack([torch.stack(pair) for pair in losses]))
+        if step.order == "joined":
+            first, second = zip(*losses, strict=True)
+            joined = torch.stack(first).sum(), torch.stack(second).prod()
+            backward(step.backwards[0], joined, is_last=True)
+        else:
+            if step.order == "late, reversed":
+                order.reverse()
+            for i in order:
+                backward(step.backwards[i], losses[i], is_last=i == order[-1])
+    for x in inputs:
+        if step.input_grad:
+            run.note("gradient of inputs", x.grad)
+    driver.before_optimizer(step)
+    evaluate("after")
+
+
+# -- sharded
+
+
+class Sharded(Driver):
+    """Sets up every pass of the sharded model as the step says."""
+
+    def __init__(self, model: Part, roots: list[FSDPModule], recorder: Recorder) -> None:
+        self.model = model
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.roots = roots
+        self.recorder = recorder
+        self.contexts = ExitStack()
+        """Around the backward that is under way."""
+        self.is_clean = False
+        """Whether everything is sharded: a backward came last, and nothing is to be kept after that."""
+
+    def before_forward(self, step: Step) -> None:
+        self.is_clean = False
+        if step.reshard is not None:
+            for root in self.roots:
+                root.set_reshard_after_forward(step.reshard)
+        if step.by_hand.startswith("unshard before"):
+            for module in self.modules:
+                module.unshard(async_op=step.by_hand.endswith("async"))
+
+    def before_backward(self, step: Step, is_last: bool) -> None:
+        for root in self.roots:
+            root.set_requires_gradient_sync(is_last or step.hold not in ("all", "roots"))
+            if step.hold == "roots":
+                root.set_requires_gradient_sync(True)
+                root.set_requires_gradient_sync(is_last, recurse=False)
+            root.set_reshard_after_backward(step.keep == "never" or (step.keep == "until last" and is_last))
+            root.set_is_last_backward(is_last or not step.is_last)
+        if step.hold.startswith("no_sync") and not is_last:
+            part = states(self.model)[-1] if step.hold == "no_sync of a part" else self.model
+            self.contexts.enter_context(no_sync(part, sharded=step.hold.endswith("sharded")))
+        if step.by_hand == "reshard between":
+            for module in self.modules:
+                module.reshard()
+
+    def after_backward(self, step: Step, is_last: bool) -> None:
+        self.contexts.close()
+        # Every backward begins at the whole, but may not reach a unit further down that is a root of its own.
+        self.is_clean = step.keep != "always" and is_last and isinstance(self.model, FSDPModule)
+
+    def begin_again(self) -> None:
+        """After a step that failed, or did not."""
+        self.contexts.close()
+        for root in self.roots:
+            root.reset_iter_state()
+
+    def generate(self, x: torch.Tensor, forwards: int) -> None:
+        """Nothing is communicated in these forwards."""
+        chosen = {state_of(module): state_of(module).reshard for module in self.modules}
+        for module in self.modules:
+            module.unshard()
+        for root in self.roots:
+            root.set_reshard_after_forward(False)
+        with torch.no_grad():
+            for _ in range(forwards):
+                self.model(x)
+        for state, reshard in chosen.items():
+            state.group.reshard()
+            state.reshard = reshard
+
+    def before_optimizer(self, step: Step) -> None:
+        if self.is_clean:
+            check_memory(self.recorder)
+        if step.by_hand == "unshard after":
+            for module in self.modules:
+                module.unshard(async_op=True)
+
+
+def mesh_of(program: Program, thread: int) -> DeviceMesh:
+    """Of all ranks; with names where parameters are placed on it before they are sharded.
+
+    A mesh dim of all ranks has their default process group in thread 0, and one of its own in others.
+    """
+    shape, names = program.mesh, None
+    if program.placing is not None:
+        shape, names = (*shape, program.tensor_ranks), ("replicate", "shard", "tensor")[-1 - len(shape) :]
+    backends: dict[Any, Any] | None = dict.fromkeys(range(len(shape)), "gloo") if thread else None
+    return init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=backends)
+
+
+def place(model: Part, placing: Placing, mesh: DeviceMesh) -> None:
+    """Makes DTensors of all parameters that are to be sharded, each once."""
+    on = mesh if placing.full else mesh["tensor"]
+    names, placed = on.mesh_dim_names or (), dict[nn.Parameter, tuple[nn.Parameter, list[Placement]]]()
+    for number, part in enumerate(parts(model)):
+        if not isinstance(part, LeafModule) or part.node.ignored:
+            continue
+        is_partial = placing.arrival == "partial" or (placing.arrival == "either" and number % 2 == 1)
+        on_data: Placement = Partial() if is_partial else Replicate()
+        own = list(part.named_parameters(recurse=False))
+        # DTensor itself adds up what one backward gives a shared parameter, so all of that must arrive alike.
+        shared = (placed[parameter][1] for _, parameter in own if parameter in placed)
+        part.arrive = next(shared, [Partial() if name == "tensor" else on_data for name in names])
+        for name, parameter in own:
+            if parameter not in placed:
+                whole = DTensor.from_local(parameter.detach(), on, [Replicate()] * on.ndim, run_check=False)
+                placed[parameter] = nn.Parameter(whole), part.arrive
+            setattr(part, name, placed[parameter][0])
+
+
+def mesh_options(program: Program, mesh: DeviceMesh) -> dict[str, Any]:
+    """What ``fully_shard`` is told of the mesh."""
+    if program.placing is None:
+        return {"mesh": mesh}
+    data = (mesh.mesh_dim_names or ())[:-1]
+    if not program.placing.full:
+        return {"mesh": mesh[data]}
+    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("shard", data[:-1])}
+
+
+def apply(program: Program, model: Part, mesh: DeviceMesh) -> list[FSDPModule]:
+    """The ``fully_shard`` calls and setters that the program asks for. Returns the outermost units."""
+    sharded, options = states(model), mesh_options(program, mesh)
+    if program.placing is not None:
+        place(model, program.placing, mesh)
+    ignored = {
+        p for part in parts(model) if isinstance(part.node, Leaf) and part.node.ignored for p in part.parameters()
+    }
+    for modules in bottom_up(model):
+        state = modules[0].state
+        assert state is not None
+        fully_shard(
+            modules if modules[0].node.state is None else modules[0],
+            **options,
+            reshard_after_forward=state.reshard,
+            shard_placement_fn=lambda p, state=state: Shard(state.dim) if has_dim(p, state) else None,  # type: ignore[misc]
+            mp_policy=policy_of(state),
+            ignored_params=ignored,
+            shared_from=lenders(model, modules[0]),
+            comm_policy=FEEDBACK if program.feedback else None,
+        )
+        if state.method:
+            for part in modules:
+                register_fsdp_forward_method(part, "other")
+    inner = {id(m) for part in sharded for m in part.modules() if m is not part}
+    roots = [part for part in sharded if id(part) not in inner]
+    for root in roots:
+        below = states(root)
+        for part in below:
+            state = part.state
+            assert state is not None
+            assert isinstance(part, FSDPModule)
+            if state.forward_prefetch is not None:
+                part.set_modules_to_forward_prefetch([below[i % len(below)] for i in state.forward_prefetch])  # type: ignore[misc]
+            if state.backward_prefetch is not None:
+                part.set_modules_to_backward_prefetch([below[i % len(below)] for i in state.backward_prefetch])  # type: ignore[misc]
+    return roots  # type: ignore[return-value]
+
+
+def bottom_up(model: nn.Module) -> list[list[Part]]:
+    """The modules to shard, by group, each after all that it contains; a list after all of the block that holds it."""
+    members: dict[object, list[Part]] = {}
+    for part in states(model):
+        members.setdefault(part.group.path, []).append(part)
+    found: dict[object, list[Part]] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        for part in module.parts if isinstance(module, BlockModule) else ():
+            if isinstance(part, Part) and part.state is not None:
+                found.setdefault(part.group.path, members[part.group.path])
+        if isinstance(module, Part) and module.node.state is not None:
+            found.setdefault(module.group.path, [module])
+
+    visit(model)
+    return list(found.values())
+
+
+def lenders(model: nn.Module, borrower: Part) -> list[nn.Module]:
+    """A module of each group from which that of ``borrower`` borrows."""
+    sharded = {part.group.path: part for part in reversed(states(model))}
+    paths = (
+        part.lender
+        for part in parts(model)
+        if isinstance(part, LeafModule) and part.group.path == borrower.group.path and part.lender is not None
+    )
+    return [sharded[path] for path in dict.fromkeys(paths)]
+
+
+def has_dim(tensor: torch.Tensor, state: ShardCall) -> bool:
+    return -tensor.ndim <= state.dim < tensor.ndim
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def policy_of(state: ShardCall) -> MixedPrecisionPolicy:
+    p = state.precision
+    return MixedPrecisionPolicy(dtype_of(p.param), dtype_of(p.reduce), dtype_of(p.output), p.cast_inputs)
+
+
+class Training:
+    """A program on this rank: the sharded model, from the moment this is made, and the steps with it."""
+
+    def __init__(self, program: Program, mesh: DeviceMesh) -> None:
+        self.program, self.clock, self.recorder = program, Clock(), Recorder()
+        self.model = build(program, self.clock)
+        with recording(self.recorder):
+            roots = apply(program, self.model, mesh)
+            if program.by_seed:
+                initialize(self.model, randomise, seed=SEED)
+        self.driver = Sharded(self.model, roots, self.recorder)
+
+    def run(self) -> Run:
+        """What this rank sees."""
+        run = Run()
+        with recording(self.recorder):
+            self.train(run)
+            for module in self.driver.modules:
+                module.reshard()
+        check_memory(self.recorder)
+        return run
+
+    def train(self, run: Run) -> None:
+        program, clock, model, driver, rank = self.program, self.clock, self.model, self.driver, dist.get_rank()
+        parameters = dict(model.named_parameters())
+        optimizer = OPTIMIZERS[program.optimizer](parameters.values())
+        for clock.step, step in enumerate(program.steps):
+            optimizer.zero_grad()
+            freeze(model, clock.step)
+            seed = 100 * clock.step + rank
+            if step.fails != "never":
+                clock.fails, clock.countdown = step.fails, step.fails_at
+                with suppress(ArithmeticError):
+                    play(model, program.width, step, seed, driver, Run())
+                clock.fails = "never"
+                driver.begin_again()
+                optimizer.zero_grad()
+            if step.generate:
+                forwards = rank if program.placing is None else 1  # tensor-parallel ones communicate by themselves
+                driver.generate(torch.ones(BATCH, program.width, dtype=torch.float64), forwards)
+            play(model, program.width, step, seed, driver, run)
+            for name, parameter in parameters.items():
+                if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+                    assert parameter.grad.placements == parameter.placements, name
+                run.note(f"gradient of {name}", local(parameter.grad))
+            optimizer.step()
+        for name, parameter in parameters.items():
+            run.note(name, local(parameter))
+
+
+Make = Callable[[], Training]
+
+
+def makers(program: Program, mesh: DeviceMesh) -> list[Make]:
+    """What makes the training of ``program`` and, if steps of it fail, that of the program without failures."""
+    return [partial(Training, each, mesh) for each in dict.fromkeys((program, program.undisturbed))]
+
+
+def made_in_order(program: Program, makes: Sequence[Make]) -> list[Make]:
+    """``makes``, called now where models must be made in one order on all ranks: where making one takes the default
+    random generator, which all threads share, or makes process groups.
+    """
+    smaller = any(type(state.reshard) is int for state in groups(program.tree).values())
+    return [partial(next, iter([make()])) for make in makes] if program.by_seed or smaller else list(makes)
+
+
+def train_sharded(makes: Sequence[Make]) -> Run:
+    """What a rank sees. Steps that fail and are repeated must leave nothing behind, to the bit."""
+    run, *others = (make().run() for make in makes)
+    for undisturbed in others:
+        for (label, _), value, expected in zip(run.labels, run.values, undisturbed.values, strict=True):
+            assert torch.equal(value, expected), f"{label} is {value} after failed steps, and {expected} without"
+    return run
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Gives ``recorder`` the events of this thread. Those of another one are of groups with the same names."""
+    thread = get_ident()
+
+    def keep(event: TraceEvent) -> None:
+        if get_ident() == thread:
+            recorder.events.append(event)
+
+    listeners.append(keep)
+    try:
+        yield
+    finally:
+        listeners.remove(keep)
+
+
+def check_memory(recorder: Recorder) -> None:
+    assert recorder.allocated == {}, f"unsharded memory is left: {recorder.allocated}"
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

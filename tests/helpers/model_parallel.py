@@ -1,0 +1,218 @@
+"""Models that are placed on a tensor-parallel mesh before they are sharded, and what must come out of that.
+
+The expected shards are cut here by the rule of ``torch.chunk``, tensor parallelism first, so that neither DTensor's
+placements nor the library's can agree with themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests.helpers.models import Task, cross_entropy, seeded, sequences, squared_error, vectors
+from tests.helpers.sharding import exactly, expected_shard, values_of, whole
+from tests.helpers.training import OPTIMIZERS, OptimizerFactory, Play, Run, assert_equal_runs, train
+
+__all__ = [
+    "DECODER",
+    "PAIRS",
+    "Decoder",
+    "Pair",
+    "Pairs",
+    "assert_cut",
+    "assert_trains_alike",
+    "cut_pairs",
+    "named_mesh",
+    "parallelize_decoder",
+    "parallelize_pairs",
+    "play",
+    "whole_run",
+]
+
+Cut = tuple[str, int]
+"""Mesh dim and the tensor dim that it cuts."""
+
+
+class Pair(nn.Module):
+    """Two linear layers: tensor parallelism cuts the rows of the first and the columns of the second."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return x + out
+
+
+class Pairs(nn.Module):
+    """Sizes 7, 5, 3 and 1: none divides by 2. The head and ``scale`` are not tensor-parallel."""
+
+    def __init__(self, width: int = 5, hidden: Sequence[int] = (7, 1)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Pair(width, n) for n in hidden])
+        self.head = nn.Linear(width, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: torch.Tensor = self.head(x) * self.scale
+        return out
+
+
+PAIRS = Task(seeded(Pairs), vectors(5, 3), squared_error)
+
+
+def parallelize_pairs(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Column-wise, then row-wise. The tensor in between stays a DTensor, which knows that it is uneven."""
+    for layer in model.get_submodule("layers").children():
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
+
+
+def cut_pairs(model: nn.Module) -> dict[str, list[Cut]]:
+    """How :func:`parallelize_pairs` cuts each parameter of :class:`Pairs` over the mesh dim ``tp``."""
+    dims = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+    return {
+        name: [("tp", dim) for suffix, dim in dims.items() if name.endswith(suffix)]
+        for name, _ in model.named_parameters()
+    }
+
+
+class Layer(nn.Module):
+    """A norm, then a pair. With sequence parallelism the norm sees a part of the tokens, so its gradient is partial."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Pair(width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        out: torch.Tensor = self.mlp.down(torch.tanh(self.mlp.up(normed)))
+        return x + out
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, norm and head, to be parallelized over tensors and sequence as torch's manual has it."""
+
+    def __init__(self, vocabulary: int = 23, width: int = 6, depth: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([Layer(width, 10) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+DECODER = Task(seeded(Decoder), sequences(23), cross_entropy)
+
+
+def parallelize_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Tensor parallelism in the layers, sequence parallelism between them."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    for layer in model.get_submodule("layers").children():
+        parallelize_module(
+            layer,
+            mesh,
+            {
+                "norm": SequenceParallel(),
+                "mlp.up": ColwiseParallel(input_layouts=Shard(1)),
+                "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
+
+
+def named_mesh(**sizes: int) -> DeviceMesh:
+    """A mesh over all ranks with these dims."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def play(task: Task) -> Play:
+    """One forward and one backward on the batch of a data-parallel rank."""
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def whole_run(run: Run) -> Run:
+    """``run`` with full tensors. Collective."""
+    gradients = {name: None if g is None else whole(g) for name, g in run.gradients.items()}
+    return Run(run.losses, {name: whole(p) for name, p in run.parameters.items()}, gradients)
+
+
+def assert_cut(
+    module: nn.Module, values: Mapping[str, torch.Tensor], mesh: DeviceMesh, cuts: Mapping[str, Sequence[Cut]]
+) -> None:
+    """This rank holds what is left of each value after ``cuts`` over dims of ``mesh``, one after the other."""
+    parameters = dict(module.named_parameters())
+    assert list(parameters) == list(values)
+    for name, parameter in parameters.items():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.shape == values[name].shape, name
+        part = values[name]
+        for axis, dim in cuts[name]:
+            part = expected_shard(part, mesh.get_local_rank(axis), mesh[axis].size(), dim)
+        exactly(parameter.to_local().detach(), part, name)
+    for name, value in values_of(module).items():
+        exactly(value, values[name], f"full {name}")
+
+
+def assert_trains_alike(
+    model: nn.Module,
+    reference: nn.Module,
+    rank: int,
+    size: int,
+    run: Play,
+    make_optimizer: OptimizerFactory = OPTIMIZERS["sgd"],
+    *,
+    reference_run: Play | None = None,
+    what: str = "",
+    **options: Any,
+) -> Run:
+    """``model`` trained as data-parallel rank ``rank`` of ``size`` is ``reference`` trained on the mean over all."""
+    ours = train(model, run, make_optimizer, ranks=[rank], watched=rank, **options)
+    expected = train(
+        reference, reference_run or run, make_optimizer, ranks=range(size), watched=rank, divide=size, **options
+    )
+    for name, parameter in model.named_parameters():
+        gradient = ours.gradients[name]
+        if isinstance(gradient, DTensor):
+            assert isinstance(parameter, DTensor)
+            assert gradient.device_mesh == parameter.device_mesh, name
+            assert gradient.placements == parameter.placements, name
+            assert gradient.to_local().shape == parameter.to_local().shape, name
+    result = whole_run(ours)
+    assert_equal_runs(result, expected, what=what)
+    return result

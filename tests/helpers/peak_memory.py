@@ -1,0 +1,93 @@
+"""Peak memory of a training step or another part of a program, and live storages."""
+
+from __future__ import annotations
+
+import gc
+import time
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["FULL", "LiveStorages", "Peak", "peak_above_idle"]
+
+
+def peak_above_idle(model: nn.Module, x: Tensor) -> int:
+    """Bytes that a step takes beyond what there was before it, by every allocation of torch in it."""
+    for _ in range(2):  # until the order is known
+        model(x).sum().backward()
+        model.zero_grad()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("step"):
+        model(x).sum().backward()
+    events = profiler.profiler.kineto_results.events()
+    sizes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    return int(max(accumulate(nbytes for _, nbytes in sorted(sizes, key=lambda size: size[0]))))
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that plain tensors made within had after any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._made[reference.cdata] = reference
+        self._made = {key: reference for key, reference in self._made.items() if not reference.expired()}
+        self.bytes = max(self.bytes, sum(map(size_of, self._made.values())))
+        return out
+
+
+def size_of(reference: StorageWeakRef) -> int:
+    """Now: an unsharded buffer is resized to nothing as soon as it has been laid out."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
+
+
+class LiveStorages:
+    """Storages that appeared since this was made, and that a tensor still uses. Sizes in bytes.
+
+    Staging of messages is not counted: it is mapped from files, serves all groups in turn, and takes memory only where
+    it was written; ``test_shared_memory_transport.py`` shows that it is bounded.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()  # what is there already is not asked again, nor counted
+
+    def check(self, where: str, *, least: int, expected: list[int]) -> None:
+        """That of storages of at least ``least`` bytes there are just these; a bias may add 8 KiB to each."""
+        deadline = time.monotonic() + 5
+        while True:
+            actual = self._sizes(least)
+            if len(actual) == len(expected) and all(0 <= a - e < 8192 for a, e in zip(actual, expected, strict=True)):
+                return
+            # gloo's threads let go of a message a moment after they said that it is done.
+            assert time.monotonic() < deadline, f"{where}: storages of {actual} bytes, expected {expected}"
+            time.sleep(0.01)
+
+    def _sizes(self, least: int) -> list[int]:
+        gc.collect()
+        storages = {}
+        for thing in gc.get_objects():
+            kind = type(thing)  # isinstance would ask lazy objects, some of which warn
+            if issubclass(kind, torch.Tensor) and not issubclass(kind, DTensor):
+                storage = thing.untyped_storage()
+                if not storage.filename:
+                    storages[storage._cdata] = storage.nbytes()
+        return sorted(nbytes for nbytes in storages.values() if nbytes >= least)
+
+
+# Of the weights of this task, every whole one has more than this, and what ranks hold of one less.
+FULL = 3_000_000

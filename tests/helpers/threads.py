@@ -1,0 +1,40 @@
+"""Concurrent calls in threads of one process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+__all__ = ["together"]
+
+T = TypeVar("T")
+
+
+def together(calls: Sequence[Callable[[], T]], turn: float) -> list[T]:
+    """The results of all calls, each in a thread. These take turns of so many seconds, where Python has 5 ms."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    begin = threading.Barrier(len(calls))
+
+    def run(number: int) -> None:
+        try:
+            begin.wait()
+            results[number] = calls[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(turn)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(calls))]

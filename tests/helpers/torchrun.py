@@ -1,0 +1,52 @@
+"""Runs programs under torchrun on two ranks, from the root of the repository."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["ROOT", "finished", "torchrun"]
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(program: str | Path, *flags: str, launcher: tuple[str, ...] = (), timeout: float = 200) -> str:
+    """What ``program`` printed to both outputs. It must end with exit code 0; if it did not, that is what failed.
+
+    Args:
+        program: relative to the root.
+        flags: of the program.
+        launcher: flags of torchrun itself, such as ``("--max-restarts", "2")``.
+        timeout: seconds after which all of its processes are killed.
+    """
+    done = finished(program, *flags, launcher=launcher, timeout=timeout)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def finished(
+    program: str | Path, *flags: str, launcher: tuple[str, ...] = (), timeout: float = 200
+) -> subprocess.CompletedProcess[str]:
+    """The same for a program that may fail. Both of its outputs are in ``stdout``."""
+    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *launcher)
+    command = [*start, str(program), *flags]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that a timeout ends the ranks as well
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, output)

@@ -1,0 +1,190 @@
+"""Training runs that are compared: sharded ones with the unsharded reference, ours with torch's own FSDP2.
+
+A run is described by a *play*: a function that runs the forwards and backwards of one step on one rank's data. The
+reference plays all ranks' parts in turn on one unsharded model and divides the summed gradients by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_fsdp import fully_shard
+from tests.helpers.models import TASKS, shard_layers
+
+__all__ = ["OPTIMIZERS", "Run", "assert_equal_runs", "check_parity", "play_task", "train"]
+
+Play = Callable[[nn.Module, int, int], torch.Tensor]
+"""``(model, step, rank) -> loss``, after its backward."""
+
+Between = Callable[[nn.Module, int], None]
+"""``(model, step)``: what happens after the backwards of a step and before the optimizer's."""
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
+"""Makes something with ``step`` and ``zero_grad``."""
+
+# Adam divides by the size of the gradient. Where that is all rounding, eps keeps the two runs from going apart.
+_ADAM: dict[str, Any] = {"lr": 3e-3, "eps": 1e-5}
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam-foreach": lambda p: torch.optim.Adam(p, foreach=True, **_ADAM),
+    "adam-fused": lambda p: torch.optim.Adam(p, fused=True, **_ADAM),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, foreach=True, weight_decay=0.1, **_ADAM),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, fused=True, weight_decay=0.1, **_ADAM),
+}
+
+
+@dataclass
+class Run:
+    """What came out of a training run: this rank's losses, all parameters, and the gradients of the last step."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+
+def play_task(name: str) -> Play:
+    """The play of a task of ``TASKS``: one forward and one backward."""
+    task = TASKS[name]
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        device = next(model.parameters()).device
+        loss = task.loss(model, tuple(t.to(device) for t in task.batch_of(step, rank)))
+        loss.backward()
+        return loss.detach()
+
+    return play
+
+
+def train(
+    model: nn.Module,
+    play: Play,
+    make_optimizer: OptimizerFactory = OPTIMIZERS["sgd"],
+    *,
+    ranks: Iterable[int],
+    watched: int,
+    divide: int = 1,
+    steps: int = 5,
+    between: Between | None = None,
+) -> Run:
+    """Trains ``model`` and keeps the losses of rank ``watched``.
+
+    Args:
+        ranks: whose part is played on this model: one rank's on a sharded model, all on a reference.
+        watched: whose losses are kept.
+        divide: what the gradients are divided by before the optimizer's step.
+    """
+    parameters = dict(model.named_parameters())  # what is kept unsharded shows others in between
+    optimizer, run = make_optimizer(parameters.values()), Run()
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in ranks:
+            loss = play(model, step, rank)
+            if rank == watched:
+                run.losses.append(loss)
+        if divide != 1:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(divide)
+        if between is not None:
+            between(model, step)
+        optimizer.step()
+    run.parameters = {name: kept(p) for name, p in parameters.items()}
+    run.gradients = {name: None if p.grad is None else kept(p.grad) for name, p in parameters.items()}
+    return run
+
+
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on CPU that training does not change: of a DTensor, this rank's shard of it as a DTensor."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().cpu().clone()
+        return DTensor(local, tensor._spec, requires_grad=False)
+    return tensor.cpu().clone()
+
+
+def local_part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``tensor``, if it is whole and ``like`` is cut."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    if isinstance(like, DTensor):
+        for axis, placement in enumerate(like.placements):
+            if isinstance(placement, Shard):
+                mesh, dim = like.device_mesh, placement.dim
+                pieces = tensor.chunk(mesh.size(axis), dim)
+                rank = mesh.get_local_rank(axis)
+                tensor = pieces[rank] if rank < len(pieces) else tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+def assert_equal_runs(actual: Run, expected: Run, *, what: str = "", exact: bool = False) -> None:
+    """Same losses, parameters and gradients: at fp32 defaults of ``assert_close``, or ``exact`` to the bit.
+
+    Of sharded tensors each rank compares its own part, with what it should be by the rule of ``torch.chunk``.
+    """
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
+    for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
+        torch.testing.assert_close(a.cpu(), b.cpu(), **tolerance, msg=_message(f"{what} loss of step {step}"))
+    assert actual.parameters.keys() == expected.parameters.keys()
+    none = [[name for name, g in run.gradients.items() if g is None] for run in (actual, expected)]
+    assert none[0] == none[1], f"{what}: parameters without gradient: {none[0]}, expected {none[1]}"
+    pairs = [(name, actual.parameters[name], value) for name, value in expected.parameters.items()]
+    for name, gradient in actual.gradients.items():
+        wanted = expected.gradients[name]
+        if gradient is not None and wanted is not None:
+            pairs.append((f"gradient of {name}", gradient, wanted))
+    for name, a, b in pairs:
+        torch.testing.assert_close(local_part(a, b), local_part(b, a), **tolerance, msg=_message(f"{what} {name}"))
+
+
+def _message(what: str) -> Callable[[str], str]:
+    return lambda text: f"{what}: {text}"
+
+
+def check_parity(
+    build: Callable[[], nn.Module],
+    play: Play,
+    make_optimizer: OptimizerFactory = OPTIMIZERS["sgd"],
+    *,
+    shard: Callable[[nn.Module], Any] | None = None,
+    steps: int = 5,
+    between: Between | None = None,
+    what: str = "",
+    exact: bool = False,
+    device: str = "cpu",
+    **options: Any,
+) -> nn.Module:
+    """Trains the sharded model and the unsharded reference on this rank and compares them. Returns the sharded one.
+
+    Args:
+        shard: how to shard; by default every module in ``model.layers`` and the whole, with ``options``.
+        between: called in both runs, between the last backward of a step and the optimizer's step.
+        device: of the reference.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = build()
+    if shard is None:
+        shard_layers(model, fully_shard, **options)
+    else:
+        shard(model)
+    ours = train(model, play, make_optimizer, ranks=[rank], watched=rank, steps=steps, between=between)
+    everyone = range(world_size)
+    expected = train(
+        build().to(device),
+        play,
+        make_optimizer,
+        ranks=everyone,
+        watched=rank,
+        divide=world_size,
+        steps=steps,
+        between=between,
+    )
+    assert_equal_runs(ours, expected, what=what, exact=exact)
+    return model

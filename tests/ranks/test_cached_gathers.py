@@ -1,0 +1,94 @@
+"""An all-gather that repeats in every step is prepared once, and again after a change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests._internals import state_of
+from tests.helpers.models import TASKS, seeded, shard_layers
+from tests.helpers.sharding import values_of
+from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
+
+CHAIN = TASKS["chain"]
+
+
+def replace_parameters_of_one_among_several() -> None:
+    """After steps that gathered all together: the others' tensors stay as they are."""
+    model, reference = seeded(CHAIN.build)(), seeded(CHAIN.build)()
+    shard_layers(model, fully_shard)
+    batch = CHAIN.batch_of(0, dist.get_rank())
+    for _ in range(3):
+        CHAIN.loss(model, batch).backward()
+    for each in (model, reference):
+        last = list(each.get_submodule("layers").children())[-1]
+        state = {name: value * 3 for name, value in values_of(last).items()}
+        last.load_state_dict(state, assign=True)
+    torch.testing.assert_close(CHAIN.loss(model, batch), CHAIN.loss(reference, batch))
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_replaced_parameters_of_one_group_among_several_are_gathered(transport: Environment) -> None:
+    run_ranks(replace_parameters_of_one_among_several, 2, environment=transport)
+
+
+def gather_from_a_smaller_mesh() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=2)
+    for _ in range(3):
+        with Recorder() as recorder:
+            model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+        gathers = [e for e in recorder.events if e.operation is Operation.COLLECTIVE and "all-gather" in e.group]
+        assert [len(e.position.ranks) for e in gathers if e.position is not None] == [4, 2]
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_backward_gathers_from_the_smaller_mesh_in_every_step(transport: Environment) -> None:
+    run_ranks(gather_from_a_smaller_mesh, 4, environment=transport)
+
+
+def shrink_a_root_without_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    mesh = init_device_mesh("cpu", (4,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    for _ in range(2):
+        output = model(torch.randn(2, 8))
+        assert [pgs.smaller is None for pgs in state_of(model).group.process_groups] == [False]
+        output.sum().backward()
+        assert [pgs.smaller is None for pgs in state_of(model).group.process_groups] == [True]
+
+
+@pytest.mark.behaviour("C-01")
+def test_a_group_without_parameters_comes_back_from_its_smaller_mesh_too() -> None:
+    run_ranks(shrink_a_root_without_parameters, 4)
+
+
+def step_of_the_shards() -> None:
+    """What is sent are the shards as they are now, though how they travel was listed before."""
+    model = seeded(CHAIN.build)()
+    shard_layers(model, fully_shard)
+    assert isinstance(model, FSDPModule)
+    batch = CHAIN.batch_of(0, dist.get_rank())
+    losses = []
+    for _ in range(3):
+        loss = CHAIN.loss(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_every_step_gathers_what_the_last_one_left(transport: Environment) -> None:
+    run_ranks(step_of_the_shards, 2, environment=transport)

@@ -1,0 +1,102 @@
+"""Asynchronous saves: training goes on while one is written, and later calls wait for it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from threading import Timer
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from composable_fsdp import fully_shard, local_optimizer
+from composable_fsdp.checkpoint import latest, load, load_safetensors, save, save_safetensors
+from composable_fsdp.testing import run_ranks
+from tests.helpers.checkpoint_worlds import Gate, local, raising_alike, train
+from tests.helpers.models import TASKS, shard_layers
+
+
+def everything(folder: Path) -> None:
+    """Rank 1's disk is slow: it is still writing when rank 0 calls what comes next."""
+    model, slow = nn.Linear(3, 3), dist.get_rank() == 1
+    save_safetensors(model, folder / "files")
+    calls = {
+        "save": lambda: save(folder / "run", model),
+        "load": lambda: load(folder / "run", model),
+        "save_safetensors": lambda: save_safetensors(model, folder / "files"),
+        "load_safetensors": lambda: load_safetensors(model, folder / "files"),
+    }
+    for call in calls.values():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            gate = Gate(monkeypatch)
+            pending = save(folder / "run", model, asynchronous=True, timeout=20)
+            Timer(0.3 if slow else 0, gate.opened.set).start()
+            call()
+        assert pending.done()
+        assert latest(folder / "run") is not None
+
+
+@pytest.mark.behaviour("F-11", "F-12")
+def test_whatever_comes_next_waits_for_the_save(tmp_path: Path) -> None:
+    run_ranks(everything, 2, tmp_path, timeout=60)
+
+
+def failed(folder: Path) -> None:
+    model = nn.Linear(3, 3)
+    save_safetensors(model, folder / "files")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = Gate(monkeypatch)
+        pending = save(folder / "run", model, asynchronous=True, timeout=1)
+        if dist.get_rank() == 0:
+            gate.opened.set()
+            while not pending.done():
+                time.sleep(0.01)
+        dist.barrier()
+        gate.opened.set()
+        with raising_alike(rf"^the save before load_safetensors: .*saving {folder}/run/step-00000000: rank [01]: gone"):
+            load_safetensors(model, folder / "files")
+    load_safetensors(model, folder / "files")
+
+
+@pytest.mark.behaviour("F-12")
+def test_a_failure_of_the_save_is_raised_by_what_comes_next(tmp_path: Path) -> None:
+    run_ranks(failed, 2, tmp_path, timeout=60)
+
+
+def asynchronous(folder: Path) -> None:
+    task, optimizers = TASKS["tied"], []
+    model = shard_layers(task.build(), fully_shard)
+    optimizer = local_optimizer(torch.optim.AdamW(model.parameters()))
+    train(model, optimizer, task, range(2), 2)
+    save(folder / "sync", model, optimizer)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gate = Gate(monkeypatch)
+        pending = save(folder / "async", model, optimizer, asynchronous=True)
+        train(model, optimizer, task, range(2, 4), 2)  # with collectives of its own
+        assert not pending.done()
+        gate.opened.set()
+        pending.wait()
+    for kind in ("sync", "async"):
+        model = shard_layers(task.build(), fully_shard)
+        optimizers.append(torch.optim.AdamW(model.parameters()))
+        load(folder / kind, model, optimizers[-1])
+    for first, second in zip(optimizers[0].param_groups[0]["params"], model.parameters(), strict=True):
+        assert torch.equal(local(first), local(second))
+        states = optimizers[0].state[first], optimizers[1].state[second]
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert local(states[0][key]).any() or not local(first).numel()
+            assert torch.equal(local(states[0][key]), local(states[1][key]))
+
+    state = {n: torch.zeros_like(v) for n, v in model.state_dict().items()}
+    nested = {"model": state}
+    dcp.load(nested, checkpoint_id=folder / "sync" / "step-00000000")
+    for name, value in model.state_dict().items():
+        assert torch.equal(local(state[name]), local(value)), name
+
+
+@pytest.mark.behaviour("F-07", "F-12")
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    run_ranks(asynchronous, 2, tmp_path)

@@ -1,0 +1,299 @@
+"""Codecs with other features: exceptions, callables, streams, several roots, smaller meshes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import (
+    Cast,
+    CommunicationPolicy,
+    CommunicationState,
+    ErrorFeedback,
+    Float8,
+    Int8,
+    communication_report,
+    fully_shard,
+    no_sync,
+)
+from composable_fsdp.testing import run_ranks
+from tests._internals import CommStream, Communicator, Encoder, ShardedParameter
+from tests.helpers.counted_collectives import COMMUNICATORS
+from tests.helpers.transports import SOCKETS
+
+EXACT = Cast(torch.float32)
+
+
+def layers(policy: CommunicationPolicy | None, *, root: bool = True, **options: Any) -> Any:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 5))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, comm_policy=policy, **options)
+    return fully_shard(model, comm_policy=policy, **options) if root else model
+
+
+def backward(model: Any, step: int = 0) -> None:
+    seed = 97 * step + dist.get_rank()
+    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+class FailsOnce:
+    """Exact, but for the first call of one of its methods."""
+
+    def __init__(self, fails_in: str) -> None:
+        self._fails_in: str | None = fails_in
+
+    def payload_bytes(self, numel: int) -> int:
+        return EXACT.payload_bytes(numel)
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        self._fail("encode")
+        return EXACT.encode(rows)
+
+    def decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
+        self._fail("decode")
+        return EXACT.decode(payload, numel)
+
+    def _fail(self, method: str) -> None:
+        if method == self._fails_in:
+            self._fails_in = None
+            raise RuntimeError(f"failed in {method}")
+
+
+def recover(leg: str, fails_in: str, partial: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2)) if leg == "all_reduce" else None
+    codecs: dict[str, Any] = {leg: FailsOnce(fails_in)}
+    model, plain = layers(CommunicationPolicy(**codecs, min_numel=1), mesh=mesh), layers(None, mesh=mesh)
+
+    def step(trained: Any, index: int) -> None:
+        if partial:
+            with no_sync(trained, sharded=True):
+                backward(trained, index)
+        backward(trained, index)
+
+    with pytest.raises(RuntimeError, match=f"failed in {fails_in}"):
+        step(model, 0)
+    model.reset_iter_state()
+    model.zero_grad()
+    step(model, 1)
+    step(plain, 1)
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@pytest.mark.behaviour("E-09")
+@pytest.mark.parametrize("leg", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_after_an_exception_in_a_codec_training_goes_on(leg: str) -> None:
+    for fails_in in ("encode", "decode"):
+        for partial in (False, True):
+            run_ranks(recover, 2, leg, fails_in, partial)
+
+
+class OneBuffer:
+    """A reduce-scatter whose messages all lie in the same memory."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(1 << 14, dtype=torch.uint8)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.memory[: size[0] * dtype.itemsize].view(dtype)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, **options: Any) -> None:
+        raise AssertionError("encoded gradients do not go through it")
+
+
+def customize() -> None:
+    model, plain = layers(CommunicationPolicy(reduce_scatter=EXACT, min_numel=1)), layers(None)
+    for layer in (model[0], model[2]):
+        layer.set_custom_reduce_scatter(OneBuffer())
+    for step in range(3):
+        backward(model, step)
+        backward(plain, step)
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@pytest.mark.behaviour("E-09")
+def test_encoded_gradients_do_not_take_memory_of_a_custom_reduce_scatter() -> None:
+    run_ranks(customize, 2)
+
+
+def watch_hook() -> None:
+    model = layers(CommunicationPolicy(reduce_scatter=EXACT, min_numel=1))
+    finite: list[bool] = []
+    for layer in (model[0], model[2]):
+        layer.set_all_reduce_hook(lambda output: finite.append(bool(output.isfinite().all())))
+    backward(model)
+    torch.use_deterministic_algorithms(True)  # what nobody wrote is nan then
+    backward(model)
+    torch.use_deterministic_algorithms(False)
+    assert finite == [True] * 4
+
+
+@pytest.mark.behaviour("E-09")
+def test_hooks_of_users_see_no_memory_that_nobody_wrote() -> None:
+    run_ranks(watch_hook, 2)
+
+
+class Rows(nn.Module):
+    """Two parameters whose rows, of 33, do not end on boundaries; large and small ones take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        magnitudes = 1e7 ** (torch.arange(10) % 2).unsqueeze(1)
+        self.first, self.second = (nn.Parameter(torch.randn(10, 33) * magnitudes) for _ in range(2))
+
+    def forward(self) -> torch.Tensor:
+        rows = torch.arange(1.0, 11).unsqueeze(1)
+        return ((self.first + self.second) * 1e7 ** (rows % 2) * rows).sum()
+
+
+def compare_rows() -> None:
+    model: Any = Rows()
+    exact = [p.detach().clone() for p in model.parameters()]
+    codec = Float8(per_row=True)
+    fully_shard(model, comm_policy=CommunicationPolicy(codec, codec, min_numel=1))
+    model.unshard()
+    for parameter, expected in zip(model.parameters(), exact, strict=True):
+        errors = (parameter - expected).abs().amax(1) / expected.abs().amax(1)
+        assert errors.max() <= 1 / 16, errors
+    model().backward()
+    rows = torch.arange(1.0, 11).unsqueeze(1)
+    expected = (rows * 1e7 ** (rows % 2)).expand(10, 33)
+    for gradient in gradients(model):
+        torch.testing.assert_close(gradient, expected.contiguous(), rtol=1 / 16, atol=0)
+
+
+@pytest.mark.behaviour("E-08", "E-09")
+def test_rows_of_every_parameter_have_scales_of_their_own() -> None:
+    run_ranks(compare_rows, 2)
+
+
+def watch_gradients() -> None:
+    """What backward wrote is read by the stream that wrote it: before the lane runs, and then let go."""
+    happened: list[str] = []
+    taken: list[weakref.ref[torch.Tensor]] = []
+    take, encode, run = ShardedParameter.take_gradient, Encoder.encode, CommStream.run
+
+    def watched_take(self: ShardedParameter, sum_dtype: torch.dtype) -> torch.Tensor | None:
+        gradient = take(self, sum_dtype)
+        if gradient is not None:
+            taken.append(weakref.ref(gradient))
+        return gradient
+
+    def watched_encode(self: Encoder, values: torch.Tensor, out: torch.Tensor) -> None:
+        happened.append("encode")
+        encode(self, values, out)
+
+    def watched_run(self: CommStream, *args: Any, **options: Any) -> Any:
+        if taken:
+            happened.append(self.name)
+            assert all(gradient() is None for gradient in taken)
+        return run(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedParameter, "take_gradient", watched_take)
+        patch.setattr(Encoder, "encode", watched_encode)
+        patch.setattr(CommStream, "run", watched_run)
+        model = fully_shard(nn.Linear(6, 5), comm_policy=CommunicationPolicy(reduce_scatter=Int8(), min_numel=1))
+        backward(model)
+    assert happened == ["encode", "reduce"]
+
+
+@pytest.mark.behaviour("E-09")
+def test_gradients_are_encoded_where_they_were_made_and_let_go_before_a_lane_runs() -> None:
+    run_ranks(watch_gradients, 2)
+
+
+def several_roots() -> None:
+    policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int8()), min_numel=100)
+    model = layers(policy, root=False)
+    backward(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # until then the state is that from before the step
+    state = CommunicationState(model).state_dict()
+    assert list(state) == ["0.weight.shard", "2.weight.shard"]
+    assert [row.group for row in communication_report(model).rows] == ["0", "0", "2", "2"]
+    for entry in state.values():
+        assert entry["residual"].to_local().any()
+
+
+@pytest.mark.behaviour("E-09")
+def test_residuals_of_several_roots_in_one_module_have_names_of_their_own() -> None:
+    run_ranks(several_roots, 2, environment=SOCKETS)
+
+
+def hang(local: Any) -> None:
+    def post(outputs: Any, metadata: object, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Any:
+        if out is None:
+            full = outputs[0].to(dtype)
+            return full, (full,)
+        return out.copy_(outputs[0])
+
+    local.fsdp_pre_all_gather = lambda mesh: ((local.to(torch.bfloat16), local.amax().reshape(1)), None)
+    local.fsdp_post_all_gather = post
+
+
+def count_gathers(unshard_in_backward: bool) -> None:
+    model = layers(CommunicationPolicy(Int8(), min_numel=100), reshard_after_forward=2)
+    hang(model[0].weight._local_tensor)
+    model[0].set_unshard_in_backward(unshard_in_backward)
+    backward(model)
+    sent: Counter[str] = Counter()
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def count(self: Communicator, transfers: Any, label: str) -> Any:
+            name = "all-gather" if self.size == dist.get_world_size() else "all-gather (smaller mesh)"
+            sent[name] += sum(t.output.nbytes * (self.size - 1) // self.size for t in transfers)
+            return original(self, transfers, label)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for communicator in COMMUNICATORS:
+            patch.setattr(communicator, "all_gather", counting(communicator.all_gather))
+        backward(model)
+    rows = [row for row in communication_report(model).rows if row.direction in sent]
+    assert {d: sum(row.bytes for row in rows if row.direction == d) for d in sent} == dict(sent)
+    assert len(sent) == 2
+
+
+@pytest.mark.behaviour("E-08")
+def test_the_report_counts_what_hooks_send_from_a_smaller_mesh_and_gathers_that_backward_skips() -> None:
+    for unshard_in_backward in (True, False):
+        run_ranks(count_gathers, 4, unshard_in_backward)
+
+
+class Rooted(nn.Module):
+    """Its parts have the names that the library gives to what has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.root(x))
+        return out
+
+
+def call_a_child_root() -> None:
+    model = Rooted()
+    fully_shard(model.root)
+    fully_shard(model)
+    model(torch.randn(2, 6)).sum().backward()
+    assert {row.group for row in communication_report(model).rows} == {"root", "(root)"}
+
+
+@pytest.mark.behaviour("C-01")
+def test_a_module_may_be_called_root() -> None:
+    run_ranks(call_a_child_root, 2)

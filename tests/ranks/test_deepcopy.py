@@ -1,0 +1,286 @@
+"""``copy.deepcopy`` of sharded modules: averaged weights, target networks, submodules."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import (
+    ConfigurationError,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    UnsupportedError,
+    fully_shard,
+    no_sync,
+    register_fsdp_forward_method,
+)
+from composable_fsdp.policies import ReshardKind
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Recorder
+from tests._internals import state_of
+from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
+from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, play_task, train
+
+
+def trained(model: nn.Module, task: str, **options: Any) -> Run:
+    rank = dist.get_rank()
+    return train(model, play_task(task), OPTIMIZERS["adamw-foreach"], ranks=[rank], watched=rank, steps=3, **options)
+
+
+class Recurrent(nn.Module):
+    """``nn.LSTM`` keeps lists of its weights, and wants to see them being set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(8, 8, batch_first=True)])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layers[0](x)[0])
+        return out
+
+
+class Wrapper(nn.Module):
+    """Not sharded itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.kept = [model]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(x)
+        return out
+
+
+def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
+    """A copy trains on as the original does, and neither knows of the other."""
+    for task, build in (("tied", TASKS["tied"].build), ("mlp", TASKS["mlp"].build), ("chain", seeded(Recurrent))):
+        model = shard_layers(build(), fully_shard, reshard_after_forward=reshard_after_forward)
+        trained(model, task)  # a copy of a model that has run already
+        twin = copy.deepcopy(model)
+        assert type(twin) is type(model)
+        originals = {id(x) for x in (*model.modules(), *model.parameters())}
+        assert not any(id(x) in originals for x in (*twin.modules(), *twin.parameters()))
+        assert [name for name, _ in twin.named_parameters()] == [name for name, _ in model.named_parameters()]
+        before = {name: p.to_local().clone() for name, p in model.state_dict().items()}
+        with Recorder() as recorder:
+            second = trained(twin, task)
+        assert recorder.allocated == {}
+        for name, p in model.state_dict().items():
+            torch.testing.assert_close(p.to_local(), before[name], rtol=0, atol=0)
+        assert_equal_runs(second, trained(model, task), what=task, exact=dist.get_world_size() == 2)
+
+
+def average_weights() -> None:
+    """An exponential moving average in a copy, as torch's own class does it, gives what it gives unsharded."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def with_average(model: nn.Module, ranks: Any, divide: int) -> tuple[Run, torch.Tensor]:
+        average = copy.deepcopy(model).requires_grad_(False).eval()
+
+        def update(model: nn.Module, step: int) -> None:
+            with torch.no_grad():
+                for mean, value in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(value, 0.25)
+
+        play = play_task("mlp")
+        run = train(model, play, ranks=ranks, watched=rank, divide=divide, between=update)
+        with torch.no_grad():
+            return run, average(TASKS["mlp"].batch_of(0, rank)[0])
+
+    ours, mean = with_average(shard_layers(TASKS["mlp"].build(), fully_shard), [rank], 1)
+    expected, expected_mean = with_average(TASKS["mlp"].build(), range(world_size), world_size)
+    assert_equal_runs(ours, expected)
+    torch.testing.assert_close(mean, expected_mean)
+
+
+@pytest.mark.behaviour("A-18")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (4, 2)])
+def test_a_copy_trains_on_by_itself(world_size: int, reshard: bool | int | None) -> None:
+    run_ranks(copy_and_train_both, world_size, reshard)
+    run_ranks(average_weights, world_size)
+
+
+def everything_is_kept() -> None:
+    task, rank = TASKS["transformer"], dist.get_rank()
+    model = task.build()
+    assert isinstance(model, Transformer)
+    model.register_buffer("steps", torch.tensor([3.0]))
+    model.get_parameter("norm.weight").requires_grad_(False)
+    model.get_parameter("head.weight").tag = "mine"  # type: ignore[attr-defined]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    first, second = (layer for layer in model.layers if isinstance(layer, FSDPModule))
+    first.set_modules_to_forward_prefetch([second])
+    second.set_gradient_divide_factor(5.0)
+    second.set_reshard_after_backward(False)
+    model.set_reduce_scatter_max_input_buffers(7)
+    task.loss(model, task.batch_of(0, rank)).backward()
+    for _ in range(2):  # a copy of a copy is no less
+        twin = copy.deepcopy(model)
+        assert isinstance(twin, Transformer)
+        for (name, p), (_, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            assert isinstance(q, DTensor)
+            assert p.requires_grad == q.requires_grad == (name != "norm.weight")
+            assert (p.placements, p.device_mesh, p.dtype) == (q.placements, q.device_mesh, q.dtype)
+            torch.testing.assert_close(p.to_local(), q.to_local(), rtol=0, atol=0)
+            assert p.to_local().data_ptr() != q.to_local().data_ptr() or p.to_local().numel() == 0
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                assert isinstance(p.grad, DTensor)
+                assert isinstance(q.grad, DTensor)
+                torch.testing.assert_close(p.grad.to_local(), q.grad.to_local(), rtol=0, atol=0)
+                assert p.grad is not q.grad
+        assert twin.get_parameter("head.weight").tag == "mine"  # type: ignore[attr-defined]
+        assert twin.get_buffer("steps") is not model.get_buffer("steps")
+        state, others = state_of(twin.layers[1]), state_of(twin.layers[0])
+        assert (state.group.gradients.divide_factor, state.reshard_after_backward) == (5.0, False)
+        assert (state.reshard.kind, state.reductions_in_flight) == (ReshardKind.NEVER, 7)
+        assert others.forward_prefetch == [ref(state)]
+        assert state.precision == policy
+        model = twin
+        task.loss(model, task.batch_of(1, rank)).backward()
+
+
+def copy_parts() -> None:
+    task, rank = TASKS["transformer"], dist.get_rank()
+    plain, model = task.build(), shard_layers(task.build(), fully_shard)
+    x = torch.randn(2, 6, 12)
+    layer = copy.deepcopy(model.get_submodule("layers.0"))
+    torch.testing.assert_close(layer(x), plain.get_submodule("layers.0")(x))
+    layer(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(isinstance(p.grad, DTensor) for p in layer.parameters())
+    wrapper = copy.deepcopy(Wrapper(model))
+    assert wrapper.kept == [wrapper.model]
+    tokens, _ = task.batch_of(0, rank)
+    torch.testing.assert_close(wrapper(tokens), plain(tokens))
+    layers = copy.deepcopy(model.get_submodule("layers"))
+    assert type(layers) is nn.ModuleList
+    torch.testing.assert_close(layers.get_submodule("1")(x), plain.get_submodule("layers.1")(x))
+    listed = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with pytest.raises(ConfigurationError, match="Linear shares the group of 'Linear, Linear' with modules outside"):
+        copy.deepcopy(listed[0])
+    model = fully_shard(nn.Sequential(*listed))
+    both = copy.deepcopy(model)
+    assert state_of(both.get_submodule("0")) is state_of(both.get_submodule("1")) is not state_of(listed[0])
+    torch.testing.assert_close(both(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    tied = TASKS["tied"].build()
+    assert isinstance(tied, Transformer)
+    fully_shard(tied.embedding)
+    fully_shard(tied.head, shared_from=[tied.embedding])
+    for part in (tied.head, tied.embedding):
+        with pytest.raises(ConfigurationError, match="Copy a sharded module that contains all of them"):
+            copy.deepcopy(part)
+    twin = copy.deepcopy(fully_shard(tied))
+    assert isinstance(twin, Transformer)
+    assert twin.head.weight is twin.embedding.weight is not tied.head.weight
+    TASKS["tied"].loss(twin, TASKS["tied"].batch_of(0, rank)).backward()
+    assert twin.head.weight.grad is not None
+    assert tied.head.weight.grad is None
+
+
+def copy_on_meta_and_hybrid() -> None:
+    with torch.device("meta"):
+        model = shard_layers(Chain(), fully_shard)
+    twin = copy.deepcopy(model)
+    assert all(p.is_meta for p in twin.parameters())
+    twin.to_empty(device="cpu")
+    assert all(p.is_meta for p in model.parameters())
+    source = shard_layers(TASKS["chain"].build(), fully_shard)
+    twin.load_state_dict(source.state_dict())
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(twin(x), source(x))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
+    replicated = shard_layers(TASKS["mlp"].build(), fully_shard, mesh=mesh)
+    assert_equal_runs(trained(copy.deepcopy(replicated), "mlp"), trained(replicated, "mlp"))
+
+
+def what_a_copy_lets_go() -> None:
+    """Gradients not delivered yet are not copied, hooks and methods are those of the copy, and nothing stays alive."""
+    task, rank = TASKS["mlp"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard)
+    with no_sync(model):
+        task.loss(model, task.batch_of(0, rank)).backward()
+        twin = copy.deepcopy(model)
+    assert all(p.grad is None for p in twin.parameters())
+    task.loss(model, task.batch_of(1, rank)).backward()
+    assert all(p.grad is None for p in twin.parameters())
+    gone = ref(twin)
+    del twin
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(UnsupportedError, match=r"^pickling a sharded .* save its state_dict\(\), or"):
+        torch.save(model, io.BytesIO())
+
+
+@pytest.mark.behaviour("A-18")
+def test_a_copy_keeps_gradients_and_choices_and_shares_nothing() -> None:
+    run_ranks(everything_is_kept, 2)
+    run_ranks(copy_parts, 2)
+    run_ranks(copy_on_meta_and_hybrid, 2)
+    run_ranks(what_a_copy_lets_go, 2)
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.generate(x)
+
+
+def registered_methods_are_those_of_the_copy() -> None:
+    model = fully_shard(Generator())
+    register_fsdp_forward_method(model, "generate")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+        assert twin.generate(torch.ones(2, 4)).count_nonzero() == 0
+        assert twin(torch.ones(2, 4)).count_nonzero() == 0
+        assert model.generate(torch.ones(2, 4)).count_nonzero() == 8
+    assert model.generate.__name__ == "generate"
+
+
+@pytest.mark.behaviour("A-18", "C-08")
+def test_registered_methods_of_a_copy_are_its_own() -> None:
+    run_ranks(registered_methods_are_those_of_the_copy, 2)
+
+
+def models_are_freed() -> None:
+    """A sharded model that nobody holds any more is gone, whether or not it has been trained."""
+    for steps in (0, 1):
+        model = shard_layers(TASKS["mlp"].build(), fully_shard)
+        for step in range(steps):
+            TASKS["mlp"].loss(model, TASKS["mlp"].batch_of(step, 0)).backward()
+        gone = ref(model)
+        del model
+        gc.collect()
+        assert gone() is None, f"after {steps} steps"
+
+
+@pytest.mark.behaviour("C-03")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_that_nobody_holds_is_freed(world_size: int) -> None:
+    run_ranks(models_are_freed, world_size)

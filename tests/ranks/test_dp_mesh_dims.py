@@ -1,0 +1,359 @@
+"""``dp_mesh_dims``: parameters that are DTensors on one mesh with data-parallel and other dims.
+
+The model is a plain one placed on the whole mesh, and fed DTensors: no tensor-parallel styles, so gradients arrive as
+DTensor leaves them, ``Partial`` on data-parallel dims or ``Replicate``. Optimizers are SGD: Adam hides a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as peer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
+from torch.testing import assert_close
+
+from composable_fsdp import DataParallelMeshDims, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests._internals import local_part
+from tests.helpers.model_parallel import Pairs, assert_trains_alike, cut_pairs, named_mesh, play
+from tests.helpers.models import Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.sharding import exactly, values_of
+from tests.helpers.training import Play
+
+Dims = DataParallelMeshDims
+LIBRARIES: tuple[Callable[..., Any], Callable[..., Any]] = fully_shard, peer.fully_shard
+"""Both take torch's ``DataParallelMeshDims``."""
+PAIR = Task(seeded(Pairs, hidden=(7,)), vectors(5, 3), squared_error)
+EVEN = Task(seeded(Pairs, hidden=(8,)), vectors(5, 3), squared_error)
+"""torch's FSDP2 wants even sizes where a dim other than the first is cut twice."""
+
+
+def place_pair(model: nn.Module, mesh: DeviceMesh) -> None:
+    """On the whole mesh: cut on ``tp``, if there is such a dim, as in tensor parallelism; replicated on all others."""
+    cuts = cut_pairs(model)
+
+    def place(path: str, module: nn.Module, _: object) -> None:
+        for attribute, parameter in list(module._parameters.items()):
+            name = f"{path}.{attribute}" if path else attribute
+            placed: list[Placement] = [Replicate()] * mesh.ndim
+            for axis, dim in cuts[name]:
+                if axis in (mesh.mesh_dim_names or ()):
+                    placed[(mesh.mesh_dim_names or ()).index(axis)] = Shard(dim)
+            assert parameter is not None
+            whole = distribute_tensor(parameter.detach(), mesh, placed)
+            module.register_parameter(attribute, nn.Parameter(whole))
+
+    distribute_module(model, mesh, place)
+
+
+def play_on(mesh: DeviceMesh, data: Sequence[str]) -> Play:
+    """Batches differ between data-parallel ranks, losses are those of this rank's part.
+
+    In even steps the inputs are one batch, cut over the data-parallel dims, so that gradients arrive partial there. In
+    odd steps every rank calls its inputs replicated, as upstream's tests do, and gradients arrive replicated.
+    """
+
+    def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        cut = Replicate() if step % 2 else Shard(0)
+        placed = [cut if name in data else Replicate() for name in mesh.mesh_dim_names or ()]
+        inputs, target = PAIR.batch_of(step, rank)
+        output = model(DTensor.from_local(inputs, mesh, placed, run_check=False))
+        loss = PAIR.criterion(output.redistribute(placements=placed).to_local(), target)
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def data_rank(mesh: DeviceMesh, data: Sequence[str]) -> int:
+    """Which of the data-parallel ranks this is. Any numbering will do."""
+    rank = 0
+    for name in data:
+        rank = rank * mesh[name].size() + mesh.get_local_rank(name)
+    return rank
+
+
+def check(mesh: DeviceMesh, dims: object, data: Sequence[str], **options: object) -> nn.Module:
+    """Places ``PAIR`` on ``mesh``, shards and trains it. ``data`` are the names in ``dims``."""
+    model, reference = PAIR.build(), PAIR.build()
+    place_pair(model, mesh)
+    shard_layers(model, fully_shard, mesh=mesh, dp_mesh_dims=dims, **options)
+    for name, value in values_of(model).items():
+        exactly(value, values_of(reference)[name], name)
+    size = prod(mesh[name].size() for name in data)
+    run = play_on(mesh, data)
+    what = f"{mesh}, {dims}"
+    assert_trains_alike(model, reference, data_rank(mesh, data), size, run, reference_run=play(PAIR), what=what)
+    return model
+
+
+def placed(model: nn.Module, name: str) -> tuple[tuple[str, ...], tuple[Placement, ...]]:
+    """Names of the mesh dims on which a parameter is, and how."""
+    parameter = model.get_parameter(name)
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh.mesh_dim_names or (), parameter.placements
+
+
+UP, DOWN, HEAD = "layers.0.up.weight", "layers.0.down.weight", "head.weight"
+STRIDED = _StridedShard(0, split_factor=2)
+
+
+def beside_tensor_parallelism() -> None:
+    mesh = named_mesh(dp=2, tp=2)  # to the right, and torch's own class
+    for dims in (Dims(shard="dp"), peer.DataParallelMeshDims(shard="dp")):
+        model = check(mesh, dims, ["dp"])
+        assert placed(model, UP) == (("dp", "tp"), (STRIDED, Shard(0)))
+        assert placed(model, DOWN) == (("dp", "tp"), (Shard(0), Shard(1)))
+        assert placed(model, HEAD) == (("dp", "tp"), (Shard(0), Replicate()))
+    model = check(mesh, Dims(replicate="dp"), ["dp"])
+    assert placed(model, UP) == (("dp", "tp"), (Replicate(), Shard(0)))
+
+    mesh = named_mesh(tp=2, dp=2)  # to the left: what cut first comes first, so nothing is strided
+    model = check(mesh, Dims(shard=("dp",)), ["dp"])
+    assert placed(model, UP) == (("tp", "dp"), (Shard(0), Shard(0)))
+    assert placed(model, DOWN) == (("tp", "dp"), (Shard(1), Shard(0)))
+
+
+@pytest.mark.behaviour("A-06", "A-07", "C-02", "C-03", "C-16", "J-02")
+def test_tensor_parallel_dims_on_either_side_of_the_data_parallel_one() -> None:
+    run_ranks(beside_tensor_parallelism, 4)
+
+
+def over_several_dims() -> None:
+    mesh, both = named_mesh(a=2, b=2), ["a", "b"]
+    model = check(mesh, Dims(shard=("a", "b")), both)
+    names, placements = placed(model, HEAD)
+    assert (len(names), placements) == (1, (Shard(0),))
+    assert local_part(model.get_parameter(HEAD)).size(0) == (1 if dist.get_rank() < 3 else 0)
+    model = check(mesh, Dims(replicate=("a", "b")), both)
+    assert placed(model, HEAD)[1] == (Replicate(),)
+    model = check(mesh, Dims(replicate="a", shard="b"), both)
+    assert placed(model, HEAD) == (("a", "b"), (Replicate(), Shard(0)))
+    model = check(mesh, Dims(replicate="b", shard="a"), both)
+    assert placed(model, HEAD) == (("a", "b"), (Shard(0), Replicate()))
+
+
+@pytest.mark.behaviour("A-06", "A-07", "C-02", "C-16", "J-02")
+def test_several_data_parallel_dims_count_as_one_or_make_a_hybrid_mesh() -> None:
+    run_ranks(over_several_dims, 4)
+
+
+def over_several_dims_beside_tensor_parallelism() -> None:
+    mesh = named_mesh(a=2, b=1, tp=2)
+    model = check(mesh, Dims(replicate="a", shard="b"), ["a", "b"])
+    assert placed(model, UP) == (("a", "b", "tp"), (Replicate(), STRIDED, Shard(0)))
+    model = check(mesh, Dims(shard=("a", "b")), ["a", "b"])
+    assert placed(model, UP)[1] == (STRIDED, Shard(0))
+    model = check(mesh, Dims(replicate=("a", "b")), ["a", "b"])
+    assert placed(model, UP)[1] == (Replicate(), Shard(0))
+
+    mesh = named_mesh(a=2, tp=2, b=1)  # tensor parallelism in between
+    model = check(mesh, Dims(replicate="b", shard="a"), ["a", "b"])
+    assert placed(model, UP) == (("a", "tp", "b"), (STRIDED, Shard(0), Replicate()))
+    model = check(mesh, Dims(replicate="a", shard="b"), ["a", "b"])
+    assert placed(model, UP) == (("a", "tp", "b"), (Replicate(), Shard(0), Shard(0)))
+    model = check(mesh, Dims(shard=("a", "b")), ["a", "b"])
+    assert placed(model, UP)[1] == (STRIDED, Shard(0))
+
+    mesh = named_mesh(tp=2, a=1, b=2)
+    model = check(mesh, Dims(shard=("a", "b")), ["a", "b"])
+    assert placed(model, UP)[1] == (Shard(0), Shard(0))
+
+
+@pytest.mark.behaviour("A-06", "A-07", "C-02", "J-02")
+def test_several_data_parallel_dims_beside_between_and_around_tensor_parallel_ones() -> None:
+    run_ranks(over_several_dims_beside_tensor_parallelism, 4)
+
+
+def last_dim(parameter: nn.Parameter) -> Shard:
+    return Shard(-1)
+
+
+def other_dims_and_smaller_meshes() -> None:
+    mesh = named_mesh(dp=2, tp=2)
+    model = check(mesh, Dims(shard="dp"), ["dp"], shard_placement_fn=last_dim)
+    assert placed(model, DOWN) == (("dp", "tp"), (_StridedShard(1, split_factor=2), Shard(1)))
+    assert placed(model, UP) == (("dp", "tp"), (Shard(1), Shard(0)))
+    mesh = named_mesh(dp=4)
+    check(mesh, Dims(shard="dp"), ["dp"], reshard_after_forward=2)
+    check(mesh, Dims(shard="dp"), ["dp"], reshard_after_forward=2, shard_placement_fn=last_dim)
+
+
+@pytest.mark.behaviour("A-05", "A-06", "C-01")
+def test_other_dims_are_cut_and_parameters_gathered_from_fewer_ranks_in_backward() -> None:
+    run_ranks(other_dims_and_smaller_meshes, 4)
+
+
+PEER_MESHES: list[tuple[dict[str, int], dict[str, object]]] = [
+    ({"dp": 2, "tp": 2}, {"shard": "dp"}),
+    ({"c": 2, "d": 2}, {"shard": "d", "replicate": "c"}),
+    ({"ddp": 4}, {"replicate": "ddp"}),
+    ({"a": 2, "b": 1, "tp": 2}, {"shard": "b", "replicate": "a"}),
+]
+"""Meshes and data-parallel dims that torch's FSDP2 takes. No two are equal: it wants the very mesh of the parameters,
+and DTensor's caches replace a mesh by an equal one.
+"""
+
+
+def gradients_are_the_peers() -> None:
+    """Of ours, of torch's FSDP2 and of the plain model, for inputs cut or replicated over the data-parallel dims."""
+    for sizes, names in PEER_MESHES:
+        mesh, data = named_mesh(**sizes), [name for name in sizes if name != "tp"]
+        rank, size, run = data_rank(mesh, data), prod(mesh[name].size() for name in data), play_on(mesh, data)
+        reference, models = EVEN.build(), [EVEN.build(), EVEN.build()]
+        for model, shard in zip(models, LIBRARIES, strict=True):
+            place_pair(model, mesh)
+            shard(model, mesh=mesh, dp_mesh_dims=peer.DataParallelMeshDims(**names))  # type: ignore[arg-type]
+        for step in (0, 1):
+            reference.zero_grad()
+            for each in range(size):
+                (EVEN.loss(reference, PAIR.batch_of(step, each)) / size).backward()
+            for model in models:
+                model.zero_grad()
+                run(model, step, rank)
+                for name, parameter in reference.named_parameters():
+                    what = f"{type(model)} on {names}, step {step}, {name}"
+                    assert_close(gradient_of(model, name), parameter.grad, msg=lambda m, what=what: f"{what}: {m}")  # type: ignore[misc]
+
+
+@pytest.mark.behaviour("C-16", "J-02")
+def test_gradients_are_those_of_ddp_and_of_torchs_fsdp2_for_cut_and_for_replicated_inputs() -> None:
+    run_ranks(gradients_are_the_peers, 4)
+
+
+class Mixed(nn.Module):
+    """Of its gradients one arrives partial on the data-parallel dim and one replicated, as the loss has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.Parameter(torch.ones(5))
+        self.unseen = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A term that sees the data, and one that does not, as a penalty."""
+        out: torch.Tensor = (self.seen * x).sum() + self.unseen.square().sum()
+        return out
+
+
+def each_rank_has_a_loss() -> None:
+    """Both terms are in every rank's loss, of which the mean counts: so it is with DDP, and with torch's FSDP2."""
+    mesh, rank = named_mesh(dp=2), dist.get_rank()
+    x, reference = torch.arange(20.0).view(4, 5), Mixed()
+    for half in x.chunk(2):
+        (reference(half) / 2).backward()
+    for shard in LIBRARIES:
+        arrived: dict[str, tuple[Placement, ...]] = {}
+        model = place_replicated(Mixed(), mesh)
+        shard(model, mesh=mesh, dp_mesh_dims=peer.DataParallelMeshDims(shard="dp"))
+
+        def note(name: str, gradient: torch.Tensor, arrived: dict[str, tuple[Placement, ...]] = arrived) -> None:
+            assert isinstance(gradient, DTensor)
+            arrived[name] = gradient.placements
+
+        def watchdog(module: nn.Module, _: object, note: Callable[[str, torch.Tensor], None] = note) -> None:
+            for name, parameter in module.named_parameters():
+                parameter.register_hook(partial(note, name))
+
+        model.register_forward_pre_hook(watchdog)
+        own = DTensor.from_local(x.chunk(2)[rank], mesh, [Shard(0)])
+        model(own).full_tensor().backward()
+        assert arrived == {"seen": (Partial(),), "unseen": (Replicate(),)}
+        for name, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            exactly(gradient_of(model, name), parameter.grad, f"{shard.__module__}: {name}")
+
+
+def place_replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    distribute_module(model, mesh)
+    return model
+
+
+def gradient_of(model: nn.Module, name: str) -> torch.Tensor:
+    """The full gradient. Collective."""
+    gradient = model.get_parameter(name).grad
+    assert isinstance(gradient, DTensor)
+    return gradient.full_tensor()
+
+
+class Alike(nn.Module):
+    """Two parameters whose gradients are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.one, self.other
+        assert isinstance(one, DTensor)
+        assert isinstance(other, DTensor)
+        out: torch.Tensor = ((one.to_local() + other.to_local()) * x[0]).sum()
+        return out
+
+
+class Rows(nn.Module):
+    """A parameter with a row for each sample, whose gradient arrives cut as the samples are."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.weight * x).sum()
+        return out
+
+
+def arrives_cut_or_otherwise_than_before() -> None:
+    """Of torch's FSDP2 the first raises, and held microbatches are added up wrongly."""
+    mesh, rank = named_mesh(dp=2), dist.get_rank()
+    dims = peer.DataParallelMeshDims(shard="dp")
+    x = torch.full((2, 3), 1.0 + rank)
+    for shard in LIBRARIES:
+        model = place_replicated(Rows(4, 3), mesh)
+        shard(model, mesh=mesh, dp_mesh_dims=dims)
+        loss = model(DTensor.from_local(x, mesh, [Shard(0)]))
+        if shard is peer.fully_shard:
+            with pytest.raises(RuntimeError, match="out of bounds for storage of size 12"):
+                loss.backward()
+        else:
+            loss.backward()
+            exactly(gradient_of(model, "weight"), torch.tensor([0.5, 0.5, 1.0, 1.0])[:, None].expand(4, 3), "cut")
+
+    found: list[list[float]] = []
+    for shard in LIBRARIES:
+        for placed in ([Replicate(), Shard(0)], [Shard(0), Replicate()]):
+            held: Any = place_replicated(Rows(3), mesh)
+            shard(held, mesh=mesh, dp_mesh_dims=dims)
+            for microbatch, placement in enumerate(placed):
+                held.set_requires_gradient_sync(microbatch == 1)
+                held(DTensor.from_local(x, mesh, [placement], run_check=False)).backward()
+            found.append(gradient_of(held, "weight").unique().tolist())
+    assert found == [[6.0], [6.0], [9.0], [4.5]]
+
+    grid, found = named_mesh(replicate=1, shard=2, tp=1), []
+    for shard, options in (
+        (fully_shard, {"mesh": mesh, "dp_mesh_dims": dims}),
+        (fully_shard, {"mesh": grid["replicate", "shard"]}),
+        (peer.fully_shard, {"mesh": mesh, "dp_mesh_dims": dims}),
+    ):
+        alike: Any = place_replicated(Alike(), mesh if "dp_mesh_dims" in options else grid["tp"])
+        shard(alike, **options)
+        for microbatch in (0, 1):
+            alike.set_requires_gradient_sync(microbatch == 1)
+            alike(x).backward()
+        found += [gradient_of(alike, name).unique().tolist() for name in ("one", "other")]
+    assert found == [*[[3.0]] * 4, *[[4.5]] * 2], "with torch's FSDP2 both write to the memory of one gradient"
+
+
+@pytest.mark.behaviour("C-16", "J-02")
+def test_partial_replicated_and_cut_gradients_belong_to_the_loss_of_their_rank() -> None:
+    run_ranks(each_rank_has_a_loss, 2)
+    run_ranks(arrives_cut_or_otherwise_than_before, 2)

@@ -1,0 +1,251 @@
+"""Forwards without gradients before, between and after training steps leave training unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import DivergenceError, FSDPModule, MixedPrecisionPolicy, PeerError, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests.helpers.models import TASKS, Routed, shard_layers
+from tests.helpers.sharding import values_of
+from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, check_parity, train
+from tests.helpers.transports import TRANSPORTS, Environment
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+FIRST, INSIDE, AFTER = "before the first step", "between forward and backward", "between backward and optimizer step"
+
+
+def evaluate(model: nn.Module, mode: str, step: int, rank: int) -> torch.Tensor:
+    """A number that depends on all parameters, as they are now."""
+    task = TASKS["mlp"]
+    model.eval()
+    with MODES[mode]():
+        value = task.loss(model, task.batch_of(900 + step, rank))
+    model.train()
+    return value.clone()
+
+
+def playing(mode: str, when: frozenset[str]) -> Callable[[nn.Module, int, int], torch.Tensor]:
+    """A play with evaluations; their values follow the loss in what it returns."""
+    task = TASKS["mlp"]
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        values = [evaluate(model, mode, step, rank)] if FIRST in when and step == 0 else []
+        loss = task.loss(model, task.batch_of(step, rank))
+        if INSIDE in when:
+            values += [evaluate(model, mode, step + 100, rank)]
+        loss.backward()
+        if AFTER in when:
+            values += [evaluate(model, mode, step + 200, rank), evaluate(model, mode, step + 300, rank)]
+        return torch.stack([loss.detach(), *values])
+
+    return play
+
+
+def train_with_evaluations(reshard_after_forward: bool | int | None, reshard_after_backward: bool) -> None:
+    task, rank = TASKS["mlp"], dist.get_rank()
+
+    def shard(model: nn.Module) -> nn.Module:
+        shard_layers(model, fully_shard, reshard_after_forward=reshard_after_forward)
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(reshard_after_backward)
+        return model
+
+    def losses_only(run: Run) -> Run:
+        return Run([values[:1] for values in run.losses], run.parameters, run.gradients)
+
+    undisturbed = train(shard(task.build()), playing("no_grad", frozenset()), ranks=[rank], watched=rank)
+    for mode in MODES:
+        for when in (FIRST, INSIDE, AFTER):
+            play = playing(mode, frozenset({when}))
+            disturbed = train(shard(task.build()), play, ranks=[rank], watched=rank)
+            assert_equal_runs(losses_only(disturbed), undisturbed, what=f"{mode} {when}", exact=True)
+        play = playing(mode, frozenset({FIRST, INSIDE, AFTER}))
+        check_parity(task.build, play, OPTIMIZERS["adamw-fused"], shard=shard, what=mode)
+
+
+@pytest.mark.behaviour("C-10")
+@pytest.mark.parametrize(
+    ("world_size", "reshard_after_forward", "reshard_after_backward"),
+    [(2, True, True), (2, False, True), (2, None, True), (2, None, False), (4, 2, True)],
+)
+def test_evaluations_are_right_and_leave_training_as_it_was_to_the_bit(
+    world_size: int, reshard_after_forward: bool | int | None, reshard_after_backward: bool
+) -> None:
+    run_ranks(train_with_evaluations, world_size, reshard_after_forward, reshard_after_backward)
+
+
+def evaluate_parts_of_the_model() -> None:
+    """Two evaluations after each backward, of which the second leaves most layers out: these must not get stale."""
+    task = TASKS["routed"]
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        assert isinstance(model, Routed)
+        model.route = [0, 1, 2, 3]
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        with torch.no_grad():
+            whole = model(task.batch_of(50 + step, rank)[0])
+            model.route = [0]
+            part = model(task.batch_of(60 + step, rank)[0])
+        return torch.stack([loss.detach(), whole.sum(), part.sum()])
+
+    for optimizer in ("sgd", "adamw-foreach", "adamw-fused"):
+        check_parity(task.build, play, OPTIMIZERS[optimizer], what=optimizer, reshard_after_forward=False)
+
+
+@pytest.mark.behaviour("C-10")
+def test_layers_that_an_evaluation_left_out_are_not_stale_in_the_next_step() -> None:
+    run_ranks(evaluate_parts_of_the_model, 2)
+
+
+def build_and_evaluate_in_inference_mode() -> None:
+    """Sharding itself, too, may happen there; tensors made in it must not be inference tensors."""
+    task, rank = TASKS["tied"], dist.get_rank()
+
+    def shard(model: nn.Module) -> None:
+        with torch.inference_mode():
+            shard_layers(model, fully_shard)
+            value = task.loss(model, task.batch_of(0, rank))
+        torch.testing.assert_close(value.clone(), task.loss(task.build(), task.batch_of(0, rank)).detach())
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        return loss.detach()
+
+    check_parity(task.build, play, shard=shard)
+
+
+@pytest.mark.behaviour("C-10")
+def test_a_model_that_was_sharded_and_ran_in_inference_mode_trains() -> None:
+    run_ranks(build_and_evaluate_in_inference_mode, 2)
+
+
+WIDTH = 16
+
+
+def linears(dtype: torch.dtype | None) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    policy = MixedPrecisionPolicy(dtype)
+    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_linears(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(model)
+
+
+def change_shards(model: nn.Module, factor: float) -> None:
+    """On rank 0. The other ranks wait."""
+    if dist.get_rank() == 0:
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    dist.barrier()
+
+
+@torch.no_grad()
+def infer_unequally(model: Any, mode: str, *, by_hand: bool) -> None:
+    """Rank 1 runs forwards that rank 0 does not run, and which must not see what rank 0 writes to its shards."""
+    x, modules = torch.ones(3, WIDTH), (*model, model)
+    expected = model(x).clone()
+    for module in modules:
+        module.reshard()
+        module.set_reshard_after_forward(False)
+        if by_hand:
+            module.unshard()
+    if not by_hand:
+        model(x)
+    with MODES[mode]():
+        for _ in range(2 * dist.get_rank()):
+            assert torch.equal(model(x), expected)
+    dist.barrier()
+    change_shards(model, 2.0)
+    with MODES[mode]():
+        for _ in range(dist.get_rank()):
+            assert torch.equal(model(x), expected)
+    dist.barrier()
+    change_shards(model, 0.5)
+    for module in modules:
+        module.reshard()
+
+
+@torch.no_grad()
+def infer_with_what_a_pass_left(model: Any, mode: str, left_by: str) -> None:
+    """Parameters stay unsharded after a training forward or a backward. Rank 1 runs forwards with them, rank 0 none."""
+    x, modules = torch.ones(3, WIDTH), (*model, model)
+    expected = model(x).clone()
+    for module in modules:
+        module.reshard()
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
+    with torch.enable_grad():
+        loss = model(x).square().mean()
+    for is_changed in (False, True):
+        if left_by == "backward" and not is_changed:
+            loss.backward()
+        with MODES[mode]():
+            for _ in range(2 * dist.get_rank()):
+                assert torch.equal(model(x), expected)
+        dist.barrier()
+        if left_by == "backward":
+            change_shards(model, 0.5 if is_changed else 2.0)
+    if left_by == "forward":
+        loss.backward()
+    for module in modules:
+        module.set_reshard_after_backward(True)
+        module.reshard()
+    model.zero_grad()
+
+
+def go_on_unequally(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """With parameters that are gathered in each forward."""
+    if dist.get_rank() == 0:
+        train_linears(model, optimizer)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(3, WIDTH))
+
+
+def infer_unequally_then_train() -> None:
+    for dtype in (None, torch.bfloat16):
+        model, optimizer = linears(dtype)
+        for mode in MODES:
+            for by_hand in (True, False):
+                infer_unequally(model, mode, by_hand=by_hand)
+            for left_by in ("forward", "backward"):
+                infer_with_what_a_pass_left(model, mode, left_by)
+        found, wanted = train_linears(model, optimizer), train_linears(*linears(dtype))
+        for name, value in found.items():
+            assert torch.equal(value, wanted[name]), name
+        infer_unequally(model, "no_grad", by_hand=True)  # what is gathered after a step must not be gathered again
+    model, optimizer = linears(None)
+    with pytest.raises((DivergenceError, PeerError), match=r"(?s)rank 1: all-gather of .* in forward"):
+        go_on_unequally(model, optimizer)
+    model.reset_iter_state()
+    train_linears(model, optimizer)
+
+
+@pytest.mark.behaviour("C-10", "J-04")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_ranks_may_run_different_numbers_of_forwards_that_communicate_nothing(transport: Environment) -> None:
+    run_ranks(infer_unequally_then_train, 2, environment=transport)

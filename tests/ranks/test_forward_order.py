@@ -1,0 +1,170 @@
+"""The order of groups in forward, compared across ranks: the error, its time, and the next steps."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import DivergenceError, FSDPModule
+from composable_fsdp.testing import run_ranks
+from tests._internals import ExecutionOrderWarning, compared
+from tests.helpers.sharding import exactly, values_of
+from tests.helpers.slack import slack
+from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
+from tests.helpers.two_layers import FAULTS, build, sgd, step
+
+SECONDS = 5.0
+"""Within which every rank must know."""
+
+
+# -- faults, of which only the last rank has one
+
+
+@contextmanager
+def failing_within(seconds: float, kind: type[Exception], match: str) -> Iterator[None]:
+    begin = time.monotonic()
+    with pytest.raises(kind, match=match):
+        yield
+    assert time.monotonic() - begin < seconds * slack()
+
+
+def fail_and_go_on(fault: str, at_step: int) -> None:
+    """The step of the fault does nothing on any rank; those before and after it are as if it had not been there."""
+    inflict, kind, match = FAULTS[fault]
+    last = dist.get_rank() == dist.get_world_size() - 1
+    model, undisturbed = build(), build()
+    optimizers = sgd(model), sgd(undisturbed)
+    for number in range(at_step + 3):
+        if number == at_step:
+            undo = inflict(model) if last else None
+            own_fault = last and fault != "order"
+            with failing_within(SECONDS, ArithmeticError if own_fault else kind, "no luck" if own_fault else match):
+                step(model, optimizers[0])
+            if undo is not None:
+                undo()
+            model.reset_iter_state()
+            continue
+        step(model, optimizers[0])
+        step(undisturbed, optimizers[1])
+    expected = values_of(undisturbed)
+    for name, value in values_of(model).items():
+        exactly(value, expected[name], name)
+
+
+@pytest.mark.behaviour("G-01", "H-01", "H-03", "H-05")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank_is_an_error_on_all_and_training_goes_on(fault: str, transport: Environment) -> None:
+    run_ranks(fail_and_go_on, 2, fault, 3, environment=transport)
+
+
+@pytest.mark.behaviour("G-01", "H-01")
+@pytest.mark.parametrize("transport", [SOCKETS, COPIES], ids=["sockets", "copies"])
+def test_a_fault_in_the_first_step_is_an_error_on_four_ranks(transport: Environment) -> None:
+    run_ranks(fail_and_go_on, 4, "order", 0, environment=transport)
+
+
+def both_modules_are_named() -> None:
+    model = build()
+    model.swapped = dist.get_rank() == 1
+    with pytest.raises(DivergenceError) as caught:
+        model(torch.ones(2, 64))
+    assert "\n  rank 0: all-gather of first in forward" in str(caught.value)
+    assert "\n  rank 1: all-gather of second in forward" in str(caught.value)
+    model.reset_iter_state()
+
+
+@pytest.mark.behaviour("G-01")
+@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+def test_a_difference_in_order_names_what_each_rank_is_about_to_gather(transport: Environment) -> None:
+    run_ranks(both_modules_are_named, 2, environment=transport)
+
+
+# -- what is no fault
+
+
+def comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
+    """How often ranks compare what they are about to do, by step."""
+    optimizer, group = sgd(model), dist.group.WORLD
+    assert group is not None
+    counts: list[int] = []
+    for number in range(steps):
+        before = compared(group)
+        play(number)
+        step(model, optimizer)
+        counts.append(compared(group) - before)
+    return counts
+
+
+def train_and_evaluate() -> None:
+    model = build()
+
+    def evaluate(number: int) -> None:
+        if number % 2:
+            with torch.no_grad():
+                model(torch.ones(1, 64))
+
+    counts = comparisons(model, evaluate, 8)
+    assert max(counts[4:]) <= 4, counts  # where evaluation comes after a step, and a step after that
+
+
+def train() -> None:
+    model = build()
+    counts = comparisons(model, lambda number: None, 6)
+    assert counts[0] > 0
+    assert counts[3:] == [0, 0, 0]
+    model.set_order_check("always")
+    assert min(comparisons(model, lambda number: None, 2)) > 0
+    model.set_order_check("off")
+    assert comparisons(model, lambda number: None, 2) == [0, 0]
+    model.set_order_check("first")
+
+
+@pytest.mark.behaviour("G-03", "G-04")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_compare_what_is_new_and_no_more(ranks: int) -> None:
+    run_ranks(train, ranks, environment=SOCKETS)
+    run_ranks(train_and_evaluate, ranks, environment=SOCKETS)
+
+
+def drift() -> None:
+    """All ranks change their order alike: they go on, and each warns once."""
+    model = build()
+    optimizer = sgd(model)
+    step(model, optimizer)
+    model.swapped = True
+    rank = dist.get_rank()
+    with pytest.warns(
+        ExecutionOrderWarning, match=rf"^Forward order differs from that of the first iteration on rank {rank}"
+    ):
+        step(model, optimizer)
+    model.swapped = False
+    step(model, optimizer)
+    model.swapped = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer)
+
+
+@pytest.mark.behaviour("G-02")
+@pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_order_that_changes_on_all_ranks_is_warned_of_once(ranks: int, transport: Environment) -> None:
+    run_ranks(drift, ranks, environment=transport)
+
+
+def wrong_level() -> None:
+    model: FSDPModule = build()
+    with pytest.raises(ValueError, match="the order check is one of 'off', 'first', 'always', not 'sometimes'"):
+        model.set_order_check("sometimes")
+
+
+def test_a_level_that_there_is_not() -> None:
+    run_ranks(wrong_level, 2)

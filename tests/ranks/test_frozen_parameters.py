@@ -1,0 +1,344 @@
+"""Frozen parameters, in all or some groups, at any time; inputs with and without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, no_sync
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.helpers.models import TASKS, Transformer, seeded, shard_layers
+from tests.helpers.training import OPTIMIZERS, assert_equal_runs, check_parity, play_task, train
+from tests.helpers.transports import TRANSPORTS, Environment
+
+
+def frozen_transformer(*prefixes: str) -> nn.Module:
+    model = seeded(Transformer, tied=False, depth=3)()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes))
+    return model
+
+
+FROZEN = {
+    "a whole group": ("layers.1.",),
+    "the first groups": ("embedding", "layers.0.", "layers.1."),
+    "part of every group": ("layers.0.qkv", "layers.0.norm", "layers.1.mlp", "layers.2.out", "norm"),
+    "all but one parameter": ("embedding", "layers.", "norm.bias", "head"),
+    "the last groups": ("layers.2.", "norm", "head"),
+}
+
+
+def train_with_frozen_parameters(reshard_after_forward: bool | int | None) -> None:
+    for what, prefixes in FROZEN.items():
+        with Recorder() as recorder:
+            build = partial(frozen_transformer, *prefixes)
+            model = check_parity(
+                build, play_task("transformer"), what=what, reshard_after_forward=reshard_after_forward
+            )
+        assert recorder.allocated == {}, what
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        assert frozen == [name for name, _ in model.named_parameters() if name.startswith(prefixes)]
+        reduced = {e.group for e in recorder if e.operation is Operation.REDUCE}
+        if what == "a whole group":
+            assert reduced == {"root", "layers.0", "layers.2"}  # nothing travels for it
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
+def test_frozen_parameters_stay_as_they_are_and_the_others_train(world_size: int, reshard: bool | int | None) -> None:
+    run_ranks(train_with_frozen_parameters, world_size, reshard)
+
+
+class Gan(nn.Module):
+    """Two networks that are trained in turns, each on what the other does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7))
+        self.critic = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 1))
+
+
+def train_in_turns(two_roots: bool) -> None:
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        assert isinstance(model, Gan)
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        noise, real = torch.randn(4, 5, generator=generator), torch.randn(4, 7, generator=generator)
+        critic_learns = step % 2 == 0
+        model.generator.requires_grad_(not critic_learns)
+        model.critic.requires_grad_(critic_learns)
+        if critic_learns:
+            with torch.no_grad():
+                fake = model.generator(noise)
+            loss = model.critic(fake).mean() - model.critic(real).mean()
+        else:
+            loss = -model.critic(model.generator(noise)).mean()
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        for network in (model.get_submodule("generator"), model.get_submodule("critic")):
+            if two_roots:
+                fully_shard(network[0])  # type: ignore[index]
+                fully_shard(network[2])  # type: ignore[index]
+            fully_shard(network)
+
+    for optimizer in ("sgd", "adamw-fused"):
+        check_parity(seeded(Gan), play, OPTIMIZERS[optimizer], shard=shard, steps=6, what=optimizer)
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("nested", [True, False])
+def test_two_networks_that_freeze_each_other_in_turns_train(nested: bool) -> None:
+    run_ranks(train_in_turns, 2, nested)
+
+
+def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
+    """All frozen in the first forward, then one layer more is thawed in every step, then all are frozen again."""
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        model.requires_grad_(False)
+        for layer in list(model.get_submodule("layers").children())[::-1][: step % 5]:
+            layer.requires_grad_(True)
+        loss = TASKS["transformer"].loss(model, TASKS["transformer"].batch_of(step, rank))
+        assert loss.requires_grad == (step % 5 > 0)
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
+
+    task = TASKS["transformer"]
+    if precision == MixedPrecisionPolicy():
+        check_parity(task.build, play, steps=7)
+        return
+    # In bf16 there is no exact reference, but freezing must not make a difference: thawed from the beginning, and
+    # gradients dropped where they would have been frozen, training is the same.
+    rank = dist.get_rank()
+
+    def play_thawed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        thawed = list(model.get_submodule("layers").children())[::-1][: step % 5]
+        learning = {id(p) for p in chain.from_iterable(layer.parameters() for layer in thawed)}
+        for parameter in model.parameters():
+            if id(parameter) not in learning:
+                parameter.grad = None
+        return loss.detach()
+
+    runs = [
+        train(shard_layers(task.build(), fully_shard, mp_policy=precision), p, ranks=[rank], watched=rank, steps=7)
+        for p in (play, play_thawed)
+    ]
+    assert_equal_runs(*runs, exact=True)
+
+
+@pytest.mark.behaviour("C-05", "D-01")
+@pytest.mark.parametrize(
+    "precision",
+    [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    ],
+    ids=["fp32", "bf16 reduced in fp32", "bf16", "fp32 reduced in bf16"],
+)
+def test_a_model_all_frozen_in_its_first_forward_can_be_thawed_and_frozen_again(
+    precision: MixedPrecisionPolicy,
+) -> None:
+    run_ranks(thaw_bit_by_bit, 2, precision)
+
+
+def keep_frozen_groups() -> None:
+    """What is at rest is changed in place before the third step, which the copy in memory must follow."""
+    task, gathered = TASKS["transformer"], []
+    at_rest: dict[nn.Module, list[nn.Parameter]] = {}
+    build = partial(frozen_transformer, "layers.0.", "layers.1.")
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        parameters = at_rest.setdefault(model, list(model.get_submodule("layers.1").parameters()))
+        if step == 2:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.clamp_(-0.05, 0.05)
+        with Recorder() as recorder:
+            loss = task.loss(model, task.batch_of(step, rank))
+            loss.backward()
+        if isinstance(model, FSDPModule):
+            gathered.append({event.group for event in recorder if event.operation is Operation.UNSHARD})
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        shard_layers(model, fully_shard, reshard_after_forward=False)
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(False)
+
+    check_parity(build, play, shard=shard, steps=4)
+    trained = {"root", "layers.2"}
+    assert gathered == [{*trained, "layers.0", "layers.1"}, trained, {*trained, "layers.1"}, trained]
+
+
+@pytest.mark.behaviour("C-05")
+def test_frozen_groups_that_are_kept_are_gathered_once_and_after_changes() -> None:
+    run_ranks(keep_frozen_groups, 2)
+
+
+def freeze_while_unsharded(reshard_after_backward: bool) -> None:
+    """After an evaluation that kept them, ``parameters()`` shows the unsharded ones; the optimizer has the others."""
+    task = TASKS["chain"]
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        with torch.no_grad():
+            model(task.batch_of(50 + step, rank)[0])
+        for i, layer in enumerate(model.get_submodule("layers").children()):
+            layer.requires_grad_((step + i) % 3 != 0)
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        shard_layers(model, fully_shard, reshard_after_forward=False)
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(reshard_after_backward)
+
+    check_parity(task.build, play, shard=shard, steps=7)
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("reshard_after_backward", [True, False])
+def test_parameters_can_be_frozen_and_thawed_while_they_are_unsharded(reshard_after_backward: bool) -> None:
+    run_ranks(freeze_while_unsharded, 2, reshard_after_backward)
+
+
+def ask_for_gradients_of_inputs() -> None:
+    rank = dist.get_rank()
+    task, gradients = TASKS["transformer"], []
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        assert isinstance(model, Transformer)
+        x = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_(step > 1)
+        loss: torch.Tensor = model.layers[0](x).square().mean()
+        loss.backward()
+        if step > 1:
+            assert x.grad is not None
+            gradients.append(x.grad)
+        else:
+            assert x.grad is None
+        return loss.detach()
+
+    def shard(model: nn.Module) -> None:
+        assert isinstance(model, Transformer)
+        for module in list(model.layers[0].modules()):
+            if isinstance(module, nn.Linear):
+                fully_shard(module)
+        fully_shard(model.layers[0])
+
+    check_parity(task.build, play, shard=shard, steps=4)
+    ours, reference = gradients[:2], gradients[2:]
+    # Inputs are each rank's own, so their gradients are not averaged.
+    mine = [gradient for i, gradient in enumerate(reference) if i % dist.get_world_size() == rank]
+    torch.testing.assert_close(ours, mine)
+
+
+@pytest.mark.behaviour("C-05")
+def test_inputs_get_their_gradients_where_they_need_them() -> None:
+    run_ranks(ask_for_gradients_of_inputs, 2)
+
+
+class Layered(nn.Module):
+    """One group of two layers, and an input that needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+LOOKS: dict[str, Callable[[FSDPModule], object]] = {
+    "nobody": lambda model: None,
+    "unshard": lambda model: model.unshard(),
+    "a checkpoint": lambda model: checkpoint.state_dict(cast(nn.Module, model)),
+    "load_state_dict": lambda model: cast(nn.Module, model).load_state_dict(cast(nn.Module, model).state_dict()),
+}
+"""Who sees first that parameters were frozen."""
+
+
+def freeze_while_gradients_are_on_their_way(summed: str, look: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = seeded(Layered)(), seeded(Layered)()
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+
+    def step(of: nn.Module, microbatch: int, of_rank: int, factor: float) -> None:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * microbatch + of_rank))
+        (of(x).square().mean() * factor).backward()
+
+    for microbatch in range(3):
+        is_last = microbatch == 2
+        model.set_is_last_backward(is_last)
+        if microbatch == 1:  # while the first one's gradients may be on their way
+            for frozen in (model, reference):
+                frozen.get_submodule("first").requires_grad_(False)
+            LOOKS[look](model)
+        holds = summed != "reduced" and not is_last
+        with no_sync(model, sharded=summed == "sharded") if holds else nullcontext():
+            step(model, microbatch, rank, 1.0)
+        for other in range(size):
+            step(reference, microbatch, other, 1 / size)
+    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor), name
+        assert whole.grad is not None, name
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.behaviour("C-05", "C-07")
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("summed", ["reduced", "sharded", "unsharded"])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_parameters_can_be_frozen_while_gradients_are_on_their_way(
+    transport: Environment, summed: str, look: str
+) -> None:
+    run_ranks(freeze_while_gradients_are_on_their_way, 2, summed, look, environment=transport)
+
+
+def freeze_between_forward_and_backward(flips: bool) -> None:
+    """As torch has it: what is frozen when backward comes to it gets no gradient. What is thawed has none to get."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = seeded(Layered)(), seeded(Layered)()
+    for layer in (*model.children(), model):
+        fully_shard(layer, reshard_after_forward=True)
+    for _ in range(3):
+        batches = torch.randn(size, 3, 6, generator=torch.Generator().manual_seed(0))
+        for each in (model, reference):
+            each.zero_grad()
+            each.second.requires_grad_(not flips)
+        loss = model(batches[rank]).square().mean()
+        expected = torch.stack([reference(batch).square().mean() for batch in batches]).mean()
+        for each in (model, reference):
+            each.second.requires_grad_(flips)
+        loss.backward()
+        expected.backward()
+        for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (parameter.grad is None) == (whole.grad is None), name
+            if parameter.grad is not None and whole.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.behaviour("C-05")
+@pytest.mark.parametrize("flips", [False, True], ids=["frozen", "thawed"])
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_parameters_can_be_frozen_between_forward_and_backward(transport: Environment, flips: bool) -> None:
+    run_ranks(freeze_between_forward_and_backward, 2, flips, environment=transport)

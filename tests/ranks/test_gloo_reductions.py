@@ -1,0 +1,139 @@
+"""Reductions over gloo add gradients in fp32 and in the order of ranks, by any algorithm."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable_fsdp.errors import PeerError
+from composable_fsdp.testing import run_ranks
+from tests._internals import ReduceOp, Transfer
+from tests.helpers.transports import over_gloo
+
+
+def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def add_up(numel: int, dtype: torch.dtype) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = over_gloo(group)
+    rank, size = communicator.rank, communicator.size
+    output = torch.empty(numel, dtype=dtype)
+    communicator.reduce_scatter([Transfer(output, own(rank, size * numel, dtype))], ReduceOp.SUM).wait()
+    expected = torch.zeros(numel)
+    for peer in range(size):
+        part = own(peer, size * numel, dtype).view(size, numel)[rank].float()
+        expected = part if peer == 0 else expected + part
+    assert torch.equal(output, expected.to(dtype))
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sums_are_made_in_fp32_in_the_order_of_ranks(world_size: int, dtype: torch.dtype) -> None:
+    for numel in (0, 1, 1000, 40_000, 600_000):  # nothing; in one message with others; by itself, in several runs
+        run_ranks(add_up, world_size, numel, dtype)
+
+
+def gather(numel: int, in_place: bool) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = over_gloo(group)
+    rank, size = communicator.rank, communicator.size
+    outputs = [torch.empty(size * numel) for _ in range(3)]
+    shards = [own(rank + 10 * k, numel, torch.float32) for k in range(3)]
+    if in_place:
+        for k, output in enumerate(outputs):
+            shards[k] = output.view(size, numel)[rank].copy_(shards[k])
+    communicator.all_gather([Transfer(*pair) for pair in zip(outputs, shards, strict=True)]).wait()
+    for k, output in enumerate(outputs):
+        expected = torch.cat([own(peer + 10 * k, numel, torch.float32) for peer in range(size)])
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_large_shards_arrive_in_their_places(world_size: int) -> None:
+    for numel in (0, 1, 100, 50_000):
+        run_ranks(gather, world_size, numel, False)
+        run_ranks(gather, world_size, numel, True)
+
+
+def overlap() -> None:
+    """Gathers and reductions under way at the same time, waited for in another order, do not meet each other's."""
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = over_gloo(group)
+    rank, size, numel = communicator.rank, communicator.size, 50_000
+    works, checks = [], []
+    for k in range(6):
+        shard = own(rank + 10 * k, numel, torch.float32)
+        full, reduced = torch.empty(size * numel), torch.empty(numel)
+        gradient = torch.full((size * numel,), float(rank + k))
+        works.append(communicator.all_gather([Transfer(full, shard)]))
+        works.append(communicator.reduce_scatter([Transfer(reduced, gradient)], ReduceOp.SUM))
+        expected = torch.cat([own(peer + 10 * k, numel, torch.float32) for peer in range(size)])
+        checks.append((full, expected, reduced, float(sum(peer + k for peer in range(size)))))
+    for work in reversed(works):
+        work.wait()
+    for full, expected, reduced, total in checks:
+        assert torch.equal(full, expected)
+        assert torch.equal(reduced, torch.full_like(reduced, total))
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_concurrent_transfers_do_not_mix(world_size: int) -> None:
+    run_ranks(overlap, world_size)
+
+
+def drop_one() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = over_gloo(group)
+    rank, size = communicator.rank, communicator.size
+    if rank:
+        time.sleep(0.5)  # so that what the first rank drops has not come by then
+    for k in range(2):
+        communicator.all_gather([Transfer(torch.empty(size * 1000), own(rank + 10 * k, 1000, torch.float32))])
+        gc.collect()
+    output = torch.empty(size * 1000)
+    communicator.all_gather([Transfer(output, own(rank, 1000, torch.float32))]).wait()
+    assert torch.equal(output, torch.cat([own(peer, 1000, torch.float32) for peer in range(size)]))
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_nobody_waits_for_does_not_stop_what_comes_after_it(world_size: int) -> None:
+    run_ranks(drop_one, world_size, timeout=30.0)
+
+
+def wait_again_after_a_failure() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = over_gloo(group)
+    line, transfer = communicator._connection, Transfer(torch.empty(communicator.size * 10), torch.ones(10))
+    works = [communicator.all_gather([transfer])] if communicator.rank == 0 else []
+    for work in works:
+        line._give_up("rank 1 is gone.")
+        for _ in range(2):
+            with pytest.raises(PeerError, match=r"all-gather \(operation 1 .* cannot be done, since rank 1 is gone"):
+                work.wait()
+    line.abandon()
+    line.reopen()
+    for work in works:
+        with pytest.raises(PeerError, match=r"\(operation 1 .* given up when the ranks connected anew. Begin the step"):
+            work.wait()
+    communicator.all_gather([transfer]).wait()
+    assert torch.equal(transfer.output, torch.ones(communicator.size * 10))
+
+
+@pytest.mark.behaviour("H-01")
+def test_a_work_that_failed_fails_again_also_when_ranks_have_connected_anew() -> None:
+    run_ranks(wait_again_after_a_failure, 2, timeout=20.0)

@@ -1,0 +1,392 @@
+"""Manual control: ``unshard``, ``reshard``, prefetch lists, registered forward methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import ConfigurationError, FSDPModule, fully_shard, register_fsdp_forward_method
+from composable_fsdp.testing import assert_trace, run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests.helpers.models import TASKS, Chain, Transformer, seeded, shard_layers
+from tests.helpers.training import OPTIMIZERS, check_parity, play_task
+from tests.helpers.transports import SOCKETS
+
+PARAMETERS = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD)
+
+
+def sharded_layers(model: nn.Module) -> list[FSDPModule]:
+    layers: list[FSDPModule] = [
+        layer for layer in model.get_submodule("layers").children() if isinstance(layer, FSDPModule)
+    ]
+    assert layers
+    return layers
+
+
+# -- unshard and reshard
+
+
+def unshard_by_hand() -> None:
+    task, rank = TASKS["mlp"], dist.get_rank()
+    originals = dict(task.build().named_parameters())
+    model = shard_layers(task.build(), fully_shard)
+    layer = model.get_submodule("layers.1")
+    assert isinstance(layer, FSDPModule)
+    for async_op in (False, True, False):
+        handle = layer.unshard(async_op=async_op)
+        assert (handle is not None) == async_op
+        if handle is not None:
+            handle.wait()
+            handle.wait()
+        for name, parameter in layer.named_parameters():
+            assert not isinstance(parameter, DTensor)
+            torch.testing.assert_close(parameter, originals[f"layers.1.{name}"], rtol=0, atol=0)
+        assert all(isinstance(p, DTensor) for p in model.get_submodule("layers.0").parameters())
+        layer.reshard()
+        layer.reshard()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+    batch = task.batch_of(0, rank)
+    expected = task.loss(task.build(), batch)
+    layer.unshard(async_op=True)
+    with Recorder() as recorder:  # names are those of the first forward from here on
+        loss = task.loss(model, batch)
+    torch.testing.assert_close(loss, expected)
+    assert_trace(
+        (event for event in recorder if event.group == "layers.1"),
+        "wait layers.1",  # gathered already: nothing travels again
+        "reshard layers.1",
+        operations=PARAMETERS,
+    )
+    assert isinstance(model, FSDPModule)
+    model.reshard()
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_unshard_and_reshard_by_hand(world_size: int) -> None:
+    run_ranks(unshard_by_hand, world_size)
+
+
+def unshard_everything_before_each_forward(async_op: bool) -> None:
+    """As pipelines do; also a layer unsharded between backward and the optimizer's step must not keep old values."""
+    task = TASKS["mlp"]
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        handles = [module.unshard(async_op=async_op) for module in modules]
+        if step % 2:
+            for handle in handles:
+                if handle is not None:
+                    handle.wait()
+        loss = task.loss(model, task.batch_of(step, rank))
+        loss.backward()
+        if modules:
+            assert isinstance(modules[1], FSDPModule)
+            modules[1].unshard(async_op=async_op)
+        return loss.detach()
+
+    for optimizer in ("sgd", "adamw-foreach", "adamw-fused"):
+        model = check_parity(task.build, play, OPTIMIZERS[optimizer], what=optimizer)
+        assert isinstance(model, FSDPModule)
+        sharded_layers(model)[0].reshard()
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("async_op", [False, True])
+def test_unsharding_ahead_of_forward_and_before_the_optimizer_keeps_parity(async_op: bool) -> None:
+    run_ranks(unshard_everything_before_each_forward, 2, async_op)
+
+
+# -- when to reshard
+
+
+def change_reshard_after_forward() -> None:
+    task = TASKS["chain"]
+    wanted = (True, False, True, False, False, True)
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        expected = set() if wanted[step] else {f"layers.{i}" for i in range(4)}
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_forward(wanted[step])
+            if step == 4:
+                sharded_layers(model)[0].set_reshard_after_forward(True, recurse=False)
+                expected.remove("layers.0")
+        with Recorder() as forward:
+            loss = task.loss(model, task.batch_of(step, rank))
+        with Recorder() as backward:
+            loss.backward()
+        if isinstance(model, FSDPModule):
+            kept = set(forward.allocated)
+            gathered = {e.group for e in backward if e.operation is Operation.UNSHARD and e.bytes}
+            assert (kept, gathered) == (expected, {f"layers.{i}" for i in range(4)} - expected), step
+        return loss.detach()
+
+    model = check_parity(task.build, play, steps=len(wanted))
+    with pytest.raises(ConfigurationError, match="bool"):
+        model.set_reshard_after_forward(2)  # type: ignore[operator]
+
+
+@pytest.mark.behaviour("C-08")
+def test_reshard_after_forward_can_be_changed_between_iterations() -> None:
+    run_ranks(change_reshard_after_forward, 2, environment=SOCKETS)
+
+
+class ByHand:
+    """An optimizer that torch knows nothing of."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.5)
+
+
+def keep_parameters_after_backward(reshard_after_forward: bool | None) -> None:
+    task, rank = TASKS["mlp"], dist.get_rank()
+
+    def shard(model: nn.Module) -> None:
+        shard_layers(model, fully_shard, reshard_after_forward=reshard_after_forward)
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(False)
+
+    for name, optimizer in {**OPTIMIZERS, "by hand": ByHand}.items():
+        model = check_parity(task.build, play_task("mlp"), optimizer, shard=shard, what=name)
+        assert isinstance(model, FSDPModule)
+        traces = []
+        for step in range(2):
+            with Recorder() as recorder:
+                task.loss(model, task.batch_of(step, rank)).backward()
+            traces.append([event.operation for event in recorder if event.group == "layers.1"])
+        assert Operation.UNSHARD in traces[0], "after the optimizer's last step"
+        if reshard_after_forward is False:
+            assert Operation.UNSHARD not in traces[1], "nothing changed since"
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        model.set_reshard_after_backward(True)
+        task.loss(model, task.batch_of(0, rank)).backward()
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
+    reshard_after_forward: bool | None,
+) -> None:
+    run_ranks(keep_parameters_after_backward, 2, reshard_after_forward)
+
+
+# -- prefetching
+
+
+def prefetch_as_told() -> None:
+    task, rank = TASKS["chain"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard, merges=False)
+    layers = sharded_layers(model)
+    # Two ahead in forward, each group only once; in backward two ahead from the last, then nothing.
+    layers[0].set_modules_to_forward_prefetch([layers[1], layers[2]])
+    layers[1].set_modules_to_forward_prefetch([layers[3]])
+    layers[2].set_modules_to_forward_prefetch([])
+    layers[3].set_modules_to_backward_prefetch([layers[2], layers[1]])
+    layers[2].set_modules_to_backward_prefetch([])
+    layers[1].set_modules_to_backward_prefetch([layers[0]])
+    for step in range(2):
+        with Recorder() as forward:
+            loss = task.loss(model, task.batch_of(step, rank))
+        with Recorder() as backward:
+            loss.backward()
+        # By itself the root prefetches layers.0 once it knows the order.
+        before = ["unshard root", "wait root", "unshard layers.0"] if step == 0 else [
+            "unshard root",
+            "unshard layers.0",
+            "wait root",
+        ]  # fmt: skip
+        assert_trace(
+            (event for event in forward if event.group != "root"),
+            *[line for line in before if not line.endswith("root")],
+            "unshard layers.1",
+            "unshard layers.2",
+            "wait layers.0",
+            "reshard layers.0",
+            "wait layers.1",
+            "unshard layers.3",
+            "reshard layers.1",
+            "wait layers.2",
+            "reshard layers.2",
+            "wait layers.3",
+            "reshard layers.3",
+        )
+        assert_trace(
+            (event for event in backward if event.group != "root"),
+            "unshard layers.3",
+            "unshard layers.2",
+            "unshard layers.1",
+            "wait layers.3",
+            "reshard layers.3",
+            "wait layers.2",
+            "reshard layers.2",
+            "wait layers.1",
+            "unshard layers.0",
+            "reshard layers.1",
+            "wait layers.0",
+            "reshard layers.0",
+        )
+    with pytest.raises(ConfigurationError, match="Linear"):
+        layers[0].set_modules_to_forward_prefetch([nn.Linear(1, 1)])  # type: ignore[list-item]
+
+
+@pytest.mark.behaviour("C-08")
+def test_prefetch_lists_say_what_is_gathered_when() -> None:
+    run_ranks(prefetch_as_told, 2, environment=SOCKETS)
+
+
+def train_with_prefetch_lists() -> None:
+    def shard(model: nn.Module) -> None:
+        shard_layers(model, fully_shard)
+        layers = sharded_layers(model)
+        for i, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
+            layer.set_modules_to_backward_prefetch(layers[max(0, i - 2) : i][::-1])
+
+    check_parity(TASKS["transformer"].build, play_task("transformer"), shard=shard)
+
+
+@pytest.mark.behaviour("C-08")
+def test_training_with_prefetch_lists_keeps_parity() -> None:
+    run_ranks(train_with_prefetch_lists, 2)
+
+
+def train_without_unsharding_the_embedding_in_backward() -> None:
+    gathered: list[int] = []
+    task = TASKS["transformer"]
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = task.loss(model, task.batch_of(step, rank))
+        with Recorder() as backward:
+            loss.backward()
+        gathered.append(sum(str(event) == "unshard embedding" for event in backward))
+        return loss.detach()
+
+    def shard(unshard_in_backward: bool) -> Callable[[nn.Module], None]:
+        def apply(model: nn.Module) -> None:
+            embedding = fully_shard(model.get_submodule("embedding"))
+            assert isinstance(embedding, FSDPModule)
+            embedding.set_unshard_in_backward(unshard_in_backward)
+            shard_layers(model, fully_shard)
+
+        return apply
+
+    check_parity(task.build, play, shard=shard(False), steps=5)
+    assert gathered[:5] == [0] * 5
+    gathered.clear()
+    check_parity(task.build, play, shard=shard(True), steps=2)
+    assert gathered[:2] == [1] * 2
+
+
+@pytest.mark.behaviour("C-08")
+def test_an_embedding_need_not_be_gathered_in_backward() -> None:
+    run_ranks(train_without_unsharding_the_embedding_in_backward, 2)
+
+
+# -- forward methods
+
+
+class Autoencoder(nn.Module):
+    """Its parts are called by name; ``forward`` is only one way in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Chain(6, 2), Chain(6, 2)])
+        self.code = nn.Linear(6, 6)
+        self.decode_bias = nn.Parameter(torch.zeros(6))
+
+    def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        out: torch.Tensor = self.code(self.layers[0](x)) * scale
+        return out
+
+    def decode(self, code: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": self.layers[1](code) + self.decode_bias}
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        """As those of transformers do: repeated calls of the module itself, then more work with its parameters."""
+        for _ in range(2):
+            x = self(x)
+        return x + self.decode_bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[1](self.code(self.layers[0](x))) + self.decode_bias
+        return out
+
+
+class Nesting(Autoencoder):
+    """Its forward uses its own registered methods, and parameters after them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))["x"] + self.decode_bias
+
+
+def play_methods(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    assert isinstance(model, Autoencoder)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    code = model.encode(x, scale=0.5)
+    loss = (model.decode(code)["x"] - x).square().mean()
+    if step % 2:
+        loss = loss + model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def play_generation(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    assert isinstance(model, Autoencoder)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    (model(x) - model.generate(x)).square().mean().backward()
+    return model.generate(x).sum()
+
+
+def train_by_other_methods(
+    kind: type[Autoencoder], methods: tuple[str, ...], reshard_after_forward: bool | None
+) -> None:
+    def shard(model: nn.Module) -> None:
+        shard_layers(model, fully_shard, reshard_after_forward=reshard_after_forward)
+        for method in methods:
+            register_fsdp_forward_method(model, method)
+
+    play = play_generation if methods == ("generate",) else play_methods
+    check_parity(seeded(kind), play, shard=shard)
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+def test_registered_forward_methods_train_like_forward(reshard_after_forward: bool | None) -> None:
+    run_ranks(train_by_other_methods, 2, Autoencoder, ("encode", "decode"), reshard_after_forward)
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+def test_a_registered_method_may_call_the_module_itself(reshard_after_forward: bool | None) -> None:
+    run_ranks(train_by_other_methods, 2, Autoencoder, ("generate",), reshard_after_forward)
+
+
+@pytest.mark.behaviour("C-08")
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+def test_forward_may_call_registered_methods(reshard_after_forward: bool | None) -> None:
+    run_ranks(train_by_other_methods, 2, Nesting, ("encode", "decode"), reshard_after_forward)
+
+
+@pytest.mark.behaviour("C-08")
+def test_registering_a_forward_method_asks_for_one_and_ignores_plain_modules() -> None:
+    plain = Transformer(tied=False)
+    register_fsdp_forward_method(plain, "forward")
+    assert "forward" not in vars(plain)

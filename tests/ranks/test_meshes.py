@@ -1,0 +1,171 @@
+"""Meshes: the default mesh, hybrid sharding, replication, ranks outside of the mesh."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from composable_fsdp import MeshError, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import assert_sharded, train_alike, values_of
+
+
+def _default_mesh() -> None:
+    first, second = nn.Linear(3, 5), nn.Linear(3, 5)
+    fully_shard(first)
+    fully_shard(second)
+    assert isinstance(first.weight, DTensor)
+    assert isinstance(second.weight, DTensor)
+    mesh = first.weight.device_mesh
+    assert mesh.mesh.tolist() == list(range(dist.get_world_size()))
+    assert (mesh.ndim, mesh.mesh_dim_names, mesh.device_type) == (1, None, "cpu")
+    assert second.weight.device_mesh is mesh
+    assert first.weight.placements == (Shard(0),)
+
+
+@pytest.mark.behaviour("A-03")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_default_mesh_is_all_ranks_unnamed_on_cpu_and_one_for_all_modules(ranks: int) -> None:
+    run_ranks(_default_mesh, ranks)
+
+
+def _trains_on_the_default_mesh() -> None:
+    model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
+    shard_layers(model, fully_shard)
+    train_alike(model, reference, TASKS["mlp"])
+
+
+@pytest.mark.behaviour("A-03")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_default_mesh_averages_over_all_ranks(ranks: int) -> None:
+    run_ranks(_trains_on_the_default_mesh, ranks)
+
+
+def _mesh_parity(task: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+    model, reference = TASKS[task].build(), TASKS[task].build()
+    values = values_of(model)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    shard_layers(model, fully_shard, mesh=mesh)
+    assert_sharded(model, values, mesh)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.device_mesh is mesh
+        assert parameter.placements == ((Replicate(), Shard(0)) if len(shape) == 2 else (Shard(0),))
+    train_alike(model, reference, TASKS[task])
+
+
+@pytest.mark.behaviour("A-07")
+@pytest.mark.parametrize(
+    ("task", "shape", "names"),
+    [
+        ("mlp", (2, 2), None),
+        ("mlp", (2, 2), ("replicate", "shard")),
+        ("transformer", (2, 2), ("replicate", "shard")),
+        ("wide", (2, 2), None),
+        ("mlp", (4, 1), None),
+        ("tied", (4, 1), ("replicate", "shard")),
+        ("mlp", (1, 4), ("outer", "inner")),
+        ("mlp", (4,), ("data",)),
+        ("mlp", (2, 1), ("replicate", "shard")),
+        ("wide", (2, 1), None),
+        ("mlp", (1, 2), None),
+        ("mlp", (3, 1), None),
+    ],
+    ids=str,
+)
+def test_every_mesh_trains_with_parity_on_different_data(
+    task: str, shape: tuple[int, ...], names: tuple[str, ...] | None
+) -> None:
+    run_ranks(_mesh_parity, prod(shape), task, shape, names)
+
+
+def _sliced() -> None:
+    """What the error for a 3-d mesh recommends. Ranks that it sets apart share no gradients."""
+    world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("other", "replicate", "shard"))
+    mesh = world["replicate", "shard"]
+    model = nn.Linear(3, 5)
+    values = values_of(model)
+    fully_shard(model, mesh=mesh)
+    assert_sharded(model, values, mesh)
+    rank = dist.get_rank()
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    assert isinstance(model.weight.grad, DTensor)
+    mean = {0: 0.5, 1: 2.5}[rank // 2]
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((5, 3), mean))
+
+
+@pytest.mark.behaviour("A-07")
+def test_two_dims_sliced_out_of_a_larger_mesh_average_over_those_alone() -> None:
+    run_ranks(_sliced, 4)
+
+
+def _transposed() -> None:
+    """Shards lie by the mesh, not by the global rank: here ranks 0 and 2 share one set of shards, 1 and 3 the other."""
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
+    model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
+    values = values_of(model)
+    shard_layers(model, fully_shard, mesh=mesh)
+    assert_sharded(model, values, mesh)
+    train_alike(model, reference, TASKS["mlp"])
+
+
+@pytest.mark.behaviour("A-07")
+def test_a_mesh_in_another_order_than_the_ranks_trains_with_parity() -> None:
+    run_ranks(_transposed, 4)
+
+
+def _outside() -> str:
+    mesh = DeviceMesh("cpu", [0, 2])
+    model = nn.Linear(3, 5)
+    message = ""
+    try:
+        fully_shard(model, mesh=mesh)
+    except MeshError as error:
+        message = str(error)
+        assert type(model) is nn.Linear
+    else:
+        model(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
+        assert isinstance(model.weight.grad, DTensor)
+        assert torch.equal(model.weight.grad.full_tensor(), torch.ones(5, 3))
+    dist.barrier()
+    return message
+
+
+@pytest.mark.behaviour("A-07")
+def test_a_rank_outside_of_the_mesh_gets_an_error_and_the_others_train() -> None:
+    messages = run_ranks(_outside, 3)
+    assert messages[0] == messages[2] == ""
+    assert "rank 1 is not in the mesh [0, 2]" in messages[1]
+
+
+def _two_meshes() -> None:
+    """A child on a smaller mesh than its parent: each group averages over its own."""
+    rank = dist.get_rank()
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.eye(3))
+    fully_shard(model[1], mesh=halves["inner"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    model(torch.full((1, 3), float(rank))).sum().backward()
+    gradients = [whole_gradient(p) for p in model.parameters()]
+    assert torch.equal(gradients[0], torch.full((3, 3), 1.5))
+    assert torch.equal(gradients[1], torch.full((3, 3), {0: 0.5, 1: 2.5}[rank // 2]))
+
+
+def whole_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad.full_tensor()
+
+
+@pytest.mark.behaviour("A-07")
+def test_groups_of_one_model_may_be_on_different_meshes() -> None:
+    run_ranks(_two_meshes, 4)

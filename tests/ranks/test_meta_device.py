@@ -1,0 +1,174 @@
+"""Models built on the meta device, sharded, then given memory and values."""
+
+from __future__ import annotations
+
+import copy
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import composable_fsdp as ours
+from composable_fsdp import ParameterError, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import adamw, assert_sharded, initialise, train_alike, values_of
+
+MODELS_AND_MESHES = [("mlp", (2,)), ("mlp", (2, 2)), ("mlp", (3,)), ("tied", (4,)), ("tied", (2, 1)), ("wide", (3,))]
+
+
+def on_meta(task: str, mesh: DeviceMesh, **options: object) -> nn.Module:
+    with torch.device("meta"):
+        model = TASKS[task].build()
+    assert all(p.is_meta for p in model.parameters())
+    return shard_layers(model, fully_shard, mesh=mesh, **options)
+
+
+def _to_empty(task: str, shape: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    model, reference = on_meta(task, mesh), TASKS[task].build()
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    model.to_empty(device="cpu")
+    values = values_of(reference)
+    initialise(model, values)
+    assert_sharded(model, values, mesh)
+    train_alike(model, reference, TASKS[task])
+
+
+@pytest.mark.behaviour("A-12")
+@pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
+def test_to_empty_and_own_values_train_with_parity(task: str, shape: tuple[int, ...]) -> None:
+    run_ranks(_to_empty, prod(shape), task, shape)
+
+
+def _assign(task: str, shape: tuple[int, ...]) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    source = shard_layers(TASKS[task].build(), fully_shard, mesh=mesh)
+    model, reference = on_meta(task, mesh), TASKS[task].build()
+    keys = model.load_state_dict(source.state_dict(), assign=True)
+    assert not keys.missing_keys
+    assert not keys.unexpected_keys
+    assert_sharded(model, values_of(reference), mesh)
+
+    before = [id(p) for p in model.parameters()]
+    optimizer = adamw(model.parameters())
+    TASKS[task].loss(model, TASKS[task].batch_of(0, dist.get_rank())).backward()
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert held == before == [id(p) for p in model.parameters()], "the optimizer's parameters are the model's"
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    train_alike(model, reference, TASKS[task])
+
+
+@pytest.mark.behaviour("A-12")
+@pytest.mark.parametrize(("task", "shape"), MODELS_AND_MESHES, ids=str)
+def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tuple[int, ...]) -> None:
+    run_ranks(_assign, prod(shape), task, shape)
+
+
+def _assign_again() -> None:
+    """Onto a model that has run already, while it is unsharded."""
+    task = TASKS["mlp"]
+    mesh = init_device_mesh("cpu", (2,))
+    source = shard_layers(task.build(), fully_shard, mesh=mesh)
+    model, reference = shard_layers(task.build(), fully_shard, mesh=mesh, reshard_after_forward=False), task.build()
+    optimizer = adamw(model.parameters())
+    task.loss(model, task.batch_of(5, dist.get_rank())).backward()
+    optimizer.step()
+    with torch.no_grad():
+        task.loss(model, task.batch_of(6, dist.get_rank()))
+    model.load_state_dict(source.state_dict(), assign=True)
+    train_alike(model, reference, task)
+
+
+@pytest.mark.behaviour("A-12")
+def test_assigning_between_steps_trains_with_parity() -> None:
+    run_ranks(_assign_again, 2)
+
+
+def _reset_parameters() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model, reference = on_meta("mlp", mesh), TASKS["mlp"].build()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 0.25)
+                nn.init.zeros_(module.bias)
+        nn.init.ones_(model.get_parameter("scale"))
+    with torch.no_grad():
+        for name, value in values_of(model).items():
+            assert value.unique().numel() == 1, name
+            reference.get_parameter(name).copy_(value)
+    train_alike(model, reference, TASKS["mlp"])
+
+
+@pytest.mark.behaviour("A-12")
+def test_torchs_initialisers_work_on_the_shards() -> None:
+    run_ranks(_reset_parameters, 2)
+
+
+def _left_on_meta() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    model, reference = on_meta("mlp", mesh), TASKS["mlp"].build()
+    batch = TASKS["mlp"].batch_of(0, dist.get_rank())
+    messages = []
+    for _ in range(2):
+        with pytest.raises(ParameterError) as error:
+            model(*batch[:-1])
+        messages.append(str(error.value))
+        model.to_empty(device="cpu")
+        for name in ("scale", "layers.1.weight"):
+            owner, attribute = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            if len(messages) == 1:
+                owner._parameters[attribute] = nn.Parameter(owner._parameters[attribute].to("meta"))  # type: ignore[union-attr]
+    initialise(model, values_of(reference))
+    train_alike(model, reference, TASKS["mlp"])
+    return messages
+
+
+@pytest.mark.behaviour("A-12")
+def test_a_forward_on_meta_is_an_error_on_every_rank_from_which_one_can_go_on() -> None:
+    first, second = run_ranks(_left_on_meta, 2)
+    assert first == second
+    assert "['scale']" in first[0]
+    assert "['scale']" in first[1]
+    assert "layers" not in first[1]
+
+
+def _beside_real() -> None:
+    """The first parameter of a bucket or a later one, with torch's FSDP2 and with ours."""
+    for library in (torch_fsdp, ours):
+        _name_and_keep(library)
+
+
+def _name_and_keep(library: Any) -> None:
+    x = torch.ones(2, 4)
+    for name, other in (("bias", "weight"), ("weight", "bias")):
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 4)
+        model, refused = (_with_one_on_meta(plain, name) for _ in range(2))
+        library.fully_shard(refused)
+        with pytest.raises(RuntimeError, match=rf"meta device: \['{name}'\]"):
+            refused(x)
+        library.fully_shard(model)
+        setattr(model, name, nn.Parameter(torch.zeros_like(getattr(model, name), device="cpu")))
+        nn.init.zeros_(getattr(plain, name))
+        torch.testing.assert_close(model(x), plain(x), msg=f"{other} has changed")
+
+
+def _with_one_on_meta(plain: nn.Module, name: str) -> nn.Module:
+    module = copy.deepcopy(plain)
+    setattr(module, name, nn.Parameter(getattr(module, name).to("meta")))
+    return module
+
+
+@pytest.mark.behaviour("A-12")
+def test_a_meta_parameter_beside_real_ones_is_named_and_leaves_these_their_values() -> None:
+    run_ranks(_beside_real, 2)

@@ -1,0 +1,526 @@
+"""Mixed precision: dtypes of computation, communication, reduction and storage, checked bitwise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import fsdp as peer
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import (
+    CommunicationPolicy,
+    Int8,
+    MixedPrecisionPolicy,
+    fully_shard,
+    shard_from_rank0,
+    unsharded_params,
+)
+from composable_fsdp.testing import run_ranks
+from tests.helpers.models import TASKS, seeded, shard_layers, squared_error, vectors
+from tests.helpers.training import (
+    OPTIMIZERS,
+    assert_equal_runs,
+    check_parity,
+    kept,
+    local_part,
+    play_task,
+    train,
+)
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+POLICIES: tuple[dict[str, Any], ...] = (
+    {"param_dtype": BF16, "reduce_dtype": FP32},
+    {"param_dtype": BF16},
+    {"param_dtype": FP16, "reduce_dtype": FP16, "output_dtype": FP32},
+    {"param_dtype": FP16, "reduce_dtype": FP32, "output_dtype": BF16},
+    {"reduce_dtype": BF16},
+    {"param_dtype": BF16, "reduce_dtype": BF16, "cast_forward_inputs": False},
+)
+
+
+class CastingLayer(nn.Module):
+    """Computes in the dtype of its weight, whatever it is given, and notes both."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += [x.dtype, self.weight.dtype]
+        return torch.tanh(F.linear(x.to(self.weight.dtype), self.weight))
+
+
+class Casting(nn.Module):
+    """Has inputs of all kinds, a buffer, and a parameter that is no float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([CastingLayer(9, 7), CastingLayer(7, 5)])
+        self.offset: torch.Tensor
+        self.register_buffer("offset", torch.full((5,), 0.1))
+        self.table = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, *, index: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        self.seen += [x.dtype, mask.dtype, self.table.dtype]
+        for layer in self.layers:
+            x = layer(x)
+        assert self.offset.dtype == FP32
+        assert index.dtype == torch.int64
+        return {"out": x * mask.to(x.dtype), "index": self.table[index], "half": (x + self.offset.to(x.dtype),)}
+
+
+def inputs_of(step: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return {
+        "x": torch.randn(4, 9, generator=generator),
+        "index": torch.randint(6, (4,), generator=generator),
+        "mask": torch.rand(4, 5, generator=generator),
+    }
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    out = model(**inputs_of(step, rank))
+    loss: torch.Tensor = out["out"].float().square().mean() + out["half"][0].float().mean()
+    return loss
+
+
+def check_dtypes(options: dict[str, Any]) -> None:
+    policy = MixedPrecisionPolicy(**options)
+    model = shard_layers(seeded(Casting)(), fully_shard, mp_policy=policy)
+    assert isinstance(model, Casting)
+    computing = policy.param_dtype or FP32
+    taken = policy.input_dtype or FP32
+    out = model(**inputs_of(0, dist.get_rank()))
+    assert model.seen == [taken, taken, torch.int64]
+    first, second = (layer.seen for layer in model.layers if isinstance(layer, CastingLayer))
+    between = policy.input_dtype or policy.output_dtype or computing
+    assert (first, second) == ([taken, computing], [between, computing])
+    assert out["out"].dtype == out["half"][0].dtype == (policy.output_dtype or computing)
+    assert out["index"].dtype == torch.int64
+    (out["out"].float().mean() + out["half"][0].float().mean()).backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == (torch.int64 if name == "table" else FP32)
+        assert parameter.grad is None or parameter.grad.dtype == FP32
+    assert {t.dtype for state in optimizer.state.values() for t in state.values()} == {FP32}
+    assert model.offset.dtype == FP32
+    saved = model.state_dict()
+    assert {name: value.dtype for name, value in saved.items()} == {
+        name: value.dtype for name, value in Casting().state_dict().items()
+    }
+    for name, parameter in model.named_parameters():
+        assert torch.equal(saved[name].to_local(), kept(parameter).to_local())  # type: ignore[attr-defined]
+    model.load_state_dict(saved)
+
+
+def reduce_explicitly(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, torch.Tensor]:
+    """The gradients that each rank's own computation gives, cast, summed in the order of ranks and divided."""
+    world_size = dist.get_world_size()
+    totals: dict[str, torch.Tensor] = {}
+    computing, reducing = policy.param_dtype or FP32, policy.reduce_dtype or policy.param_dtype or FP32
+    # fp16 is divided in two halves: before the sum, so that it does not overflow, and after it.
+    before = 2 if reducing == FP16 else 1
+    for rank in range(world_size):
+        plain = seeded(Casting)()
+        plain.load_state_dict(model.state_dict())
+        offset = plain.get_buffer("offset").clone()
+        plain.to(computing)
+        plain.register_buffer("offset", offset)
+        for layer in plain.get_submodule("layers").children():
+            layer.register_forward_pre_hook(lambda _, args: tuple(to_dtype(x, policy.input_dtype) for x in args))
+            layer.register_forward_hook(lambda _, args, output: to_dtype(output, policy.output_dtype))
+        out = plain(**{name: to_dtype(value, policy.input_dtype) for name, value in inputs_of(0, rank).items()})
+        first, second = (to_dtype(value, policy.output_dtype).float() for value in (out["out"], out["half"][0]))
+        (first.square().mean() + second.mean()).backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                sent = parameter.grad.to(reducing) / before
+                totals[name] = sent if rank == 0 else totals[name] + sent
+    return {name: (total / (world_size / before)).float() for name, total in totals.items()}
+
+
+def to_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def check_reduction(options: dict[str, Any]) -> None:
+    policy, rank = MixedPrecisionPolicy(**options), dist.get_rank()
+    model = shard_layers(seeded(Casting)(), fully_shard, mp_policy=policy)
+    loss_of(model, 0, rank).backward()
+    expected = reduce_explicitly(seeded(Casting)(), policy)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    # Two summands have one order. Four are added in an order that depends on the size of the message.
+    exact = dist.get_world_size() == 2
+    loose: dict[str, Any] = {"rtol": 0.02, "atol": 2e-3} if not exact else {"rtol": 0.0, "atol": 0.0}
+    for name, gradient in gradients.items():
+        assert isinstance(gradient, DTensor)
+        torch.testing.assert_close(gradient.to_local(), local_part(expected[name], gradient), **loose)
+
+
+def check_policies() -> None:
+    for options in POLICIES:
+        check_dtypes(options)
+        check_reduction(options)
+
+
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_dtypes_are_as_asked_for_and_the_reduction_is_exact(world_size: int) -> None:
+    run_ranks(check_policies, world_size)
+
+
+def compare_with_peer(reshard_after_forward: bool | None) -> None:
+    """Five steps under each policy, by both libraries, to the bit."""
+    rank = dist.get_rank()
+    policies: tuple[dict[str, Any], ...] = (POLICIES[0], POLICIES[1], POLICIES[4])
+    for options in policies:
+        for task in ("mlp", "tied"):
+            runs = [
+                train(
+                    shard_layers(
+                        TASKS[task].build(), shard, mp_policy=policy, reshard_after_forward=reshard_after_forward
+                    ),
+                    play_task(task),
+                    OPTIMIZERS["adamw-foreach"],
+                    ranks=[rank],
+                    watched=rank,
+                )
+                for shard, policy in (
+                    (fully_shard, MixedPrecisionPolicy(**options)),
+                    (peer.fully_shard, peer.MixedPrecisionPolicy(**options)),
+                    (fully_shard, peer.MixedPrecisionPolicy(**options)),
+                )
+            ]
+            assert_equal_runs(runs[0], runs[1], what=f"{task}, {options}", exact=True)
+            assert_equal_runs(runs[2], runs[1], what=f"{task}, {options}, torch's policy", exact=True)
+
+
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+def test_training_in_mixed_precision_is_torchs_to_the_bit(reshard_after_forward: bool | None) -> None:
+    run_ranks(compare_with_peer, 2, reshard_after_forward)
+
+
+class Normed(nn.Module):
+    """A block in bf16 whose norm computes in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([NormedBlock(), NormedBlock()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class NormedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        assert normed.dtype == x.dtype == self.linear.weight.dtype == BF16
+        return x + torch.tanh(self.linear(normed))
+
+
+class ReferenceNormed(Normed):
+    """The same by explicit casts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(BF16)
+        for layer in self.layers:
+            assert isinstance(layer, NormedBlock)
+            norm, linear = layer.norm, layer.linear
+            normed = F.layer_norm(x.float(), (8,), norm.weight, norm.bias).to(BF16)
+            x = x + torch.tanh(F.linear(normed, linear.weight.to(BF16), linear.bias.to(BF16)))
+        return x.float()
+
+
+def train_with_norms_in_fp32() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = vectors(8, 8)
+
+    def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        x, target = batches(torch.Generator().manual_seed(10 * step + rank))
+        loss = squared_error(model(x), target)
+        loss.backward()
+        return loss.detach()
+
+    model = seeded(Normed)()
+    seen: list[torch.dtype] = []
+    low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    for block in model.get_submodule("layers").children():
+        norm = block.get_submodule("norm")
+        norm.register_forward_pre_hook(lambda m, args: seen.extend([args[0].dtype, m.weight.dtype]))
+        fully_shard(norm, mp_policy=MixedPrecisionPolicy(param_dtype=FP32, output_dtype=BF16))
+        fully_shard(block, mp_policy=low)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32))
+    ours = train(model, play, ranks=[rank], watched=rank)
+    assert set(seen) == {FP32}
+    # Autograd casts the reference's gradients to fp32 before they are summed, which is what reduce_dtype says.
+    everyone = range(world_size)
+    expected = train(seeded(ReferenceNormed)(), play, ranks=everyone, watched=rank, divide=world_size)
+    assert_equal_runs(ours, expected, exact=True)
+
+
+@pytest.mark.behaviour("D-01")
+def test_norms_in_fp32_within_bf16_blocks_train_as_by_explicit_casts() -> None:
+    run_ranks(train_with_norms_in_fp32, 2)
+
+
+def accumulate_in_the_reduce_dtype() -> None:
+    """Microbatches that are not communicated are summed in ``reduce_dtype``, not in that of the computation."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    task = TASKS["mlp"]
+    model = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
+    for i in range(3):
+        model.set_requires_gradient_sync(i == 2)  # type: ignore[operator]
+        task.loss(model, task.batch_of(i, rank)).backward()
+    totals: dict[str, torch.Tensor] = {}
+    for r in range(world_size):
+        summed: dict[str, torch.Tensor] = {}
+        for i in range(3):
+            plain = task.build().to(BF16)
+            x, target = task.batch_of(i, r)
+            task.loss(plain, (x.to(BF16), target)).backward()
+            for name, p in plain.named_parameters():
+                assert p.grad is not None
+                summed[name] = p.grad.float() if i == 0 else summed[name] + p.grad.float()
+        totals = {name: value if r == 0 else totals[name] + value for name, value in summed.items()}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        expected = local_part(totals[name] / world_size, parameter.grad)
+        torch.testing.assert_close(parameter.grad.to_local(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.behaviour("D-01", "C-07")
+def test_gradients_accumulate_unsharded_in_the_reduce_dtype() -> None:
+    run_ranks(accumulate_in_the_reduce_dtype, 2)
+
+
+# -- several original dtypes in one group
+
+
+class Mixed(nn.Module):
+    """Every layer has trainable parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MixedLayer() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class MixedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(9, 9, dtype=BF16)
+        self.high = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.high(x) + self.low(x.to(BF16)).float())
+
+
+def train_mixed_dtypes(reshard_after_forward: bool | int | None) -> None:
+    """The sum of two in bf16 is rounded once, wherever it is formed, so the reference is exact on two ranks.
+
+    Its optimizer multiplies by powers of two: torch rounds other products by where in a tensor they are.
+    """
+    exact = dist.get_world_size() == 2
+    options: dict[str, Any] = {"exact": exact, "reshard_after_forward": reshard_after_forward}
+    check_parity(TASKS["adapters"].build, play_task("adapters"), OPTIMIZERS["adamw-foreach"], **options)
+    if exact:
+        check_parity(seeded(Mixed), play_mixed, lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5), **options)
+
+
+def play_mixed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    x, target = vectors(9, 9)(torch.Generator().manual_seed(10 * step + rank))
+    loss = squared_error(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.behaviour("D-03")
+@pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (4, 2)])
+def test_parameters_of_several_dtypes_in_one_group_train(world_size: int, reshard: bool | int | None) -> None:
+    run_ranks(train_mixed_dtypes, world_size, reshard)
+
+
+# -- parameters that keep their dtype
+
+
+class Normalized(nn.Module):
+    """Products, each with a normalization that has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Linear(9, 7), nn.BatchNorm1d(3)),
+            nn.Sequential(nn.Linear(7, 5), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(x)
+        return out
+
+
+def signals(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 3, 9, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def normalize(dtype: torch.dtype, wraps_norms: bool) -> None:
+    """Against a reference that computes products in 16 bits, and normalizes 16 bits with parameters in 32."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32)
+    model: Any = seeded(Normalized)()
+    references = [seeded(Normalized)() for _ in range(world_size)]
+    for block in model.blocks:
+        if wraps_norms:
+            fully_shard(block[1], mp_policy=policy)
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    seen: list[torch.dtype] = []
+    for block in model.blocks:
+        block[1].register_forward_pre_hook(lambda m, args: seen.extend((args[0].dtype, m.weight.dtype)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(2):
+        losses = []
+        for other, reference in enumerate(references):
+            reference.zero_grad()
+            cast = {n: p.to(dtype) for n, p in reference.named_parameters() if n.endswith((".0.weight", ".0.bias"))}
+            assert len(cast) == 4
+            out = torch.func.functional_call(reference, cast, signals(step, other).to(dtype))
+            losses.append(out.float().square().mean())
+            (losses[-1] / world_size).backward()
+        out = model(signals(step, rank))
+        assert out.dtype == dtype
+        assert torch.equal(out.float().square().mean(), losses[rank])
+        out.float().square().mean().backward()
+        for (name, p), *others in zip(model.named_parameters(), *(r.parameters() for r in references), strict=True):
+            expected = torch.stack([q.grad for q in others]).sum(0)
+            torch.testing.assert_close({name: p.grad.full_tensor()}, {name: expected}, rtol=2e-2, atol=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, *others in zip(model.parameters(), *(r.parameters() for r in references), strict=True):
+                full = p.full_tensor()
+                for q in others:
+                    q.copy_(full)
+    for one, same in zip(model.buffers(), references[rank].buffers(), strict=True):
+        assert torch.equal(one, same)
+    assert seen == [dtype, FP32] * 4
+    model.eval()
+    with torch.no_grad():
+        assert model(signals(3, rank)).dtype == dtype
+
+
+def normalize_in_16_bits() -> None:
+    """Statistics in 16 bits, also such as are cast after ``fully_shard``, go with parameters in 16 bits."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    model: Any = fully_shard(seeded(Normalized)(), mp_policy=policy)
+    for block in model.blocks:
+        block[1].to(BF16)
+    assert model(signals(0, dist.get_rank())).dtype == BF16
+    assert [block[1].weight.dtype for block in model.blocks] == [BF16, BF16]
+
+
+def torchs_normalization() -> None:
+    model: Any = seeded(Normalized)()
+    peer.fully_shard(model, mp_policy=peer.MixedPrecisionPolicy(param_dtype=BF16))
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        model(signals(0, 0))
+
+
+@pytest.mark.behaviour("D-01")
+def test_normalizations_with_running_statistics_compute_in_the_dtype_of_these() -> None:
+    for dtype, wraps_norms in ((BF16, False), (FP16, True)):
+        run_ranks(normalize, 2, dtype, wraps_norms)
+    run_ranks(normalize_in_16_bits, 2)
+    run_ranks(torchs_normalization, 1)
+
+
+class Packed(nn.Parameter):
+    """Values packed into bytes of some dtype, and what is needed to unpack them, as in bitsandbytes' ``Params4bit``."""
+
+    scale: float
+
+    def __new__(cls, data: torch.Tensor, scale: float) -> Packed:
+        packed = torch.Tensor._make_subclass(cls, data, False)
+        packed.scale = scale
+        return packed
+
+
+class Unpacking(nn.Module):
+    def __init__(self, storage: torch.dtype) -> None:
+        super().__init__()
+        every_byte = torch.arange(256, dtype=torch.uint8)
+        every_pair = torch.stack([every_byte.repeat(8), every_byte.flip(0).repeat_interleave(8)], 1).view(-1)
+        self.weight = Packed(every_pair.view(storage).view(-1, 1), 0.5)
+        self.adapter = nn.Linear(4, 4)
+        self.seen: list[tuple[type, float, torch.dtype, torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.weight
+        self.seen.append((type(found), found.scale, found.dtype, found.detach().view(torch.uint8).clone()))
+        unpacked = found.detach().view(torch.uint8).view(-1)[:16].view(4, 4)
+        out: torch.Tensor = self.adapter(x) + x @ unpacked.to(x.dtype) * found.scale
+        return out
+
+
+def keep_packed(storage: torch.dtype) -> None:
+    def assert_kept(module: Any) -> None:
+        assert isinstance(module.weight, Packed)
+        assert module.weight.scale == 0.5
+        assert not module.weight.requires_grad
+        assert torch.equal(module.weight.detach().view(torch.uint8), exact)
+
+    exact = Unpacking(storage).weight.detach().view(torch.uint8).clone()
+    policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP32)
+    codecs = CommunicationPolicy(all_gather=Int8(), min_numel=1)
+    x = torch.randn(3, 4)
+    for reshard in (True, False):
+        model: Any = fully_shard(
+            Unpacking(storage), mp_policy=policy, comm_policy=codecs, reshard_after_forward=reshard
+        )
+        assert isinstance(model.weight, DTensor)
+        assert model.weight.dtype == storage
+        for _ in range(2):
+            model(x).float().sum().backward()
+            assert model.adapter.weight.grad is not None
+            assert model.weight.grad is None
+        for kind, scale, dtype, found in model.seen:
+            assert (kind, scale, dtype) == (Packed, 0.5, storage)
+            assert torch.equal(found, exact)
+        with unsharded_params(model):
+            assert_kept(model)
+        copied = copy.deepcopy(model)
+        copied.unshard()
+        assert_kept(copied)
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = Unpacking(storage)
+    shard_from_rank0(model, mp_policy=policy)
+    model.unshard()
+    assert_kept(model)
+
+
+@pytest.mark.behaviour("A-16", "D-01")
+def test_a_subclass_of_parameter_keeps_its_class_and_its_packed_bytes() -> None:
+    for storage in (torch.uint8, BF16, FP32):
+        run_ranks(keep_packed, 2, storage)

@@ -1,0 +1,324 @@
+"""What modules take and return: tensors in containers, views, views changed in place, their own inputs and weights.
+
+Every inner module reshards after forward, so that a backward which comes unnoticed finds no parameters in memory; where
+ranks have them in common, they stay there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import RanksError, run_ranks
+from tests.helpers.models import seeded, shard_layers
+from tests.helpers.training import check_parity
+from tests.helpers.transports import COPIES, TRANSPORTS
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+WIDTH = 6
+
+
+class Named(NamedTuple):
+    a: torch.Tensor
+    label: str
+    b: torch.Tensor
+
+
+Plain = namedtuple("Plain", ["a", "b"])
+
+
+@dataclass
+class Record:
+    a: torch.Tensor
+    rest: dict[str, Any]
+    nothing: None = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class ModelOutput(OrderedDict):
+    """A mapping of somebody's own, which no one registered, as those of transformers were once."""
+
+
+class ReadOnly(Mapping):
+    """A mapping that cannot be written to."""
+
+    def __init__(self, **values: Any) -> None:
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class ParamPlace:
+    """A container that its author registered with pytree."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.a = a
+        self.b = b
+
+
+pytree.register_pytree_node(ParamPlace, lambda r: ([r.a, r.b], None), lambda children, _: ParamPlace(*children))
+
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], Pair]]] = {
+    "tuple": (lambda a, b: (a, b), lambda c: (c[0], c[1])),
+    "list": (lambda a, b: [a, 3, b], lambda c: (c[0], c[2])),
+    "dict": (lambda a, b: {"a": a, "b": b, "n": 1}, lambda c: (c["a"], c["b"])),
+    "nested": (lambda a, b: {"x": [a, ({"y": b},)]}, lambda c: (c["x"][0], c["x"][1][0]["y"])),
+    "namedtuple": (Plain, lambda c: (c.a, c.b)),
+    "NamedTuple": (lambda a, b: Named(a, "label", b), lambda c: (c.a, c.b)),
+    "dataclass": (lambda a, b: Record(a, {"b": [b]}), lambda c: (c.a, c.rest["b"][0])),
+    "frozen dataclass": (Frozen, lambda c: (c.a, c.b)),
+    "frozen dataclass with slots": (Slotted, lambda c: (c.a, c.b)),
+    "dataclass in a tuple": (lambda a, b: (Frozen(a, b),), lambda c: (c[0].a, c[0].b)),
+    "dict subclass": (lambda a, b: ModelOutput(a=a, b=b), lambda c: (c["a"], c["b"])),
+    "UserDict": (lambda a, b: UserDict(a=a, b=b), lambda c: (c["a"], c["b"])),
+    "registered": (ParamPlace, lambda c: (c.a, c.b)),
+    "read-only mapping": (lambda a, b: ReadOnly(a=a, b=b), lambda c: (c["a"], c["b"])),
+    "mapping proxy": (lambda a, b: MappingProxyType({"a": a, "b": b}), lambda c: (c["a"], c["b"])),
+}
+
+
+class Inner(nn.Module):
+    """Takes a container, returns one of the same kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.pack, self.unpack = CONTAINERS[kind]
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any, *, scale: Any) -> Any:
+        a, b = self.unpack(inputs)
+        factor = self.unpack(scale)[0]
+        return self.pack(torch.tanh(self.first(a)) * factor, torch.tanh(self.second(b)) + a)
+
+
+class Outer(nn.Module):
+    """Two inner modules, of which the first one's outputs are the second one's inputs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Inner(kind), Inner(kind)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        inner = self.layers[0]
+        assert isinstance(inner, Inner)
+        container = inner.pack(x, x * 2)
+        for layer in self.layers:
+            packed = layer(container, scale=inner.pack(x.sigmoid(), x))
+            assert type(packed) is type(container)
+            container = packed
+        a, b = inner.unpack(container)
+        return a + b
+
+
+def inputs_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    loss: torch.Tensor = model(inputs_of(step, rank)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train_with_containers(kinds: list[str]) -> None:
+    for kind in kinds:
+        check_parity(seeded(Outer, kind=kind), play, what=kind, reshard_after_forward=True)
+
+
+@pytest.mark.behaviour("C-06")
+def test_inputs_and_outputs_in_containers_train() -> None:
+    run_ranks(train_with_containers, 2, list(CONTAINERS), environment=COPIES)
+
+
+class Wrapped(nn.Module):
+    """A linear layer, its own group, between two others; ``use`` says what is made of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Returning(kind)])
+        self.after = nn.Linear(WIDTH, WIDTH)
+        self.use = CALLERS[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.before(x))
+        out: torch.Tensor = self.after(self.use(self.layers[0], x))
+        return out
+
+
+class Returning(nn.Module):
+    """Computes ``tanh(linear(x))`` and returns it in some way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.how = RETURNS[kind]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.how(self, x, self.linear(x))
+
+
+def _change_in_place(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = layer(x)
+    out.mul_(3).add_(x)
+    return out
+
+
+def _change_input_between(module: Returning, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x += module.other(torch.sigmoid(x))
+    return torch.tanh(module.linear(x))
+
+
+def _add_to_input_in_place(module: Returning, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x += torch.tanh(module.other(torch.sigmoid(x)))
+    return x
+
+
+RETURNS: dict[str, Callable[[Returning, torch.Tensor, torch.Tensor], Any]] = {
+    "a view": lambda m, x, y: y.view(-1, 2, WIDTH // 2),
+    "a slice": lambda m, x, y: torch.tanh(y)[:, 1:],
+    "views of one tensor": lambda m, x, y: y.chunk(2, dim=-1),
+    "a view changed in place": lambda m, x, y: torch.sin(y)[:],
+    "an expanded view changed in place": lambda m, x, y: torch.sin(y).t().unsqueeze(0),
+    "a tensor changed in place": lambda m, x, y: y + 1,
+    "one output unused": lambda m, x, y: (y, torch.tanh(m.other(x))),
+    "the first output unused": lambda m, x, y: (torch.tanh(m.other(x)), y),
+    "None beside": lambda m, x, y: (None, y, {"cache": None}),
+    "nothing used": lambda m, x, y: y,
+    "the input too": lambda m, x, y: (x, y),
+    "the input only": lambda m, x, y: x,
+    "the input changed in place": _add_to_input_in_place,
+    "an input changed between two layers": _change_input_between,
+    "a detached output beside": lambda m, x, y: (y.detach(), y),
+    "the same tensor twice": lambda m, x, y: (y, y),
+    "a sum and its parts": lambda m, x, y: (y, y + m.other(y)),
+}
+
+CALLERS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "a view": lambda layer, x: layer(x).flatten(1),
+    "a slice": lambda layer, x: nn.functional.pad(layer(x), (1, 0)),
+    "views of one tensor": lambda layer, x: torch.cat(layer(x)[::-1], dim=-1),
+    "a view changed in place": _change_in_place,
+    "an expanded view changed in place": lambda layer, x: layer(x).mul_(2).squeeze(0).t(),
+    "a tensor changed in place": _change_in_place,
+    "one output unused": lambda layer, x: layer(x)[0],
+    "the first output unused": lambda layer, x: layer(x)[1],
+    "None beside": lambda layer, x: layer(x)[1],
+    "nothing used": lambda layer, x: x + 0 * layer(x).detach(),
+    "the input too": lambda layer, x: torch.mul(*layer(x)),
+    "the input only": lambda layer, x: layer(x),
+    "the input changed in place": lambda layer, x: layer(x + 0),
+    "an input changed between two layers": lambda layer, x: layer(x + 0),
+    "a detached output beside": lambda layer, x: torch.mul(*layer(x)),
+    "the same tensor twice": lambda layer, x: torch.mul(*layer(x)),
+    "a sum and its parts": lambda layer, x: torch.mul(*layer(x)),
+}
+
+
+def train_with_all_ways_to_return() -> None:
+    for kind in RETURNS:
+        check_parity(seeded(Wrapped, kind=kind), play, what=kind, reshard_after_forward=True)
+
+
+@pytest.mark.behaviour("C-06", "C-04")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_views_partly_used_outputs_and_returned_inputs_train(transport: str) -> None:
+    run_ranks(train_with_all_ways_to_return, 2, environment=TRANSPORTS[transport])
+
+
+class ReturningWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        return torch.tanh(self.linear(x)), self.linear.weight
+
+
+class UsingWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([ReturningWeight()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, weight = self.layers[0](self.before(x))
+        out: torch.Tensor = y @ weight
+        return out
+
+
+def train_with_a_returned_weight() -> None:
+    check_parity(seeded(UsingWeight), play, reshard_after_forward=False)
+
+
+@pytest.mark.behaviour("C-06")
+def test_a_module_that_stays_unsharded_can_return_its_own_weight() -> None:
+    run_ranks(train_with_a_returned_weight, 2)
+
+
+class Hiding(nn.Module):
+    """Returns its result inside an object that no one registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(y=torch.tanh(self.linear(x)))
+
+
+class Seeking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Hiding()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[0](self.before(x)).y
+        return out
+
+
+def train_with_hidden_outputs(frozen: bool) -> None:
+    model = Seeking()
+    model.layers[0].requires_grad_(not frozen)
+    shard_layers(model, fully_shard, reshard_after_forward=True)
+    play(model, 0, 0)
+
+
+@pytest.mark.behaviour("C-06", "H-05")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_output_in_an_object_that_nobody_registered_is_an_error_and_not_a_wrong_gradient(frozen: bool) -> None:
+    with pytest.raises(RanksError, match=r"LifecycleError.*'layers\.0'.*register"):
+        run_ranks(train_with_hidden_outputs, 2, frozen)

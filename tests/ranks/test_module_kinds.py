@@ -1,0 +1,232 @@
+"""Kinds of modules, and changes to them after sharding."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import PlainParameterWarning, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.sharding import exactly, sharded, train_alike, values_of
+
+# -- A-14: modules that override __setattr__
+
+
+class Recurrent(nn.Module):
+    """``nn.LSTM`` keeps a list of its weights beside its parameters, which its ``__setattr__`` has to follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(5, 7, num_layers=2, batch_first=True), nn.LSTM(7, 3, bidirectional=True)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def sequences(generator: torch.Generator) -> Batch:
+    return torch.randn(2, 6, 5, generator=generator), torch.randn(2, 6, 3, generator=generator)
+
+
+LSTM = Task(seeded(Recurrent), sequences, squared_error)
+
+
+def _lstm(nested: bool, reshard: bool | None) -> None:
+    model, reference = LSTM.build(), LSTM.build()
+    if nested:
+        shard_layers(model, fully_shard, reshard_after_forward=reshard)
+    else:
+        fully_shard(model, reshard_after_forward=reshard)
+    train_alike(model, reference, LSTM)
+    for layer in model.get_submodule("layers").children():
+        assert isinstance(layer, nn.LSTM)
+        assert all(isinstance(weight, DTensor) for weight in layer._flat_weights)
+
+
+@pytest.mark.behaviour("A-14")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("nested", "reshard"), [(True, True), (True, False), (False, None), (False, True)])
+def test_lstms_train_with_parity(ranks: int, nested: bool, reshard: bool | None) -> None:
+    run_ranks(_lstm, ranks, nested, reshard)
+
+
+class Mirrored(nn.Module):
+    """Computes with what its ``__setattr__`` was last given, not with what is registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mirror: dict[str, nn.Parameter] = {}
+        self.weight = nn.Parameter(torch.randn(3, 5))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            self.mirror[name] = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mirror = self.mirror
+        return x @ mirror["weight"].t() + mirror["bias"]
+
+
+def _mirrored() -> None:
+    task = Task(seeded(Mirrored), vectors(5, 3), squared_error)
+    model, reference = task.build(), task.build()
+    fully_shard(model)
+    train_alike(model, reference, task)
+    assert isinstance(model, Mirrored)
+    assert all(model.mirror[name] is parameter for name, parameter in model.named_parameters())
+
+
+@pytest.mark.behaviour("A-14")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_module_that_computes_with_what_it_was_assigned_trains_with_parity(ranks: int) -> None:
+    run_ranks(_mirrored, ranks)
+
+
+# -- A-16: modules without parameters
+
+
+def chain() -> nn.Module:
+    layers: list[nn.Module] = [nn.Tanh(), nn.Linear(5, 7), nn.Identity(), nn.Linear(7, 3), nn.Softplus()]
+    return nn.Sequential(*layers)
+
+
+def _chain(reshard: bool | None) -> None:
+    task = Task(seeded(chain), vectors(5, 3), squared_error)
+    model, reference = task.build(), task.build()
+    for child in model.children():
+        fully_shard(child, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    train_alike(model, reference, task)
+    x = torch.randn(2, 5)
+    gradients = []
+    for m in (model, reference):
+        leaf = x.clone().requires_grad_()
+        m(leaf).sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.behaviour("A-16")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_chains_with_modules_without_parameters_train_with_parity(ranks: int, reshard: bool | None) -> None:
+    run_ranks(_chain, ranks, reshard)
+
+
+# -- A-18: conversions
+
+
+def doubled(task: Task) -> Task:
+    return Task(task.build, lambda g: tuple(t.double() for t in task.batch(g)), nn.functional.mse_loss)
+
+
+def _converted(task_name: str, unsharded: bool) -> None:
+    task = TASKS[task_name]
+    model, reference = task.build(), task.build()
+    shard_layers(model, fully_shard)
+    train_alike(model, reference, task, steps=1)
+    before, parameters = values_of(model), [id(p) for p in model.parameters()]
+    if unsharded:
+        sharded(model).unshard()
+    model.to(torch.float64)
+    reference.to(torch.float64)
+    assert [id(p) for p in model.parameters()] == parameters
+    with torch.no_grad():
+        for name, value in values_of(model).items():
+            exactly(value, before[name].double(), name)
+            reference.get_parameter(name).copy_(value)
+    train_alike(model, reference, doubled(task), steps=2, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.behaviour("A-18")
+@pytest.mark.parametrize(
+    ("ranks", "task", "unsharded"),
+    [(2, "mlp", False), (2, "mlp", True), (4, "mlp", False), (3, "wide", False)],
+)
+def test_to_dtype_between_steps_keeps_training_with_parity(ranks: int, task: str, unsharded: bool) -> None:
+    run_ranks(_converted, ranks, task, unsharded)
+
+
+def _half() -> None:
+    """Values are halves of what they were; a step in half precision moves them alike on all ranks."""
+    task = TASKS["mlp"]
+    model = task.build()
+    values = values_of(model)
+    shard_layers(model, fully_shard)
+    model.half()
+    for name, value in values_of(model).items():
+        exactly(value, values[name].half(), name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, target = task.batch_of(0, dist.get_rank())
+    squared_error(model(x.half()), target).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float16 for p in model.parameters())
+    optimizer.step()
+    for name, value in values_of(model).items():
+        assert not torch.equal(value, values[name].half()), name
+    model.float()
+    x, target = task.batch_of(1, dist.get_rank())
+    optimizer.zero_grad()
+    squared_error(model(x), target).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.behaviour("A-18")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_half_and_back_keeps_the_module_usable(ranks: int) -> None:
+    run_ranks(_half, ranks)
+
+
+class Adapted(nn.Module):
+    """Computes with a frozen base and, once they are there, with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 4)
+        self.own = nn.Linear(4, 4)
+        self.adapters = nn.ModuleDict()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for adapter in self.adapters.values():
+            x = adapter(x)
+        out: torch.Tensor = self.own(self.head(self.base(x)))
+        return out
+
+
+def adapters_that_come_late(add: bool) -> list[str]:
+    model = Adapted()
+    fully_shard(model.base)
+    fully_shard(model, ignored_modules=[model.own])
+    model.own = nn.Linear(4, 4).requires_grad_(False) if add else model.own
+    if add:
+        model.adapters.update({f"a{i}": nn.Linear(4, 4) for i in range(3)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    assert all(issubclass(warning.category, PlainParameterWarning) for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.behaviour("A-11", "H-02")
+def test_parameters_added_after_sharding_are_named_once_and_ignored_ones_never() -> None:
+    (text,), _ = run_ranks(adapters_that_come_late, 2, add=True)
+    assert text.startswith(
+        "parameters were added to Adapted after fully_shard: ['adapters.a0.weight', 'adapters.a0.bias', "
+        "'adapters.a1.weight', 'adapters.a1.bias', 'adapters.a2.weight'] and 1 more. They are plain and trainable"
+    )
+    assert run_ranks(adapters_that_come_late, 2, add=False) == [[], []]
+    assert run_ranks(adapters_that_come_late, 1, add=True) == [[]], "one rank has no copies that could drift"

@@ -1,0 +1,158 @@
+"""Encoded parameters: the values that every rank computes with, and the number of bytes sent."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from composable_fsdp import (
+    Cast,
+    CommunicationPolicy,
+    ConfigurationError,
+    Float8,
+    Int4,
+    Int8,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from composable_fsdp.testing import run_ranks
+from tests._internals import state_of
+from tests.helpers.transports import SOCKETS
+
+CODECS = (Int8(), Int8(block=7), Int4(), Float8(), Float8(block=64), Cast(), Cast(torch.float16))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+def batch_of(rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+
+
+def decoded_as_by_ranks(codec: Any, weight: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
+    """Each rank's rows, padded to those of the first one, through the codec by themselves, in fp32."""
+    pieces = torch.chunk(weight, num_shards, dim)
+    length = pieces[0].numel()
+    rows = torch.zeros(num_shards, -(-length // 4) * 4)
+    for rank, piece in enumerate(pieces):
+        rows[rank, : piece.numel()] = piece.reshape(-1)
+    out = codec.decode(codec.encode(rows), rows.size(1))
+    return torch.cat([out[r, : p.numel()].view(p.shape) for r, p in enumerate(pieces)], dim)
+
+
+def compare(codec: Any, dim: int, replicate: int, param_dtype: torch.dtype | None, reshard: bool | int | None) -> None:
+    rank, num_shards = dist.get_rank(), dist.get_world_size() // replicate
+    mesh = init_device_mesh("cpu", (replicate, num_shards))
+    reference = build()
+    model: Any = copy.deepcopy(reference)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "comm_policy": CommunicationPolicy(all_gather=codec, min_numel=100),
+        "shard_placement_fn": lambda p: Shard(dim if p.ndim == 2 else 0),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype),
+        "reshard_after_forward": reshard,
+    }
+    for layer in (model[0], model[2]):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    for layer in (0, 2):
+        weight = reference.get_parameter(f"{layer}.weight").data
+        sent = weight if param_dtype is None else weight.to(param_dtype).float()
+        weight.copy_(decoded_as_by_ranks(codec, sent, num_shards, dim))
+    if param_dtype is not None:
+        reference.to(param_dtype)
+    x = batch_of(rank)
+    torch.testing.assert_close(model(x), reference(x.to(param_dtype or x.dtype)), rtol=0, atol=0)
+    model(x).float().square().mean().backward()
+    for step in range(2):  # gathered from the smaller mesh, and again
+        loss = model(batch_of(rank + step)).float().square().mean()
+        loss.backward()
+        assert loss.isfinite()
+
+
+@pytest.mark.behaviour("E-08")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_computes_with_what_came_out_of_the_codec(world_size: int) -> None:
+    for codec in CODECS:
+        run_ranks(compare, world_size, codec, 0, 1, None, None)
+    run_ranks(compare, world_size, Int8(), 1, 1, None, True)
+    run_ranks(compare, world_size, Int4(), -1, 1, torch.bfloat16, False)
+
+
+@pytest.mark.behaviour("E-08")
+def test_codecs_work_in_hybrid_sharding_and_with_a_smaller_mesh() -> None:
+    run_ranks(compare, 4, Int8(), 0, 2, None, None)
+    run_ranks(compare, 4, Int8(), 0, 1, None, 2)
+
+
+def count_bytes() -> None:
+    model: Any = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 3))
+    fully_shard(model, comm_policy=CommunicationPolicy(all_gather=Int8(block=256), min_numel=1000))
+    group = state_of(model).group
+    sent: list[int] = []
+    original = group.process_groups[0].gather.all_gather
+
+    def counting(transfers: Any, label: str = "") -> Any:
+        if not label.startswith("comparison of"):
+            sent.extend(transfer.input.nbytes for transfer in transfers)
+        return original(transfers, label)
+
+    group.process_groups[0].gather.all_gather = counting  # type: ignore[method-assign]
+    model.unshard()
+    world_size = dist.get_world_size()
+    encoded = Int8(block=256).payload_bytes(64 * 96 // world_size)
+    rows_of_head = -(-3 // world_size)
+    # Two biases and the head, each on a boundary of 16 bytes.
+    plain = sum(-(-4 * n // 16) * 16 for n in (96 // world_size, 96 * rows_of_head, rows_of_head))
+    assert sent == [-(-encoded // 16) * 16 + plain]
+    encoded_bucket = next(b for b in group.plan.buckets if b.codec is not None)
+    assert encoded_bucket.wire_bytes == world_size * 4 * encoded_bucket.gather.packed_numel, "without codecs"
+    assert [b.payload_bytes for b in group.buckets] == [[encoded], [plain]]
+
+
+@pytest.mark.behaviour("E-08", "E-07")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_codec_determines_the_bytes_sent_and_small_parameters_are_not_encoded(world_size: int) -> None:
+    run_ranks(count_bytes, world_size, environment=SOCKETS)
+
+
+def choose() -> None:
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    chosen = CommunicationPolicy(all_gather=Int8(), min_numel=1)
+    fully_shard(model, comm_policy=lambda p: chosen if p.ndim == 2 else None)
+    assert [bucket.codec for bucket in state_of(model).group.plan.buckets] == [Int8(), None]
+    for nonsense in (Int8(), "int8"):
+        with pytest.raises(
+            ConfigurationError, match="comm_policy must be a CommunicationPolicy, or a function of a par"
+        ):
+            fully_shard(nn.Linear(2, 2), comm_policy=nonsense)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigurationError, match=r"all_gather=\.\.\.\) takes a codec, with methods payload_bytes, encode"
+    ):
+        CommunicationPolicy(all_gather="int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.behaviour("E-08")
+def test_codecs_are_chosen_per_parameter_and_nonsense_is_refused() -> None:
+    run_ranks(choose, 2)
+
+
+def on_one_rank() -> None:
+    model: Any = fully_shard(nn.Linear(8, 8), comm_policy=CommunicationPolicy(all_gather=Int4(), min_numel=1))
+    exact = model.weight.full_tensor()
+    model.unshard()
+    assert torch.equal(model.weight, exact)
+
+
+@pytest.mark.behaviour("E-08", "A-16")
+def test_one_rank_sends_nothing_and_encodes_nothing() -> None:
+    run_ranks(on_one_rank, 1)

@@ -1,0 +1,372 @@
+"""Parameters of all sizes: their shards after ``fully_shard``, and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composable_fsdp import FSDPModule, ParameterError, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests.helpers.models import TASKS, Batch, Task, seeded, shard_layers, squared_error, vectors
+from tests.helpers.sharding import assert_sharded, exactly, train_alike, values_of
+
+# -- A-02: what becomes of parameters
+
+
+class Odd(nn.Module):
+    """Parameters that are not contiguous, not trained, not floats, or there under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(5, 7).t())
+        self.strided = nn.Parameter(torch.randn(7, 10)[:, ::2])
+        self.channels_last = nn.Parameter(torch.randn(3, 5, 2, 2).to(memory_format=torch.channels_last))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.permutation = nn.Parameter(torch.tensor([4, 0, 3, 1, 2]), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True, True, True, False, True]), requires_grad=False)
+        self.encoder = nn.Linear(7, 5)
+        self.decoder = nn.Linear(7, 5)
+        self.decoder.weight = self.encoder.weight
+        self.seen: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.decoder.weight is self.encoder.weight and not isinstance(self.encoder.weight, DTensor))
+        h = x[:, self.permutation] @ (self.transposed + self.strided).t() * self.mask + self.frozen
+        h = self.decoder(torch.tanh(self.encoder(h) @ self.encoder.weight))
+        return F.conv2d(h[:, :, None, None].expand(-1, -1, 2, 2), self.channels_last).flatten(1)
+
+
+ODD = Task(seeded(Odd), vectors(5, 3), squared_error)
+
+
+def _odd() -> None:
+    model, reference = ODD.build(), ODD.build()
+    assert isinstance(model, Odd)
+    values = values_of(model)
+    names = [name for name, _ in model.named_parameters()]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    assert_sharded(model, values, mesh)
+    train_alike(model, reference, ODD)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model.decoder.weight is model.encoder.weight
+    assert model.seen == [True] * len(model.seen) != []
+
+
+@pytest.mark.behaviour("A-02", "A-10", "A-17")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_odd_parameters_are_sharded_and_train_with_parity(ranks: int) -> None:
+    run_ranks(_odd, ranks)
+
+
+def _unsharded_values(task: str) -> None:
+    model = TASKS[task].build()
+    values = values_of(model)
+    requires_grad = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    for parameter in model.parameters():
+        parameter.mark = "mine"  # type: ignore[attr-defined]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard_layers(model, fully_shard, mesh=mesh)
+    assert_sharded(model, values, mesh)
+    assert list(model.state_dict()) == list(TASKS[task].build().state_dict())
+    sharded = dict(model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert not isinstance(parameter, DTensor), name
+        exactly(parameter.detach(), values[name], name)
+        for form in (parameter, sharded[name]):
+            assert form.requires_grad == requires_grad[name], name
+            assert vars(form)["mark"] == "mine", name
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter is sharded[name]
+    assert_sharded(model, values, mesh)
+
+
+@pytest.mark.behaviour("A-02")
+@pytest.mark.parametrize(("task", "ranks"), [("mlp", 2), ("mlp", 4), ("tied", 2), ("adapters", 4), ("wide", 3)])
+def test_values_and_everything_about_parameters_survive_sharding_and_unsharding(task: str, ranks: int) -> None:
+    run_ranks(_unsharded_values, ranks, task)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight.t()).abs()
+
+
+def _complex() -> None:
+    task = Task(seeded(Complex), vectors(5, 7), squared_error)
+    model, reference = task.build(), task.build()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    values = values_of(model)
+    fully_shard(model, mesh=mesh)
+    assert_sharded(model, values, mesh)
+    train_alike(model, reference, task)
+
+
+@pytest.mark.behaviour("A-17")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_complex_parameters_train_with_parity(ranks: int) -> None:
+    run_ranks(_complex, ranks)
+
+
+# -- A-04: sizes that do not divide
+
+
+class Rows(nn.Module):
+    """Parameters of seven rows, one row and none; all of them get a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seven = nn.Linear(5, 7)
+        self.one = nn.Linear(5, 1)
+        self.none = nn.Parameter(torch.empty(0, 5))
+        self.flat = nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        empty = torch.cat([x @ self.none.t(), x[:, :3] @ self.flat], dim=-1)
+        return torch.cat([self.seven(x) + self.one(x), empty], dim=-1)
+
+
+ROWS = Task(seeded(Rows), vectors(5, 7), squared_error)
+
+
+def _rows(reshard: bool, nested: bool) -> None:
+    model, reference = ROWS.build(), ROWS.build()
+    values = values_of(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if nested:
+        fully_shard(model.get_submodule("one"), mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    assert_sharded(model, values, mesh)
+    train_alike(model, reference, ROWS)
+    assert model.get_parameter("none").grad is None, "zero_grad reaches it too"
+    ROWS.loss(model, ROWS.batch_of(9, dist.get_rank())).backward()
+    gradient = model.get_parameter("none").grad
+    assert isinstance(gradient, DTensor)
+    assert gradient.shape == (0, 5)
+
+
+@pytest.mark.behaviour("A-04")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("reshard", "nested"), [(True, False), (False, True)])
+def test_few_rows_and_no_rows_train_with_parity(ranks: int, reshard: bool, nested: bool) -> None:
+    run_ranks(_rows, ranks, reshard, nested)
+
+
+class NoRows(nn.Module):
+    """A group that holds nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([OnlyEmpty(), nn.Linear(5, 7)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OnlyEmpty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (x @ self.weight.t()).sum(dim=-1, keepdim=True)
+
+
+def _no_rows() -> None:
+    task = Task(seeded(NoRows), vectors(5, 7), squared_error)
+    model, reference = task.build(), task.build()
+    shard_layers(model, fully_shard)
+    train_alike(model, reference, task)
+
+
+@pytest.mark.behaviour("A-04")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_group_of_nothing_but_empty_parameters_trains_with_parity(ranks: int) -> None:
+    run_ranks(_no_rows, ranks)
+
+
+def _uneven(task: str) -> None:
+    model, reference = TASKS[task].build(), TASKS[task].build()
+    values = values_of(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard_layers(model, fully_shard, mesh=mesh)
+    assert_sharded(model, values, mesh)
+    train_alike(model, reference, TASKS[task])
+
+
+@pytest.mark.behaviour("A-04")
+@pytest.mark.parametrize(("task", "ranks"), [("mlp", 2), ("mlp", 3), ("mlp", 4), ("wide", 2), ("wide", 3)])
+def test_uneven_models_small_and_large_train_with_parity(task: str, ranks: int) -> None:
+    run_ranks(_uneven, ranks, task)
+
+
+class WithScalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 7)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) * self.scale
+        return out
+
+
+def _scalar() -> str:
+    task = Task(seeded(WithScalar), vectors(5, 7), squared_error)
+    model, reference = task.build(), task.build()
+    with pytest.raises(ParameterError) as error:
+        fully_shard(model)
+    assert type(model) is WithScalar
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    # Nobody is out of step: the same model, mended as the error says, trains on all ranks.
+    for m in (model, reference):
+        m.register_parameter("scale", nn.Parameter(m.get_parameter("scale").detach().reshape(1)))
+    fully_shard(model)
+    train_alike(model, reference, task)
+    return str(error.value)
+
+
+@pytest.mark.behaviour("A-04")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_scalar_is_the_same_error_on_every_rank_and_the_way_out_works(ranks: int) -> None:
+    messages = set(run_ranks(_scalar, ranks))
+    assert len(messages) == 1
+    message = messages.pop()
+    for part in ("'scale'", "scalar (0-d)", "reshape(1)", "ignored_params"):
+        assert part in message
+
+
+# -- A-05: other dims
+
+
+class Dims(nn.Module):
+    """Two, three and four dims of sizes that 2 and 4 do not divide, in a group with small and large parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, (2, 3))
+        self.heads = nn.Parameter(torch.randn(2, 5, 7))
+        self.row = nn.Parameter(torch.randn(1, 9))
+        self.linear = nn.Linear(9, 7)
+        self.wide = nn.Parameter(torch.randn(7, 40_001) / 200)  # more than 1 MiB
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv(x.view(-1, 3, 2, 3)).flatten(1)
+        h = torch.einsum("bi,hjk,ij->bhk", h, self.heads, self.linear.weight[:6, :5]).sum(1)
+        out: torch.Tensor = self.linear(torch.tanh(h @ self.linear.weight) + self.row) @ self.wide[:, 39_990:]
+        return out
+
+
+DIMS = Task(seeded(Dims), vectors(18, 11), squared_error)
+
+PLACEMENTS: dict[str, Callable[[nn.Parameter], Shard | None]] = {
+    "Shard(1)": lambda p: Shard(1) if p.ndim > 1 else None,
+    "Shard(-1)": lambda p: Shard(-1),
+    "Shard(-2)": lambda p: Shard(-2) if p.ndim > 1 else Shard(-1),
+    "each its own": lambda p: {4: Shard(2), 3: Shard(-3), 2: Shard(1), 1: None}[p.ndim],
+}
+
+
+def _dims(placement: str, reshard: bool) -> None:
+    model, reference = DIMS.build(), DIMS.build()
+    values = values_of(model)
+    choose = PLACEMENTS[placement]
+    asked = {name: choose(p) or Shard(0) for name, p in model.named_parameters()}
+    dims = {name: shard.dim % values[name].ndim for name, shard in asked.items()}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, shard_placement_fn=choose, reshard_after_forward=reshard)
+    assert_sharded(model, values, mesh, dims)
+    train_alike(model, reference, DIMS)
+
+
+@pytest.mark.behaviour("A-05")
+@pytest.mark.parametrize(
+    ("placement", "ranks", "reshard"),
+    [
+        ("Shard(1)", 2, True),
+        ("Shard(1)", 4, False),
+        ("Shard(-1)", 4, True),
+        ("Shard(-1)", 3, False),
+        ("Shard(-2)", 2, False),
+        ("each its own", 2, True),
+        ("each its own", 3, True),
+        ("each its own", 4, True),
+    ],
+)
+def test_other_dims_even_and_uneven_train_with_parity(placement: str, ranks: int, reshard: bool) -> None:
+    run_ranks(_dims, ranks, placement, reshard)
+
+
+def _one_shard_placement() -> None:
+    """The function is called once for each parameter, shared ones once, with the original parameter."""
+    model = TASKS["tied"].build()
+    originals = {id(p): p for p in model.parameters()}
+    asked: list[nn.Parameter] = []
+
+    def choose(parameter: nn.Parameter) -> Shard:
+        asked.append(parameter)
+        return Shard(0)
+
+    shard_layers(model, fully_shard, shard_placement_fn=choose)
+    assert len(asked) == len(originals)
+    assert {id(p) for p in asked} == set(originals)
+
+
+@pytest.mark.behaviour("A-05")
+def test_the_placement_function_sees_every_original_parameter_once() -> None:
+    run_ranks(_one_shard_placement, 2)
+
+
+def _hybrid_dims() -> None:
+    model, reference = DIMS.build(), DIMS.build()
+    values = values_of(model)
+    choose = PLACEMENTS["each its own"]
+    dims = {n: (choose(p) or Shard(0)).dim % p.ndim for n, p in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (2, 2))
+    fully_shard(model, mesh=mesh, shard_placement_fn=choose)
+    assert_sharded(model, values, mesh, dims)
+    train_alike(model, reference, DIMS)
+
+
+@pytest.mark.behaviour("A-05", "A-07")
+def test_other_dims_in_hybrid_sharding_train_with_parity() -> None:
+    run_ranks(_hybrid_dims, 4)
+
+
+def wide_batch(generator: torch.Generator) -> Batch:
+    return torch.randn(3, 513, generator=generator), torch.randn(3, 515, generator=generator)
+
+
+def _direct_columns() -> None:
+    task = Task(seeded(nn.Linear, in_features=513, out_features=515), wide_batch, squared_error)
+    model, reference = task.build(), task.build()
+    values = values_of(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    assert_sharded(model, values, mesh, {"weight": 1})
+    train_alike(model, reference, task)
+
+
+@pytest.mark.behaviour("A-05")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_large_uneven_columns_train_with_parity(ranks: int) -> None:
+    run_ranks(_direct_columns, ranks)

@@ -1,0 +1,477 @@
+"""The shared memory transport: bitwise equal to gloo, bounded memory, errors that name the rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import fully_shard
+from composable_fsdp.errors import DivergenceError, PeerError, UnsupportedError
+from composable_fsdp.testing import RanksError, run_ranks
+from tests._internals import (
+    SLOT_BYTES,
+    SWITCH,
+    GlooCommunicator,
+    ReduceOp,
+    SharedMemoryCommunicator,
+    Transfer,
+    Work,
+    communicator_over,
+    connect,
+    data_parallel_axes,
+    duplicate,
+)
+from tests._internals import segment as memory
+from tests.helpers.transports import over_gloo
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory is for Linux")
+
+LARGE = 5 * SLOT_BYTES // 4
+"""Elements of fp32 that take several rounds."""
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def shared(group: dist.ProcessGroup | None = None) -> SharedMemoryCommunicator:
+    communicator = communicator_over(group or world(), "cpu")
+    assert isinstance(communicator, SharedMemoryCommunicator)
+    return communicator
+
+
+def new_group(seconds: float = 60) -> dist.ProcessGroup:
+    """Of all ranks, so that what goes wrong there does not matter to later tests."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def own(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).mul_(8).to(dtype)
+
+
+# -- the bits
+
+
+def compare_with_gloo(seed: int) -> None:
+    ours, gloo = shared(), over_gloo(world())
+    rank, size = ours.rank, ours.size
+    draw = random.Random(seed)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8):
+        slot = SLOT_BYTES // dtype.itemsize
+        near = [slot + draw.choice((-1, 0, 1)), slot // (size - 1) + draw.choice((-1, 0, 1)), draw.randrange(4 * slot)]
+        numels = [0, 1, draw.randrange(100), draw.randrange(100_000), draw.choice(near)]
+        draw.shuffle(numels)
+        shards = [own(rank + 10 * k, numel, dtype) for k, numel in enumerate(numels)]
+        fulls = [own(rank + 10 * k, numel * size, dtype) for k, numel in enumerate(numels)]
+        for results in zip(collectives(ours, shards, fulls), collectives(gloo, shards, fulls), strict=True):
+            for mine, theirs in zip(*results, strict=True):
+                assert torch.equal(mine, theirs)
+
+
+def collectives(
+    communicator: SharedMemoryCommunicator | GlooCommunicator,
+    shards: list[torch.Tensor],
+    fulls: list[torch.Tensor],
+) -> list[list[torch.Tensor]]:
+    gathered, exchanged = ([torch.empty_like(full) for full in fulls] for _ in range(2))
+    scattered = [torch.empty_like(shard) for shard in shards]
+    works = [
+        communicator.all_gather([Transfer(*pair) for pair in zip(gathered, shards, strict=True)]),
+        communicator.reduce_scatter([Transfer(*pair) for pair in zip(scattered, fulls, strict=True)], ReduceOp.SUM),
+        communicator.all_to_all([Transfer(*pair) for pair in zip(exchanged, fulls, strict=True)]),
+    ]
+    for work in works:
+        work.wait()
+    return [gathered, scattered, exchanged]
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_results_have_the_bits_that_gloo_gives(world_size: int) -> None:
+    for seed in range(2):
+        run_ranks(compare_with_gloo, world_size, seed)
+
+
+def reduce_everywhere() -> None:
+    communicator = shared()
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in (0, 3, 100_000, LARGE):
+            reduced = own(communicator.rank, numel, dtype)
+            communicator.all_reduce([reduced], ReduceOp.SUM).wait()
+            expected = own(0, numel, dtype).float()
+            for peer in range(1, communicator.size):
+                expected += own(peer, numel, dtype)
+            assert torch.equal(reduced, expected.to(dtype))
+    with pytest.raises(UnsupportedError, match="does not average"):
+        communicator.all_reduce([torch.ones(1)], ReduceOp.AVERAGE)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_all_reduce_adds_up_in_fp32_in_the_order_of_ranks(world_size: int) -> None:
+    run_ranks(reduce_everywhere, world_size)
+
+
+def write_below_autograd() -> None:
+    communicator = shared()
+    with torch.inference_mode():
+        inference = torch.zeros(4 * communicator.size)
+    leaf = torch.zeros(4 * communicator.size, requires_grad=True)
+    for output in (inference, leaf):
+        version = None if output.is_inference() else output._version
+        communicator.all_gather([Transfer(output, torch.ones(4))]).wait()
+        assert output.eq(1).all()
+        assert output.is_inference() or output._version == version
+    assert not communicator.share(64).is_inference()
+
+
+def test_outputs_are_written_below_autograd() -> None:
+    run_ranks(write_below_autograd, 2)
+
+
+# -- many at once
+
+
+def launch_many(count: int) -> None:
+    communicator = shared()
+    launched: list[tuple[Work, torch.Tensor]] = []
+    for k in range(count):
+        output = torch.empty(communicator.size * 8)
+        launched.append((communicator.all_gather([Transfer(output, torch.full((8,), float(k)))]), output))
+    for k, (work, output) in enumerate(launched):
+        work.wait()
+        assert output.eq(k).all()
+
+
+def test_a_launch_does_not_wait_even_where_sockets_are_full() -> None:
+    run_ranks(launch_many, 2, 10)
+    run_ranks(launch_many, 2, 1000)
+
+
+def wait_in_opposite_orders() -> None:
+    communicators = [shared(), shared(new_group())]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        outputs = [torch.empty(size * LARGE) for _ in communicators]
+        works = [
+            communicator.all_gather([Transfer(output, own(rank + k, LARGE))])
+            for k, (communicator, output) in enumerate(zip(communicators, outputs, strict=True))
+        ]
+        for work in works if rank % 2 else reversed(works):
+            work.wait()
+        for k, output in enumerate(outputs):
+            assert torch.equal(output, torch.cat([own(peer + k, LARGE) for peer in range(size)]))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_may_wait_for_two_axes_in_opposite_orders(world_size: int) -> None:
+    run_ranks(wait_in_opposite_orders, world_size)
+
+
+def staging_stays_bounded() -> None:
+    communicator = shared(new_group())
+    for _ in range(50):
+        works = []
+        for numel in (100, 50_000, LARGE):
+            full = torch.ones(communicator.size * numel)
+            works.append(communicator.all_gather([Transfer(full, torch.ones(numel))]))
+            works.append(communicator.reduce_scatter([Transfer(torch.empty(numel), full.clone())], ReduceOp.SUM))
+        for work in works:
+            work.wait()
+    # A peer says what it has completed when it launches, so blocks of six operations wait while six others come.
+    assert len(communicator._engine.blocks.segments) <= 12
+
+
+def burst_is_given_back() -> None:
+    communicator = shared(new_group())
+    blocks = communicator._engine.blocks
+    output = torch.empty(communicator.size * LARGE)
+    works = [communicator.all_gather([Transfer(output, torch.ones(LARGE))]) for _ in range(20)]
+    assert blocks.written_bytes == 20 * memory.BLOCK_BYTES
+    for work in works:
+        work.wait()
+    for _ in range(3):
+        communicator.all_gather([Transfer(output[: 4 * communicator.size], torch.ones(4))]).wait()
+    assert blocks.written_bytes <= memory._KEPT_BYTES + memory.BLOCK_BYTES
+    resident = sum(os.fstat(segment.descriptor).st_blocks * 512 for segment in blocks.segments)
+    assert resident <= blocks.written_bytes
+    communicator.all_gather([Transfer(output, own(communicator.rank, LARGE))]).wait()
+    assert torch.equal(output, torch.cat([own(peer, LARGE) for peer in range(communicator.size)]))
+
+
+def test_staging_memory_does_not_grow() -> None:
+    run_ranks(staging_stays_bounded, 2)
+    run_ranks(burst_is_given_back, 2)
+
+
+# -- memory in common
+
+
+def write_in_common() -> None:
+    communicator = shared()
+    rank, size = communicator.rank, communicator.size
+    common = communicator.share(size * LARGE).view(size, LARGE)
+    assert not common.any()
+    communicator.barrier("looking").wait()
+    for turn in range(1, 4):
+        common[rank] = rank + turn
+        communicator.barrier("writing").wait()
+        assert all(common[peer].eq(peer + turn).all() for peer in range(size))
+        communicator.barrier("reading").wait()
+    assert communicator.share(0).numel() == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shared_memory_is_one_for_all_ranks(world_size: int) -> None:
+    run_ranks(write_in_common, world_size)
+
+
+def fail_to_share() -> None:
+    communicator = shared(new_group())
+    if communicator.rank == 0:
+        with pytest.raises(OSError, match=r"cannot be mapped|Invalid argument|File too large"):
+            communicator.share(1 << 62)
+    else:
+        with pytest.raises(PeerError, match=r"cannot be done: rank 0 .* raised OSError: .* in sharing of memory"):
+            communicator.share(1 << 62)
+
+
+def test_all_ranks_hear_of_memory_that_cannot_be_had() -> None:
+    run_ranks(fail_to_share, 2)
+
+
+# -- who uses it
+
+
+def choose_where_one_rank_says_no() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setenv(SWITCH, "0")
+        assert isinstance(communicator_over(new_group(), "cpu"), GlooCommunicator)
+
+
+def choose_on_two_hosts() -> None:
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connect, "host_identity", lambda: f"host {rank // 2}")
+        assert isinstance(communicator_over(new_group(), "cpu"), GlooCommunicator)
+        axes = data_parallel_axes(dist.init_device_mesh("cpu", (2, 2)))
+        assert isinstance(axes.shard, SharedMemoryCommunicator)
+        assert isinstance(axes.replicate, GlooCommunicator)
+
+
+def choose_where_memory_fails() -> None:
+    def fail(nbytes: int) -> None:
+        raise OSError("no memory is shared here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(connect, "Segment", fail)
+        if dist.get_rank() == 0:
+            with pytest.warns(UserWarning, match=rf"rank 1 of 2 met OSError: no memory .* Set {SWITCH}=0"):
+                communicator = communicator_over(new_group(), "cpu")
+        else:
+            communicator = communicator_over(new_group(), "cpu")
+    assert isinstance(communicator, GlooCommunicator)
+    communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()
+
+
+def choose_in_a_mesh() -> None:
+    axes = data_parallel_axes(dist.init_device_mesh("cpu", (4,)))
+    smaller = axes.smaller_shard_axis(2)
+    assert isinstance(axes.shard, SharedMemoryCommunicator)
+    assert isinstance(smaller, SharedMemoryCommunicator)
+    double = duplicate(axes.shard, "cpu")
+    assert isinstance(double, SharedMemoryCommunicator)
+    assert double.group is not axes.shard.group
+    again = data_parallel_axes(axes.mesh).shard
+    assert isinstance(again, SharedMemoryCommunicator)
+    assert again._engine is axes.shard._engine, "one connection a process group"
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(8, 8), mesh=axes.mesh)
+    model.to_empty(device="cpu")
+    assert shared(new_group()).size == 4
+
+
+def test_one_rank_can_switch_it_off_for_all() -> None:
+    run_ranks(choose_where_one_rank_says_no, 2)
+
+
+def test_ranks_on_several_hosts_use_gloo_between_them() -> None:
+    run_ranks(choose_on_two_hosts, 4)
+
+
+def test_where_it_cannot_be_set_up_all_ranks_use_gloo() -> None:
+    run_ranks(choose_where_memory_fails, 2)
+
+
+def test_meshes_smaller_meshes_and_doubles_use_it() -> None:
+    run_ranks(choose_in_a_mesh, 4)
+
+
+# -- what goes wrong
+
+
+def lose_a_rank(numel: int) -> None:
+    communicator = shared(new_group())
+    full, shard = torch.ones(communicator.size * numel), torch.ones(numel)
+    communicator.reduce_scatter([Transfer(shard, full)], ReduceOp.SUM).wait()
+    if communicator.rank == 1:
+        os._exit(3)
+    for _ in range(2):
+        communicator.reduce_scatter([Transfer(shard, full)], ReduceOp.SUM).wait()
+
+
+@pytest.mark.behaviour("H-03")
+@pytest.mark.parametrize("numel", [10, LARGE])
+def test_a_rank_that_dies_is_named_by_all_others_at_once(numel: int) -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(lose_a_rank, 4, numel, timeout=30)
+    failures = caught.value.failures
+    assert "exit code 3" in failures.pop(1)
+    assert set(failures) == {0, 2, 3}
+    for text in failures.values():
+        assert "PeerError: rank 1 (process" in text
+        assert "is gone, so reduce-scatter (operation 1," in text or "cannot go on together" in text
+
+
+def wait_in_vain(switch: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, switch)
+        communicator = communicator_over(new_group(seconds=1), "cpu")
+    expected = {
+        "1": r"rank 1 \(process \d+\) did not answer in 1 s, .* waited in all-reduce \(operation 0, 4 bytes\) over",
+        "0": r"all-reduce \(operation 1 of ranks \[0, 1\]\) cannot be done: rank 1 did not come to it in time",
+    }[switch]
+    if communicator.rank == 0:
+        with pytest.raises(PeerError, match=expected):
+            communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()
+        if switch == "1":
+            with pytest.raises(PeerError, match=r"ranks \[0, 1\] cannot go on together, since rank 1 \(process"):
+                communicator.all_reduce([torch.ones(1)], ReduceOp.SUM)
+    dist.barrier()
+    if communicator.rank == 1 and switch == "1":
+        communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()  # the other had come to this one
+        with pytest.raises(
+            PeerError, match=r"all-reduce \(operation 1, .* cannot be done: rank 0 \(process \d+\) gave up: rank 1 \("
+        ):
+            communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()
+
+
+@pytest.mark.behaviour("H-03")
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(switch: str) -> None:
+    run_ranks(wait_in_vain, 2, switch)
+
+
+def diverge() -> None:
+    eight, four, two = torch.ones(8), torch.ones(4), torch.ones(2)
+    calls: dict[str, Callable[[SharedMemoryCommunicator], Work]] = {
+        "all-gather (8 bytes)": lambda c: c.all_gather([Transfer(four, two)]),
+        "reduce-scatter (16 bytes)": lambda c: c.reduce_scatter([Transfer(four, eight)], ReduceOp.SUM),
+        "all-gather (16 bytes)": lambda c: c.all_gather([Transfer(four, two), Transfer(four, two)]),
+    }
+    for name, call in calls.items():
+        communicator = shared(new_group())
+        work = call(communicator) if communicator.rank else communicator.all_gather([Transfer(eight, four)])
+        with pytest.raises(DivergenceError, match="The order of collectives differs across ranks") as caught:
+            work.wait()
+        text = str(caught.value)
+        label = name.partition(" (")[0]
+        sizes_differ = label == "all-gather"  # else what is done says enough
+        assert ("rank 0: all-gather (16 bytes)" if sizes_differ else "rank 0: all-gather,") in text
+        assert "as operation 0 of ranks [0, 1]" in text
+        assert (f"rank 1: {name}" if sizes_differ else f"rank 1: {label},") in text
+        assert ("divided into other tensors" in text) == (name == "all-gather (16 bytes)")
+
+
+def test_different_operations_on_ranks_are_an_error() -> None:
+    run_ranks(diverge, 2)
+
+
+def interrupt_a_wait() -> None:
+    communicator = shared(new_group())
+    output = torch.empty(communicator.size * LARGE)
+    if communicator.rank == 0:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        work = communicator.all_gather([Transfer(output, own(0, LARGE))])
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        signal.signal(signal.SIGALRM, before)
+        dist.barrier()
+    else:
+        dist.barrier()
+        work = communicator.all_gather([Transfer(output, own(communicator.rank, LARGE))])
+    work.wait()
+    assert torch.equal(output, torch.cat([own(peer, LARGE) for peer in range(communicator.size)]))
+
+
+def test_a_wait_can_be_interrupted_and_taken_up_again() -> None:
+    run_ranks(interrupt_a_wait, 2)
+
+
+def ours() -> tuple[int, int, int]:
+    """Files, Unix sockets and mappings that are open, the default process group's among them."""
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    unix = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    return (
+        sum("composable_fsdp" in link for link in links),
+        sum(link.removeprefix("socket:[").removesuffix("]") in unix for link in links),
+        Path("/proc/self/maps").read_text().count("composable_fsdp"),
+    )
+
+
+def leave_nothing_open() -> None:
+    dist.barrier()
+    before = ours()
+    for _ in range(3):
+        group = new_group()
+        communicator = shared(group)
+        outputs = [torch.empty(communicator.size * LARGE) for _ in range(4)]
+        works = [communicator.all_gather([Transfer(output, torch.ones(LARGE))]) for output in outputs]
+        for work in works:
+            work.wait()
+        common = communicator.share(1000)
+        assert all(now > then for now, then in zip(ours(), before, strict=True))
+        del communicator, common, works, work
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert ours() == before
+
+
+def test_a_process_group_that_goes_leaves_nothing_open() -> None:
+    run_ranks(leave_nothing_open, 2)
+
+
+def fork_a_worker() -> None:
+    communicator = shared(new_group())
+    child = os.fork()
+    if child == 0:
+        try:
+            communicator.barrier("of a child")
+        except PeerError as error:
+            os._exit("forked" in str(error))
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    communicator.barrier("of parents").wait()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+def test_a_forked_process_leaves_the_sockets_to_its_parent() -> None:
+    run_ranks(fork_a_worker, 2)

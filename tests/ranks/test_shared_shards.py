@@ -1,0 +1,273 @@
+"""Shards in memory shared by the ranks of one host need no all-gather and change nothing else."""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, to_empty
+from composable_fsdp.errors import ParameterError
+from composable_fsdp.testing import run_ranks
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.sharding import buckets_of, local
+from tests.helpers.training import OPTIMIZERS, check_parity, play_task
+from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
+
+
+def in_common(model: nn.Module) -> set[bool]:
+    return {bucket.store.is_shared for bucket in buckets_of(model)}
+
+
+def gather_nothing() -> None:
+    task = TASKS["wide"]
+    model = shard_layers(task.build(), fully_shard)
+    assert in_common(model) == {True}
+    with counted_collectives() as counts:
+        for step in range(2):
+            task.loss(model, task.batch_of(step, dist.get_rank())).backward()
+    assert counts["all_gather"] == 0
+    assert counts["barrier"] > 0
+    assert sum(bucket.unsharded_bytes for bucket in buckets_of(model)) == 0
+
+
+def test_a_gather_moves_nothing() -> None:
+    run_ranks(gather_nothing, 2)
+
+
+def own_their_storage() -> None:
+    model = shard_layers(TASKS["mlp"].build(), fully_shard)
+    for name, parameter in model.named_parameters():
+        shard = local(parameter.detach())
+        assert shard.untyped_storage().nbytes() == shard.nbytes, name
+        file = io.BytesIO()
+        torch.save(shard, file)
+        assert file.tell() < shard.nbytes + 4096, "what is saved are not the other ranks' shards"
+        file.seek(0)
+        torch.testing.assert_close(torch.load(file), shard)
+    (bucket,) = buckets_of(model.get_submodule("layers.0"))
+    versions = [tensor._version for tensor in bucket.versioned]
+    with torch.no_grad():
+        local(bucket.parameters[0].sharded).add_(1)
+    assert [tensor._version for tensor in bucket.versioned] > versions
+
+
+def test_each_shard_is_a_storage_of_its_own() -> None:
+    run_ranks(own_their_storage, 2)
+
+
+@pytest.mark.behaviour("C-01", "A-04", "A-05")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_training_is_that_of_the_unsharded_model_whichever_way_ranks_reach_each_other(
+    world_size: int, transport: Environment
+) -> None:
+    for task, optimizer in (("mlp", "adamw-fused"), ("transformer", "adamw-foreach"), ("tied", "sgd"), ("wide", "sgd")):
+        run_ranks(train, world_size, task, optimizer, environment=transport)
+
+
+def train(task: str, optimizer: str) -> None:
+    for reshard in (True, False):
+        check_parity(TASKS[task].build, play_task(task), OPTIMIZERS[optimizer], steps=3, reshard_after_forward=reshard)
+
+
+def losses_and_shards() -> tuple[list[float], list[torch.Tensor]]:
+    task = TASKS["transformer"]
+    model = shard_layers(task.build(), fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        loss = task.loss(model, task.batch_of(step, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, [local(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ways_give_the_same_bits_and_again_the_next_time(world_size: int) -> None:
+    first = run_ranks(losses_and_shards, world_size)
+    others = [run_ranks(losses_and_shards, world_size, environment=e) for e in (*TRANSPORTS.values(), {})]
+    for other in others:
+        for (losses, shards), (expected_losses, expected_shards) in zip(other, first, strict=True):
+            assert losses == expected_losses
+            for shard, expected in zip(shards, expected_shards, strict=True):
+                torch.testing.assert_close(shard, expected, rtol=0, atol=0)
+
+
+def write_while_whole() -> None:
+    task = TASKS["chain"]
+    model = shard_layers(task.build(), fully_shard)
+    layer = model.get_submodule("layers.1")
+    batch = task.batch_of(0, dist.get_rank())
+    task.loss(model, batch).backward()
+
+    def clamp(module: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-0.01, 0.01)  # type: ignore[operator]
+
+    hook = layer.register_forward_pre_hook(clamp)
+    message = (
+        r"parameters \['.*weight'\] were changed in place while they were unsharded.*once for each rank that made it.*"
+        r"unsharded_params\(writeback=True\).*COMPOSABLE_FSDP_SHARED_MEMORY=copy"
+    )
+    with pytest.raises(ParameterError, match=message):
+        task.loss(model, batch)
+    hook.remove()
+    assert isinstance(model, FSDPModule)
+    model.reset_iter_state()
+    task.loss(model, batch).backward()
+
+
+def test_writing_to_unsharded_parameters_is_an_error() -> None:
+    run_ranks(write_while_whole, 2)
+
+
+def write_what_is_dropped() -> None:
+    task = TASKS["chain"]
+    model = shard_layers(task.build(), fully_shard)
+    layer = model.get_submodule("layers.1")
+    assert in_common(model) == {False}
+    before = [local(p.detach()).clone() for p in model.parameters()]
+
+    def clamp(module: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-0.01, 0.01)  # type: ignore[operator]
+
+    layer.register_forward_pre_hook(clamp)
+    task.loss(model, task.batch_of(0, dist.get_rank())).backward()
+    for parameter, expected in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(local(parameter.detach()), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_such_writes_are_dropped_without_shared_memory(transport: Environment) -> None:
+    run_ranks(write_what_is_dropped, 2, environment=transport)
+
+
+def one_rank_is_late() -> None:
+    """The others have finished and would step, while this one still computes with their shards."""
+    task, rank = TASKS["chain"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard)
+
+    def dawdle(*_: object) -> None:
+        if rank == 1:
+            time.sleep(0.2)
+
+    def dawdle_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(dawdle)
+
+    model.get_submodule("layers.3").register_forward_pre_hook(dawdle)
+    model.get_submodule("layers.0").register_forward_hook(dawdle_in_backward)
+
+    def play(played: nn.Module, step: int, played_rank: int) -> torch.Tensor:
+        loss = task.loss(played, task.batch_of(step, played_rank))
+        loss.backward()
+        return loss.detach()
+
+    reference = task.build()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    for step in range(3):
+        with torch.no_grad():  # an evaluation, after which each rank writes at once
+            torch.testing.assert_close(model(*task.batch_of(9, rank)[:-1]), reference(*task.batch_of(9, rank)[:-1]))
+            for parameter in model.parameters():
+                local(parameter).mul_(1.5)
+            for parameter in reference.parameters():
+                parameter.mul_(1.5)
+        own = play(model, step, rank)
+        losses = [play(reference, step, other) for other in range(2)]
+        torch.testing.assert_close(own, losses[rank])
+        for parameter in reference.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_no_rank_steps_while_another_still_reads() -> None:
+    run_ranks(one_rank_is_late, 2)
+
+
+def convert() -> None:
+    task, rank = TASKS["transformer"], dist.get_rank()
+    batch = task.batch_of(0, rank)
+    model = shard_layers(task.build(), fully_shard)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return task.loss(model, batch)
+
+    expected = loss_of(model)
+    state = {name: local(p.detach()).clone() for name, p in model.named_parameters()}
+    # The same dtype keeps its place.
+    to_empty(model, device="cpu")
+    for name, parameter in model.named_parameters():
+        local(parameter.detach()).copy_(state[name])
+    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
+    assert in_common(model) == {True}
+    # Loading with assign brings other tensors.
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
+    assert in_common(model) == {True}
+    # Another dtype would lie elsewhere: this memory is left to the ranks that still read it.
+    model.double()
+    torch.testing.assert_close(loss_of(model), expected)
+    assert in_common(model) == {False}
+    task.loss(model, batch).backward()
+    # A copy may be made by some ranks only, so it has memory of its own.
+    twin = copy.deepcopy(shard_layers(task.build(), fully_shard))
+    assert in_common(twin) == {False}
+    torch.testing.assert_close(loss_of(twin), expected)
+
+
+def test_conversions_loads_and_copies_are_followed() -> None:
+    run_ranks(convert, 2)
+
+
+def leave_out() -> None:
+    task = TASKS["mlp"]
+    cast = shard_layers(task.build(), fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert in_common(cast) == {False}, "what is cast is not the shards"
+    columns = task.build()
+    fully_shard(columns, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
+    assert {b.store.is_shared for b in buckets_of(columns)} == {False}, (
+        "columns of ranks do not lie one after the other"
+    )
+    hybrid = task.build()
+    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2)))
+    assert in_common(hybrid) == {True}
+    task.loss(hybrid, task.batch_of(0, dist.get_rank())).backward()
+
+
+def test_only_parameters_that_can_be_shared_are() -> None:
+    run_ranks(leave_out, 4)
+
+
+def materialise() -> None:
+    task, rank = TASKS["mlp"], dist.get_rank()
+    expected = task.build()
+    with torch.device("meta"):
+        model = task.build()
+    shard_layers(model, fully_shard)
+    to_empty(model, device="cpu")
+    for parameter, value in zip(model.parameters(), expected.parameters(), strict=True):
+        pieces = value.detach().chunk(2)
+        piece = pieces[rank] if rank < len(pieces) else value[:0]
+        local(parameter.detach()).copy_(piece)
+    torch.testing.assert_close(task.loss(model, task.batch_of(0, rank)), task.loss(expected, task.batch_of(0, rank)))
+    assert in_common(model) == {True}
+
+
+@pytest.mark.behaviour("A-12")
+def test_what_was_on_the_meta_device_finds_its_place() -> None:
+    run_ranks(materialise, 2)

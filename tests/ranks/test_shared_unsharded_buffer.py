@@ -1,0 +1,317 @@
+"""One unsharded buffer per host, if modules compute in another dtype: the same bits, no data race."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from composable_fsdp import CommunicationPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, no_sync, to_empty
+from composable_fsdp.codecs.blockwise import Int8
+from composable_fsdp.errors import ParameterError
+from composable_fsdp.testing import run_ranks
+from tests._internals import UnshardedStorage, state_of
+from tests.helpers.counted_collectives import counted_collectives
+from tests.helpers.models import TASKS, Routed, Task, shard_layers
+from tests.helpers.sharding import buckets_of, local, sharded
+from tests.helpers.transports import COPIES, SOCKETS, Environment
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+SHARED, OWNED, ALIASED = {UnshardedStorage.SHARED}, {UnshardedStorage.OWNED}, {UnshardedStorage.ALIASED}
+
+Play = Callable[[nn.Module, Task, int], list[torch.Tensor]]
+
+
+def storages(model: nn.Module) -> set[UnshardedStorage]:
+    return {bucket.plan.unsharded_storage for bucket in buckets_of(model)}
+
+
+def own_loss(model: nn.Module, task: Task, step: int) -> torch.Tensor:
+    return task.loss(model, task.batch_of(step, dist.get_rank()))
+
+
+def gather_nothing() -> None:
+    task = TASKS["wide"]
+    model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
+    assert storages(model) == SHARED
+    assert not any(bucket.store.is_shared for bucket in buckets_of(model)), "shards rest where only their rank writes"
+    with counted_collectives() as counts:
+        for step in range(2):
+            own_loss(model, task, step).backward()
+    assert counts["all_gather"] == 0
+    assert counts["barrier"] > 0
+    assert sum(bucket.unsharded_bytes for bucket in buckets_of(model)) == 0
+    (bucket,) = buckets_of(model.get_submodule("layers.0"))
+    if dist.get_rank() == 0:
+        bucket.buffer.region(0, 8).fill_(3)
+    dist.barrier()
+    assert bucket.buffer.region(0, 8).tolist() == [3] * 8, "there is one copy"
+
+
+def test_a_gather_moves_nothing() -> None:
+    run_ranks(gather_nothing, 2)
+
+
+# -- the same bits as over sockets, whatever comes in which order
+
+
+def train_with_evaluations(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
+    loss = own_loss(model, task, step)
+    loss.backward()
+    with torch.no_grad():
+        return [loss, own_loss(model, task, step + 50)]
+
+
+def evaluate_before_backward(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
+    loss = own_loss(model, task, step)
+    with torch.no_grad():
+        between = own_loss(model, task, step + 50)
+    loss.backward()
+    return [loss, between]
+
+
+def accumulate(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
+    with no_sync(model):
+        first = own_loss(model, task, step)
+        first.backward()
+    losses = [own_loss(model, task, step + 50), own_loss(model, task, step + 70)]  # two forwards before a backward
+    for loss in losses:
+        loss.backward()
+    return [first, *losses]
+
+
+def change_before_backward(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
+    """What is gathered for backward is what the shards have become, where nobody checks that they stay as they are."""
+    sharded(model).set_version_check(False)
+    loss = own_loss(model, task, step)
+    with torch.no_grad():
+        for parameter in state_of(model.get_submodule("layers.1")).group.parameters:
+            local(parameter.sharded).mul_(1.25)
+    loss.backward()
+    return [loss]
+
+
+def freeze_in_turn(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
+    model.get_submodule("layers.0").requires_grad_(step % 2 == 0)
+    return train_with_evaluations(model, task, step)
+
+
+def unshard_explicitly(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
+    layer = model.get_submodule("layers.1")
+    assert isinstance(layer, FSDPModule)
+    layer.unshard()
+    seen = [parameter.detach().float().sum() for parameter in layer.parameters()]
+    layer.reshard()
+    return [*seen, *train_with_evaluations(model, task, step)]
+
+
+PLAYS: tuple[Play, ...] = (
+    train_with_evaluations,
+    evaluate_before_backward,
+    accumulate,
+    change_before_backward,
+    freeze_in_turn,
+    unshard_explicitly,
+)
+
+
+def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Tensor]]:
+    """For each play: the losses, then this rank's shards, after some steps."""
+    task, found = TASKS[name], dict[str, list[torch.Tensor]]()
+    for play in PLAYS:
+        model = task.build()
+        if isinstance(model, Routed):
+            model.route = [0, 1, 1, 3, 0, 2]  # modules that run twice in a forward
+        shard_layers(model, fully_shard, mp_policy=BF16, reshard_after_forward=reshard)
+        parameters = list(model.parameters())  # what is kept unsharded shows others in between
+        optimizer = torch.optim.AdamW(parameters, lr=0.05, fused=play is accumulate)
+        losses = []
+        for step in range(4):
+            losses += [value.detach() for value in play(model, task, step)]
+            optimizer.step()
+            optimizer.zero_grad()
+        shards = [local(parameter.detach()).clone() for parameter in parameters]
+        found[play.__name__] = [*losses, *shards]
+    return found
+
+
+@pytest.mark.behaviour("C-01", "D-01")
+@pytest.mark.parametrize(
+    ("name", "world_size", "reshard"),
+    [("transformer", 2, True), ("routed", 2, True), ("mlp", 4, False), ("routed", 4, 2), ("wide", 3, True)],
+)
+def test_training_has_the_bits_that_it_has_over_sockets(name: str, world_size: int, reshard: bool | int) -> None:
+    own, copies, sockets = (
+        run_ranks(losses_and_shards, world_size, name, reshard, environment=e) for e in ({}, COPIES, SOCKETS)
+    )
+    for rank in range(world_size):
+        for play, expected in sockets[rank].items():
+            for other in (own, copies):
+                for value, wanted in zip(other[rank][play], expected, strict=True):
+                    torch.testing.assert_close(value, wanted, rtol=0, atol=0, msg=f"{play}, rank {rank}")
+
+
+# -- no rank writes what another still reads
+
+
+def one_rank_is_late() -> None:
+    """The others have changed their shards and gather again, while this one still computes with what they cast before.
+
+    Backward goes on below what is reduced, to the inputs.
+    """
+    task, rank = TASKS["chain"], dist.get_rank()
+    reference = task.build()
+    for index in (0, 1, 2):
+        reference.get_submodule(f"layers.{index}").requires_grad_(False)
+    model = shard_layers(copy.deepcopy(reference), fully_shard, mp_policy=BF16)
+
+    def dawdle(*_: object) -> None:
+        if rank == 1:
+            time.sleep(0.1)
+
+    def dawdle_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(dawdle)
+
+    model.get_submodule("layers.3").register_forward_pre_hook(dawdle)
+    model.get_submodule("layers.2").register_forward_hook(dawdle_in_backward)
+    inputs, target = task.batch_of(0, rank)
+    inputs.requires_grad_()
+    for step in range(6):
+        with torch.set_grad_enabled(step % 3 > 0):
+            loss = task.loss(model, (inputs, target))
+            expected = task.loss(copy.deepcopy(reference).bfloat16(), (inputs.bfloat16(), target))
+        torch.testing.assert_close(loss, expected, rtol=0, atol=0, msg=f"step {step}")
+        if loss.requires_grad:
+            (of_inputs,), (wanted,) = (torch.autograd.grad(each, inputs) for each in (loss, expected))
+            torch.testing.assert_close(of_inputs, wanted, rtol=0, atol=0, msg=f"step {step}")
+        with torch.no_grad():
+            for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+                local(parameter).mul_(-1.5)
+                wanted.mul_(-1.5)
+
+
+def test_no_rank_casts_while_another_still_reads() -> None:
+    run_ranks(one_rank_is_late, 2)
+
+
+def read_by_hand() -> None:
+    task, rank = TASKS["chain"], dist.get_rank()
+    model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
+    layer = model.get_submodule("layers.1")
+    assert isinstance(layer, FSDPModule)
+    expected = next(task.build().get_submodule("layers.1").parameters()).detach()
+    for _ in range(3):
+        layer.unshard()
+        if rank == 1:
+            time.sleep(0.1)
+        torch.testing.assert_close(next(layer.parameters()).detach(), expected.bfloat16(), rtol=0, atol=0)
+        layer.reshard()
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                local(parameter).mul_(2)
+        expected = expected * 2
+
+
+def test_nor_where_it_was_unsharded_by_hand() -> None:
+    run_ranks(read_by_hand, 2)
+
+
+def write_while_whole() -> None:
+    task = TASKS["chain"]
+    model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
+    before = own_loss(model, task, 0)
+    before.backward()
+
+    def clamp(module: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            module.weight.clamp_(-0.01, 0.01)  # type: ignore[operator]
+
+    hook = model.get_submodule("layers.1").register_forward_pre_hook(clamp)
+    with pytest.raises(ParameterError, match=r"parameters \['.*weight'\] were changed in place while .* unsharded"):
+        own_loss(model, task, 0)
+    hook.remove()
+    assert isinstance(model, FSDPModule)
+    model.reset_iter_state()
+    after = own_loss(model, task, 0)
+    torch.testing.assert_close(after, before, rtol=0, atol=0, msg="the next forward casts anew")
+    after.backward()
+
+
+def test_writing_to_unsharded_parameters_is_an_error() -> None:
+    run_ranks(write_while_whole, 2)
+
+
+# -- what has such a copy, and how long
+
+
+def convert() -> None:
+    task, rank = TASKS["transformer"], dist.get_rank()
+    batch = task.batch_of(0, rank)
+    with torch.device("meta"):
+        model = task.build()
+    shard_layers(model, fully_shard, mp_policy=BF16)
+    to_empty(model, device="cpu")
+    for parameter, value in zip(model.parameters(), task.build().parameters(), strict=True):
+        pieces = value.detach().chunk(2)
+        local(parameter.detach()).copy_(pieces[rank] if rank < len(pieces) else value[:0])
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return task.loss(model, batch)
+
+    expected = loss_of(shard_layers(task.build(), fully_shard, mp_policy=BF16))
+    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
+    assert storages(model) == SHARED
+    twin = copy.deepcopy(model)
+    assert storages(twin) == OWNED, "a copy may be made by some ranks only"
+    torch.testing.assert_close(loss_of(twin), expected, rtol=0, atol=0)
+    model.bfloat16()
+    torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
+    assert storages(model) == OWNED, "shards of another dtype are not put where ranks may still read"
+
+
+@pytest.mark.behaviour("A-12")
+def test_conversions_loads_and_copies_are_followed() -> None:
+    run_ranks(convert, 2)
+
+
+def leave_out() -> None:
+    task = TASKS["mlp"]
+    columns, coded, plain = task.build(), task.build(), task.build()
+    fully_shard(columns, shard_placement_fn=lambda p: Shard(p.ndim - 1), mp_policy=BF16)
+    assert storages(columns) == OWNED, "columns of ranks do not lie one after the other"
+    fully_shard(coded, mp_policy=BF16, comm_policy=CommunicationPolicy(all_gather=Int8(), min_numel=0))
+    assert storages(coded) == OWNED
+    fully_shard(plain, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    assert storages(plain) == ALIASED, "what is not cast needs no copy"
+    hybrid = task.build()
+    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2)), mp_policy=BF16)
+    assert storages(hybrid) == SHARED
+    alone = task.build()
+    fully_shard(alone, mesh=init_device_mesh("cpu", (4, 1)), mp_policy=BF16)
+    assert storages(alone) == OWNED, "what one rank alone casts is freed between uses"
+    for model in (columns, coded, plain, hybrid, alone):
+        own_loss(model, task, 0).backward()
+
+
+def test_only_what_gains_by_it_has_a_common_copy() -> None:
+    run_ranks(leave_out, 4)
+
+
+def keep_apart() -> None:
+    assert storages(shard_layers(TASKS["mlp"].build(), fully_shard, mp_policy=BF16)) == OWNED
+
+
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_the_switch_keeps_a_buffer_on_every_rank(transport: Environment) -> None:
+    run_ranks(keep_apart, 2, environment=transport)

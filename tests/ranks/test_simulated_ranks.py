@@ -1,0 +1,125 @@
+"""A thousand simulated ranks in one process all-gather and reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composable_fsdp import MixedPrecisionPolicy, OffloadPolicy
+from composable_fsdp.testing import FakeWorld
+from tests._internals import (
+    NEVER_ZERO_COPY,
+    CommStreams,
+    DataParallelAxes,
+    ParameterGroup,
+    ParameterSource,
+    ParameterState,
+    reduce_together,
+    shard_over_axes,
+)
+
+# name: shape, dim that is cut. Even and uneven, with empty shards on either dim, and nothing at all.
+SHAPES = {
+    "even": ((8, 6), 0),
+    "long": ((1003, 2), 0),
+    "short": ((3, 5), 0),
+    "columns": ((2, 1005), 1),
+    "few columns": ((4, 3), 1),
+    "none": ((0, 4), 0),
+}
+
+
+@contextmanager
+def simulated_mesh(size: int) -> Iterator[DeviceMesh]:
+    """A mesh of ``size`` ranks as the first of them sees it; nothing can be sent over it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield init_device_mesh("cpu", (size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def originals() -> dict[str, torch.Tensor]:
+    """Small integers, so that sums are exact however they are formed."""
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randint(-9, 10, shape, generator=generator).float() for name, (shape, _) in SHAPES.items()}
+
+
+def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrecisionPolicy) -> list[ParameterGroup]:
+    groups = []
+    for rank in range(world.size):
+        owner, sources = nn.Module(), []
+        axes = DataParallelAxes(mesh, torch.device("cpu"), world.communicator(rank))
+        for name, value in originals().items():
+            parameter = nn.Parameter(value)
+            owner.register_parameter(name, parameter)
+            sharding = shard_over_axes(parameter, axes, SHAPES[name][1])
+            sources.append(ParameterSource(name, parameter, ((owner, name),), sharding))
+        groups.append(ParameterGroup("group", sources, axes, precision, OffloadPolicy()))
+    return groups
+
+
+@pytest.mark.behaviour("C-01", "A-04")
+@pytest.mark.parametrize(
+    ("size", "zero_copy_min_bytes", "all_reduce_bytes", "dtype"),
+    [
+        (8, 0, NEVER_ZERO_COPY, None),
+        (8, 100, NEVER_ZERO_COPY, None),
+        (8, 1 << 30, NEVER_ZERO_COPY, None),
+        (8, 100, NEVER_ZERO_COPY, torch.bfloat16),
+        (1000, 100, NEVER_ZERO_COPY, None),
+        (8, 0, 1, None),
+        (8, 100, 1, None),
+        (8, 100, 1, torch.bfloat16),
+        (1000, 100, 1, None),
+    ],
+)
+def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
+    size: int, zero_copy_min_bytes: int, all_reduce_bytes: int, dtype: torch.dtype | None
+) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=dtype)
+    world = FakeWorld(size, zero_copy_min_bytes=zero_copy_min_bytes, all_reduce_bytes=all_reduce_bytes)
+    streams = CommStreams(torch.device("cpu"))
+    values = originals()
+    with simulated_mesh(size) as mesh:
+        groups = groups_of_all_ranks(mesh, world, precision)
+        for _ in range(2):
+            for group in groups:
+                group.unshard(streams)
+            for group in groups:
+                group.wait()
+                for parameter in group.parameters:
+                    assert torch.equal(parameter.unsharded.float(), values[parameter.name])
+            # Rank r has r + 1 times the values as gradients. The second round's come on top of the first one's.
+            for rank, group in enumerate(groups):
+                products = [(p.unsharded.float() * values[p.name]).sum() for p in group.parameters]
+                torch.stack(products).sum().mul(rank + 1).backward()
+                group.reshard()
+                assert group.parameter_state is ParameterState.SHARDED
+            pending = [launch.run() for group in groups for launch in reduce_together((group.gradients,), streams)]
+            assert len(pending) == size
+            for reduction in pending:
+                reduction.complete()
+        for name, value in values.items():
+            dim = SHAPES[name][1]
+            position = list(values).index(name)
+            gradients = [group.parameters[position].sharded.grad for group in groups]
+            shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+            assert len(shards) == size
+            longest = -(-value.shape[dim] // size)
+            assert max(shard.shape[dim] for shard in shards) == longest
+            rtol = 0.0 if precision.param_dtype is None else 0.02  # of bf16
+            torch.testing.assert_close(torch.cat(shards, dim), value * (size + 1), rtol=rtol, atol=0.0)
+    # One launch a round, however many parameters travel direct in it.
+    assert world.launches["all_gather"] == world.launches["reduce_scatter"] == 2
+    assert world.launches["all_reduce"] == (0 if all_reduce_bytes == NEVER_ZERO_COPY else 4), (
+        "one each way, of what is short"
+    )

@@ -1,0 +1,163 @@
+"""Schedules on a device with streams, simulated in virtual time with real communication.
+
+They differ from those on the host: the last groups stay unsharded for backward, and several reductions are in flight.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.testing import run_ranks
+from composable_fsdp.trace import Operation, Recorder
+from tests._internals import ParameterState, state_of
+from tests._internals import reduce_queue as reductions
+from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.training import check_parity
+from tests.helpers.transports import COPIES, SOCKETS, Environment
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@contextmanager
+def streams() -> Iterator[None]:
+    """``torch.cpu`` has streams inside. Small messages are treated as large ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        sim = importlib.import_module("sim.device")
+        with sim.Device(flops=1.0, bandwidth=1.0).installed(), mock.patch.object(reductions, "_LEAST_BYTES", 0):
+            yield
+
+
+def towers() -> nn.Sequential:
+    """Three groups to be, of four batches each."""
+    return nn.Sequential(*(Tower() for _ in range(3)))
+
+
+def shard_towers(model: nn.Module, ahead: int = 1) -> None:
+    for tower in model.children():
+        fully_shard(tower)
+        assert len(state_of(tower).group.plan.batches) == 4
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    model.set_prefetch_limit(ahead)
+
+
+def train(ahead: int) -> None:
+    with streams():
+        check_parity(towers, play, shard=partial(shard_towers, ahead=ahead), steps=3)
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_streams_train_like_the_unsharded_model(ahead: int, transport: Environment) -> None:
+    run_ranks(train, 2, ahead, environment=transport)
+
+
+def reduce_on_streams() -> None:
+    """All batches are alike, so that their number tells their bytes."""
+    rank = dist.get_rank()
+    with streams():
+        model = towers()
+        shard_towers(model)
+        for step in range(2):
+            play(model, step, rank)
+        with Recorder() as recorder:
+            play(model, 2, rank)
+    most = in_flight = 0
+    for event in recorder:
+        in_flight += (event.operation is Operation.REDUCE) - (event.operation is Operation.REDUCED)
+        most = max(most, in_flight)
+    assert most == 4, "as many as a group has, of whichever groups"
+
+
+def test_on_streams_no_more_is_on_the_wire_than_a_group_has() -> None:
+    run_ranks(reduce_on_streams, 2, environment=SOCKETS)
+
+
+def reduce_whole_groups_on_streams() -> None:
+    task, rank = TASKS["chain"], dist.get_rank()
+    with streams():
+        model = shard_layers(task.build(), fully_shard, merges=False)
+        for step in range(2):
+            task.loss(model, task.batch_of(step, rank)).backward()
+        with Recorder() as recorder:
+            task.loss(model, task.batch_of(2, rank)).backward()
+        operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
+        assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "a group in one batch waits for the one before"
+        with mock.patch.object(reductions, "_LEAST_BYTES", 1 << 20), Recorder() as recorder:
+            task.loss(model, task.batch_of(3, rank)).backward()
+        operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
+        assert operations == [Operation.REDUCE] * 4 + [Operation.REDUCED] * 4, "unless all of them are little"
+
+
+def test_on_streams_groups_in_one_batch_follow_each_other() -> None:
+    run_ranks(reduce_whole_groups_on_streams, 2, environment=SOCKETS)
+
+
+def reduce_a_small_group_after_a_large_one() -> None:
+    """It has less than an eighth of the large one's bytes."""
+    rank = dist.get_rank()
+    with streams():
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH // 3), nn.Linear(WIDTH // 3, WIDTH), Tower())
+        for module in model:
+            fully_shard(module)
+        fully_shard(model)
+        for step in range(2):
+            play(model, step, rank)
+        with Recorder() as recorder:
+            play(model, 2, rank)
+    events = [str(e) for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
+    assert events[:6] == ["reduce 2"] * 4 + ["reduce 1", "reduced 2"], events
+
+
+def test_on_streams_a_small_group_does_not_wait_for_a_large_one() -> None:
+    run_ranks(reduce_a_small_group_after_a_large_one, 2, environment=SOCKETS)
+
+
+def use_different_weights_on_streams() -> None:
+    with streams():
+        use_different_weights()
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
+def test_on_streams_ranks_that_use_different_weights_reduce_the_same_batches(transport: Environment) -> None:
+    run_ranks(use_different_weights_on_streams, 2, environment=transport)
+
+
+def keep_for_backward() -> None:
+    with streams():
+        model = towers()
+        shard_towers(model)
+        assert isinstance(model, FSDPModule)
+        groups = [state_of(tower).group for tower in model.children()]
+
+        def kept() -> list[int]:
+            loss = model(batch(0, 0)).sum()
+            states = [group.parameter_state for group in groups]
+            loss.backward()
+            assert {group.parameter_state for group in groups} == {ParameterState.SHARDED}
+            return [i for i, state in enumerate(states) if state is ParameterState.UNSHARDED]
+
+        kept()  # shows the order
+        nbytes = groups[0].plan.unsharded_bytes
+        for ahead, most, expected in ((1, None, [2]), (2, None, [1, 2]), (0, None, []), (2, nbytes, [2]), (2, 0, [])):
+            model.set_prefetch_limit(ahead)
+            model.set_max_unsharded_bytes(most)
+            assert kept() == expected, (ahead, most)
+
+
+def test_on_streams_as_many_groups_stay_for_backward_as_it_would_gather_ahead() -> None:
+    run_ranks(keep_for_backward, 2, environment=SOCKETS)

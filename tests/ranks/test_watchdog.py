@@ -1,0 +1,163 @@
+"""What the watchdog reports as a fault: late ranks, caught exceptions, interrupts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from composable_fsdp import PeerError, fully_shard
+from composable_fsdp.testing import Delay, Fault, inject_faults, run_ranks
+from tests._internals import PATIENCE, known_watchdog
+from tests.helpers.faults import Layers, build, inflict, is_last, step, told_by
+from tests.helpers.slack import slack
+from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
+
+LATE = PATIENCE + 1.5
+"""Seconds: enough for the others to ask, and to be answered."""
+
+both_transports = pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
+
+
+# -- what is no fault
+
+
+class Recomputing(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class FallingBack(Layers):
+    """The first layer has a fast path that is not there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            self.layers[0](x.unsqueeze(0)[:, :, :3])
+        except RuntimeError:
+            x = self.layers[0](x)
+        return self.layers[2](self.layers[1](x))  # type: ignore[no-any-return]
+
+
+def late_with_a_batch(kind: type[Layers]) -> None:
+    model: Any = kind()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for number in range(3):
+        if number == 2 and is_last():
+            time.sleep(LATE)
+        step(model)
+    watchdog = known_watchdog()
+    assert watchdog is not None
+    assert not watchdog.report().failure
+
+
+@pytest.mark.behaviour("G-03", "H-03")
+@pytest.mark.parametrize("kind", [Recomputing, FallingBack])
+@both_transports
+def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers], transport: Environment) -> None:
+    run_ranks(late_with_a_batch, 2, kind, environment=transport)
+
+
+def late_after_a_recovery() -> None:
+    """What a rank waited for when its peer failed is over, though operations are counted from 0 again."""
+    model = build()
+    with inflict("raises in forward", model), pytest.raises((ArithmeticError, PeerError)):
+        step(model)
+    model.reset_iter_state()
+    with inject_faults(model) as labels:
+        step(model)
+    for number in range(len(labels)):
+        watchdog = known_watchdog()
+        assert watchdog is not None
+        assert watchdog.here.waiting is None
+        with inject_faults(model, Fault(Delay(LATE), rank=0, number=number) if number % 4 == 0 else Fault(Delay(0.0))):
+            step(model)
+
+
+@pytest.mark.behaviour("G-03", "H-01")
+@both_transports
+def test_ranks_wait_for_a_late_one_after_a_recovery(transport: Environment) -> None:
+    run_ranks(late_after_a_recovery, 2, environment=transport)
+
+
+# -- what is
+
+
+def interrupted() -> str:
+    """Ctrl-C, or whatever is no ``Exception``, ends a forward of a rank whose program goes on."""
+    model = build()
+    step(model)
+    error = KeyboardInterrupt if is_last() else PeerError
+    hook = model.layers[1].register_forward_pre_hook(_interrupt) if is_last() else None
+    begin = time.monotonic()
+    with pytest.raises(error) as caught:
+        step(model)
+    assert time.monotonic() - begin < 5.0 * slack()
+    if hook is not None:
+        hook.remove()
+    model.reset_iter_state()
+    step(model)
+    return str(caught.value)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.behaviour("H-01", "H-03", "H-06")
+@both_transports
+def test_a_rank_whose_forward_was_interrupted_is_named(transport: Environment) -> None:
+    told, _ = run_ranks(interrupted, 2, environment=transport)
+    assert "rank 1 was interrupted in the forward of root" in told
+
+
+def busy_while_others_give_up() -> tuple[str, str]:
+    """Rank 2 raises, rank 0 gives up, and rank 1 computes until both have closed their connections."""
+    model = build()
+    step(model)
+    hooks: list[Any] = []
+    if dist.get_rank() == 1:
+        hooks.append(model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(2 * LATE)))
+    with inflict("raises in forward", model):
+        told = told_by(lambda: step(model))
+    for hook in hooks:
+        hook.remove()
+    model.reset_iter_state()
+    step(model)
+    return told.kind, told.text
+
+
+@pytest.mark.behaviour("H-01", "H-05")
+@both_transports
+def test_a_rank_that_was_busy_gets_the_error_too(transport: Environment) -> None:
+    *told, failed = run_ranks(busy_while_others_give_up, 3, environment=transport)
+    assert failed == ("ArithmeticError", "no luck")
+    for kind, text in told:
+        assert kind == "PeerError"
+        assert "rank 2 raised ArithmeticError: no luck in the forward of layers.1" in text
+
+
+def two_roots() -> None:
+    """What one root's backward tells of itself is not that of another, which runs in the same one."""
+    roots: list[Any] = [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
+    for root in roots:
+        fully_shard(root)
+    for _ in range(3):
+        roots[1](roots[0](torch.ones(1, 4))).sum().backward()
+    watchdog = known_watchdog()
+    assert watchdog is not None
+    assert watchdog.here.steps == 3
+    assert not watchdog.here.passes
+
+
+@pytest.mark.behaviour("H-03")
+def test_roots_that_share_a_backward_count_it_once() -> None:
+    run_ranks(two_roots, 2, environment=SOCKETS)

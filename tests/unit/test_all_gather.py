@@ -1,0 +1,61 @@
+"""An all-gather over several communicators whose launch fails frees no memory that is in use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests._internals import AllGatherBuffers, CommStreams, GatherCache, Transfer, launch_gather
+
+CPU = torch.device("cpu")
+
+
+class ShmSocket:
+    """A communicator on which everything is under way for ever, or one that cannot launch."""
+
+    aliases = False
+    size = 2
+
+    def __init__(self, *, works: bool) -> None:
+        self._works = works
+
+    def all_gather(self, transfers: Sequence[Transfer], label: str) -> ShmSocket:
+        if not self._works:
+            raise MemoryError(label)
+        return self
+
+
+class ProcessGroups:
+    smaller = None
+
+    def __init__(self, wire: ShmSocket) -> None:
+        self.gather = self.gathers_over = wire
+
+
+class Bucket:
+    """A bucket whose parameters travel straight to their places."""
+
+    cached_part = None
+    awaits_readers = False
+
+    def __init__(self, wire: ShmSocket) -> None:
+        self.pgs = ProcessGroups(wire)
+        self.is_freed = False
+
+    def prepare_gather(self) -> AllGatherBuffers:
+        return AllGatherBuffers([Transfer(torch.zeros(4), torch.ones(2))], [])
+
+    def free(self) -> None:
+        self.is_freed = True
+
+
+@pytest.mark.behaviour("H-01")
+@pytest.mark.parametrize("first_works", [True, False])
+def test_memory_is_freed_after_a_failed_launch_unless_it_is_in_flight(first_works: bool) -> None:
+    buckets: list[Any] = [Bucket(ShmSocket(works=first_works)), Bucket(ShmSocket(works=False))]
+    with pytest.raises(MemoryError, match="all-gather of a"):
+        launch_gather(CommStreams(CPU), buckets, CPU, "all-gather of a", GatherCache())
+    assert [bucket.is_freed for bucket in buckets] == [not first_works] * 2

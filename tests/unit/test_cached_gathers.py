@@ -1,0 +1,144 @@
+"""Cached all-gathers: results are received in place, other cases are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composable_fsdp import fully_shard
+from composable_fsdp.testing import FakeCommunicator, FakeWorld
+from tests._internals import (
+    CachedPart,
+    OwnedBuffer,
+    ProcessGroupCommunicator,
+    TensorShards,
+    find_runs,
+    plan_gather,
+    repeated_gather,
+)
+
+RANKS = 2
+
+
+def part_of(widths: Sequence[int], *, rank: int, in_runs: bool, dtype: torch.dtype = torch.float32) -> CachedPart:
+    """A bucket of vectors, of each of which a rank has so many elements: its own rank and counted from there."""
+    shards = [TensorShards((RANKS * width,), 0, RANKS) for width in widths]
+    layout = plan_gather(shards, itemsize=dtype.itemsize, zero_copy_min_bytes=1 << 30)
+    packed = torch.arange(100.0 * rank, 100.0 * rank + layout.packed_numel)
+    buffer = OwnedBuffer(layout.places.numel, dtype, packed.device)
+    if in_runs:
+        runs = find_runs(layout)
+        places = [
+            buffer.region(run.place, (run.count - 1) * run.step + RANKS * run.padded_numel).as_strided(
+                (run.count, RANKS, run.padded_numel), (run.step, run.padded_numel, 1)
+            )
+            for run in runs
+        ]
+        part = CachedPart(packed, dtype, buffer, places, runs=runs)
+    else:
+        places = [
+            buffer.region(offset, RANKS * width).view(RANKS, width)
+            for offset, width in zip(layout.places.offsets, layout.packed_widths, strict=True)
+        ]
+        part = CachedPart(packed, dtype, buffer, places, layout.packed_widths)
+    buffer.free()
+    return part
+
+
+class Slab(FakeCommunicator):
+    """Gives out parts of larger memory, as a user's own may."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel + 5, dtype=dtype, device=device)[5:]
+
+
+aligned = st.lists(st.integers(1, 4).map(lambda n: 8 * n), min_size=1, max_size=4)
+
+
+@given(
+    st.lists(aligned, min_size=1, max_size=3),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([FakeCommunicator, Slab]),
+)
+def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
+    buckets: list[list[int]], in_runs: bool, dtype: torch.dtype, kind: type[FakeCommunicator]
+) -> None:
+    ranks = [[part_of(widths, rank=rank, in_runs=in_runs, dtype=dtype) for widths in buckets] for rank in range(RANKS)]
+    world = FakeWorld(RANKS)
+    communicators = [kind(world, rank) for rank in range(RANKS)]
+    gathers = []
+    for parts, communicator in zip(ranks, communicators, strict=True):
+        gather = repeated_gather(parts, [communicator] * len(parts))
+        assert gather is not None
+        gathers.append(gather)
+    for step in range(2):
+        for part in (part for parts in ranks for part in parts):
+            part.packed.add_(step)  # as an optimizer does
+        sent = [gather.send("") for gather in gathers]
+        for (work, _, rows), gather, parts in zip(sent, gathers, ranks, strict=True):
+            assert all(part.buffer.nbytes == 0 for part in parts), "taken before anything came"
+            work.wait()
+            gather.take(rows)
+        for parts in ranks:
+            for i, (part, widths) in enumerate(zip(parts, buckets, strict=True)):
+                shards = [of_rank[i].packed.to(dtype).split(widths) for of_rank in ranks]
+                full = torch.cat([torch.cat(both) for both in zip(*shards, strict=True)])
+                assert torch.equal(part.buffer.region(0, full.numel()), full)
+                part.buffer.free()
+
+
+def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:
+    one, other = FakeWorld(RANKS).communicator(0), FakeWorld(RANKS).communicator(0)
+    part = part_of([8, 16], rank=0, in_runs=False)
+    assert repeated_gather([part, part], [one, one]) is not None
+    assert repeated_gather([], []) is None
+    assert repeated_gather([part, None], [one, one]) is None
+    assert repeated_gather([part, part], [one, other]) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        part_of([8], rank=0, in_runs=True),
+        part_of([8], rank=0, in_runs=False, dtype=torch.bfloat16),
+        replace(part_of([8], rank=0, in_runs=False), packed=torch.zeros(7)),
+    ],
+    ids=["runs", "another dtype", "the next one would not be aligned"],
+)
+def test_payloads_that_do_not_fit_one_message_are_refused(other: CachedPart) -> None:
+    communicator = FakeWorld(RANKS).communicator(0)
+    part = part_of([8], rank=0, in_runs=False)
+    assert repeated_gather([part, other], [communicator] * 2) is None
+
+
+def test_memory_of_messages_comes_from_where_was_chosen_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    pooled: list[bool] = []
+    allocate = ProcessGroupCommunicator.allocate
+
+    def noting(self: ProcessGroupCommunicator, *args: Any) -> torch.Tensor:
+        pooled.append(self.pooled)
+        return allocate(self, *args)
+
+    monkeypatch.setattr(ProcessGroupCommunicator, "allocate", noting)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        model: Any = fully_shard(nn.Linear(8, 8))
+        for chosen in (False, True, False):
+            model.set_allocate_memory_from_process_group_for_comm(chosen)
+            pooled.clear()
+            model(torch.ones(1, 8))
+            model.reshard()
+            assert pooled, "the gather took memory"
+            assert set(pooled) == {chosen}
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,369 @@
+"""Invalid calls of ``fully_shard``: the error, and that the module is unchanged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from composable_fsdp import (
+    ArgumentTypeError,
+    ConfigurationError,
+    CPUOffloadPolicy,
+    FSDPError,
+    MeshError,
+    MixedPrecisionPolicy,
+    ParameterError,
+    UnsupportedError,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from tests._internals import default_mesh
+from tests.helpers.refusals import assert_refused
+from tests.helpers.sharding import sharded, single_rank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+class WithScalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x) * self.scale
+        return out
+
+
+class Unwilling(nn.Linear):
+    """Cannot be derived from."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no subclasses of Unwilling")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.behaviour("A-03")
+def test_without_a_process_group_the_error_says_how_to_start_one() -> None:
+    """In a process of its own, in which nothing has ever been initialised."""
+    code = """
+import torch, composable_fsdp
+model = torch.nn.Linear(2, 2)
+try:
+    composable_fsdp.fully_shard(model)
+except composable_fsdp.MeshError as error:
+    assert type(model) is torch.nn.Linear and type(model.weight) is torch.nn.Parameter
+    assert isinstance(error, ValueError)
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    for part in ("no mesh", "no default process group", "torchrun", "init_process_group", "init_device_mesh", "mesh="):
+        assert part in run.stdout, run.stdout
+
+
+@pytest.mark.behaviour("A-03")
+def test_the_default_mesh_is_one_1d_unnamed_cpu_mesh_for_all_modules() -> None:
+    first, second = fully_shard(nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2))
+    assert isinstance(first.weight, DTensor)
+    assert isinstance(second.weight, DTensor)
+    mesh = first.weight.device_mesh
+    assert second.weight.device_mesh is mesh
+    assert (mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names) == ("cpu", (1,), None)
+    assert default_mesh() is default_mesh()
+
+
+@pytest.mark.behaviour("A-04")
+@pytest.mark.parametrize("nested", [False, True], ids=["own", "of a child"])
+def test_a_scalar_is_named_with_the_way_out(nested: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), WithScalar()) if nested else WithScalar()
+    name = r"'1\.scale'" if nested else "'scale'"
+    match = rf"(?s){name}.*scalar \(0-d\).*reshape\(1\).*ignored_params"
+    assert_refused(ParameterError, match, model)
+
+
+@pytest.mark.behaviour("A-04", "A-11")
+def test_both_ways_out_of_a_scalar_work() -> None:
+    ignoring, reshaped = WithScalar(), WithScalar()
+    scale = ignoring.scale
+    fully_shard(ignoring, ignored_params={scale})
+    assert ignoring.scale is scale
+    reshaped.scale = nn.Parameter(reshaped.scale.detach().reshape(1))
+    fully_shard(reshaped)
+    for model in (ignoring, reshaped):
+        model(torch.ones(2, 3)).sum().backward()
+        assert model.scale.grad is not None
+
+
+@pytest.mark.behaviour("A-17")
+def test_a_parameter_that_has_no_shape_yet_is_named_with_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4))
+    assert_refused(ParameterError, r"'1\.weight' of Sequential has no shape yet.*a forward before fully_shard", model)
+    model(torch.ones(2, 3))
+    fully_shard(model)
+    model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.behaviour("A-05")
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_out_of_range_is_named_with_those_in_range(dim: int) -> None:
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if parameter.ndim == 2 else None
+
+    match = rf"'0\.weight' of shape \(4, 3\) has no dim {dim}.*Shard\(d\) with -2 <= d < 2"
+    assert_refused(ParameterError, match, nn.Sequential(nn.Linear(3, 4)), shard_placement_fn=placement)
+
+
+@pytest.mark.behaviour("A-05")
+@pytest.mark.parametrize("answer", [0, "Shard(0)", Replicate(), Partial(), (Shard(0),)], ids=repr)
+def test_another_answer_than_a_shard_is_shown(answer: object) -> None:
+    match = r"shard_placement_fn returned .*'bias'.*must return Shard\(dim\), a ShardPlacementResult, or None"
+    assert_refused(
+        ConfigurationError, match, nn.Linear(3, 4), shard_placement_fn=lambda p: answer if p.ndim == 1 else None
+    )
+
+
+@pytest.mark.behaviour("A-05")
+def test_an_exception_of_the_placement_function_passes_through() -> None:
+    def placement(parameter: nn.Parameter) -> Shard:
+        raise LookupError("mine")
+
+    assert_refused(LookupError, "mine", nn.Linear(3, 4), shard_placement_fn=placement)
+
+
+@pytest.mark.behaviour("A-07")
+def test_a_3d_mesh_is_refused_with_the_way_to_slice_it() -> None:
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "replicate", "shard"))
+    match = r"1-d \(shard\) or 2-d \(replicate, shard\), not 3-d \(1, 1, 1\).*mesh\['replicate', 'shard'\]"
+    assert_refused(MeshError, match, nn.Linear(3, 4), mesh=mesh)
+    fully_shard(nn.Linear(3, 4), mesh=mesh["replicate", "shard"])
+
+
+@pytest.mark.behaviour("A-07")
+@pytest.mark.parametrize("mesh", ["cpu", (2, 2), "the process group"])
+def test_what_is_no_mesh_is_refused_by_its_type(mesh: object) -> None:
+    mesh = dist.group.WORLD if mesh == "the process group" else mesh
+    match = rf"mesh must be a torch\.distributed\.DeviceMesh, not {type(mesh).__name__}.*init_device_mesh"
+    assert_refused(ArgumentTypeError, match, nn.Linear(3, 4), mesh=mesh)
+
+
+@pytest.mark.behaviour("A-08")
+def test_twice_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    assert_refused(ConfigurationError, "applied to this Linear already.*once.*bottom-up", model[0], within=model)
+    assert_refused(ConfigurationError, "applied to this Sequential already", model)
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize("value", [None, torch.ones(2), nn.Parameter(torch.ones(2)), "model", nn.Linear], ids=type)
+def test_what_is_no_module_is_refused_by_its_type(value: object) -> None:
+    assert_refused(ConfigurationError, f"takes an nn.Module or a list of them, not {type(value).__name__}", value)
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize(
+    "container",
+    [
+        nn.ModuleList([nn.Linear(3, 3)]),
+        nn.ModuleDict({"a": nn.Linear(3, 3)}),
+        nn.ParameterList([torch.ones(3)]),
+        nn.ParameterDict({"a": torch.ones(3)}),
+    ],
+    ids=lambda container: type(container).__name__,
+)
+def test_a_container_without_forward_is_refused(container: nn.Module) -> None:
+    match = rf"{type(container).__name__} has no forward.*on each module in it, or on the module that contains it"
+    assert_refused(ConfigurationError, match, container)
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_container_with_a_forward_of_its_own_is_fine() -> None:
+    class Chain(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self:
+                x = module(x)
+            return x
+
+    patched = nn.ModuleList([nn.Linear(3, 3)])
+    patched.forward = types.MethodType(Chain.forward, patched)
+    for container in (Chain([nn.Linear(3, 3)]), patched):
+        fully_shard(container)
+        container(torch.ones(1, 3)).sum().backward()
+        assert all(isinstance(p, DTensor) and p.grad is not None for p in container.parameters())
+
+
+@pytest.mark.behaviour("A-08", "C-08")
+def test_a_module_without_forward_works_through_its_registered_methods() -> None:
+    class Codec(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.linear(x)
+            return out
+
+    module = Codec()
+    fully_shard(module)
+    register_fsdp_forward_method(module, "encode")
+    module.encode(torch.ones(1, 3)).sum().backward()
+    assert all(isinstance(p, DTensor) and p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.behaviour("A-08", "A-09")
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_that_makes_no_group_is_refused(kind: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert_refused(ConfigurationError, "empty list of modules", kind([]))
+    assert_refused(ConfigurationError, "the same module twice", kind([model[0], model[0]]), within=model)
+    assert_refused(ConfigurationError, "or a list of them, not str", kind([model[0], "1"]), within=model)
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a forward"])
+def test_a_child_after_its_parent_is_refused_naming_both(ran: bool) -> None:
+    class Outer(nn.Sequential):
+        pass
+
+    class Inner(nn.Sequential):
+        pass
+
+    inner = Inner(nn.Linear(3, 3))
+    outer = fully_shard(Outer(inner))
+    if ran:
+        outer(torch.ones(1, 3)).sum().backward()
+    match = r"parameter '0\.weight' of Inner already belongs.*bottom-up.*on Inner first, then on the \w*Outer"
+    assert_refused(ConfigurationError, match, inner, within=outer)
+    outer(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_child_while_its_parent_is_unsharded_is_refused() -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3)))
+    sharded(model).unshard()
+    assert_refused(ConfigurationError, "already belongs to the group of", model[0], within=model)
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_parent_takes_what_no_earlier_call_took() -> None:
+    innermost = nn.Linear(3, 3)
+    inner = nn.Sequential(innermost, nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 3))
+    fully_shard(innermost)
+    fully_shard(inner)
+    taken = {id(p) for p in inner.parameters()}
+    assert all(isinstance(p, DTensor) for p in inner.parameters())
+    assert not any(isinstance(p, DTensor) for i in (0, 2) for p in model[i].parameters())
+    fully_shard(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert {id(p) for p in inner.parameters()} == taken
+
+    def unsharded() -> list[str]:
+        return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+
+    sharded(model).unshard()
+    assert unsharded() == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    sharded(model).reshard()
+    sharded(inner).unshard()
+    assert unsharded() == ["1.1.weight", "1.1.bias"]
+    sharded(inner).reshard()
+    sharded(innermost).unshard()
+    assert unsharded() == ["1.0.weight", "1.0.bias"]
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embedding(tokens))
+        return out
+
+
+@pytest.mark.behaviour("A-08", "A-10")
+def test_a_parameter_shared_with_the_parents_group_is_refused_naming_both() -> None:
+    model = TiedHead()
+    fully_shard(model.embedding)
+    match = r"'head\.weight' of TiedHead is the same tensor as 'weight' of Embedding.*one group.*leave out fully_shard"
+    assert_refused(ParameterError, match, model)
+
+
+@pytest.mark.behaviour("A-08", "A-10")
+def test_a_parameter_shared_between_two_children_is_refused_naming_both() -> None:
+    model = TiedHead()
+    fully_shard(model.embedding)
+    match = "'weight' of Linear is the same tensor as 'weight' of Embedding"
+    assert_refused(ParameterError, match, model.head, within=model)
+
+
+@pytest.mark.behaviour("A-08", "A-10")
+def test_a_parameter_shared_between_separate_models_is_refused() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    fully_shard(first)
+    assert_refused(ParameterError, "'weight' of Linear is the same tensor as 'weight' of Linear", second)
+
+
+@pytest.mark.behaviour("A-06", "A-08")
+def test_a_dtensor_on_a_mesh_that_is_no_slice_of_the_same_one_is_refused_with_the_way_out() -> None:
+    second = nn.Linear(3, 3)
+    second.weight = nn.Parameter(distribute_tensor(second.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    model = nn.Sequential(nn.Linear(3, 3), second)
+    assert_refused(MeshError, r"must be slices of one mesh, for example mesh\['dp'\] and mesh\['tp'\]", model)
+
+
+@pytest.mark.behaviour("A-08")
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"reshard_after_forward": 2}, r"reshard_after_forward=2 does not divide.*1 ranks"),
+        ({"reshard_after_forward": "yes"}, r"must be True, False, None or an int, not 'yes'"),
+        ({"mp_policy": torch.bfloat16}, "mp_policy must be a MixedPrecisionPolicy, not dtype"),
+        ({"mp_policy": None}, "mp_policy must be a MixedPrecisionPolicy, not NoneType"),
+        ({"offload_policy": True}, "offload_policy must be an OffloadPolicy or None, not bool"),
+        ({"offload_policy": MixedPrecisionPolicy()}, "offload_policy must be an OffloadPolicy or None, not Mixed"),
+        ({"mp_policy": CPUOffloadPolicy()}, "mp_policy must be a MixedPrecisionPolicy, not CPUOffload"),
+    ],
+    ids=repr,
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], match: str) -> None:
+    assert_refused(ConfigurationError, match, nn.Linear(3, 3), **options)
+
+
+@pytest.mark.behaviour("A-01", "A-08")
+def test_a_class_that_cannot_be_derived_from_fails_without_a_trace() -> None:
+    assert_refused(TypeError, "no subclasses of Unwilling", Unwilling(3, 3))
+
+
+@pytest.mark.behaviour("A-08")
+def test_a_refused_module_can_be_sharded_once_the_cause_is_gone() -> None:
+    model = WithScalar()
+    assert_refused(ParameterError, "scale", model)
+    model.scale = nn.Parameter(torch.ones(1))
+    fully_shard(model)
+    model(torch.ones(1, 3)).sum().backward()
+    assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+
+
+def test_every_error_is_ours() -> None:
+    for error in (ConfigurationError, MeshError, ParameterError, UnsupportedError):
+        assert issubclass(error, FSDPError)

@@ -1,0 +1,130 @@
+"""Blocks of tensors, compared with cutting a tensor of element numbers."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests._internals import BlockExtent as Extent
+from tests._internals import Box, Cut
+
+SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
+    """A shape, and what each mesh axis does to it: dim, ranks, blocks."""
+    shape = draw(SHAPES)
+    axes = st.tuples(st.integers(0, max(0, len(shape) - 1)), st.integers(1, 4), st.integers(1, 3))
+    return shape, draw(st.lists(axes, max_size=3)) if shape else []
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+def chunk(tensor: torch.Tensor, dim: int, count: int, index: int) -> torch.Tensor:
+    """Written apart from the library: by torch, which leaves out pieces at the end that are empty."""
+    if tensor.size(dim) == 0:
+        return tensor
+    pieces = tensor.chunk(count, dim)
+    return pieces[index] if index < len(pieces) else tensor.narrow(dim, 0, 0)
+
+
+def by_chunks(shape: tuple[int, ...], cuts: list[Cut]) -> torch.Tensor:
+    tensor = numbered(shape)
+    for dim, count, index, blocks in cuts:
+        parts = [chunk(chunk(tensor, dim, blocks, b), dim, count, index) for b in range(blocks)]
+        tensor = torch.cat(parts, dim) if tensor.size(dim) else tensor
+    return tensor
+
+
+def all_ranks(axes: list[tuple[int, int, int]]) -> list[list[Cut]]:
+    indices = product(*(range(count) for _, count, _ in axes))
+    return [[Cut(d, n, i, b) for (d, n, b), i in zip(axes, index, strict=True)] for index in indices]
+
+
+@given(cut_tensors())
+@pytest.mark.behaviour("F-07")
+def test_each_part_is_what_chunks_of_chunks_are(drawn) -> None:
+    shape, axes = drawn
+    for cuts in all_ranks(axes):
+        extent, expected = Extent.after(shape, cuts), by_chunks(shape, cuts)
+        assert extent.local_shape == tuple(expected.shape)
+        assert torch.equal(extent.take(numbered(shape)), expected)
+
+
+@given(cut_tensors())
+@pytest.mark.behaviour("F-07")
+def test_the_boxes_of_all_ranks_tile_the_tensor(drawn) -> None:
+    shape, axes = drawn
+    seen = torch.zeros(shape, dtype=torch.int64)
+    for cuts in all_ranks(axes):
+        extent = Extent.after(shape, cuts)
+        part = torch.full(extent.local_shape, -1)
+        for offsets, local_offsets, sizes in extent.boxes():
+            here = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            seen[here] += 1
+            there = tuple(slice(o, o + n) for o, n in zip(local_offsets, sizes, strict=True))
+            part[there] = numbered(shape)[here]
+        assert torch.equal(part, extent.take(numbered(shape)))
+    assert bool((seen == 1).all())
+
+
+def test_a_part_in_one_block_is_a_view() -> None:
+    whole = numbered((6, 4))
+    part = Extent.after((6, 4), [Cut(0, 2, 1), Cut(1, 2, 0)]).take(whole)
+    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_ranges_that_touch_are_one_box() -> None:
+    both = Extent.after((8,), [Cut(0, 1, 0, blocks=2)])
+    assert [box.sizes for box in both.boxes()] == [(8,)]
+
+
+@given(cut_tensors(), st.integers(1, 30))
+@pytest.mark.behaviour("F-11")
+def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit: int) -> None:
+    shape, axes = drawn
+    whole = numbered(shape)
+    for cuts in all_ranks(axes):
+        extent = Extent.after(shape, cuts)
+        for box in extent.boxes():
+            pieces = list(box.pieces(shape, limit))
+            found = [taken(whole, p.offsets, p.sizes).reshape(-1) for p in pieces]
+            assert torch.equal(torch.cat(found), taken(whole, box.offsets, box.sizes).reshape(-1))
+            assert all(len(f) == 1 or f[-1] - f[0] < limit for f in found)
+            for piece, values in zip(pieces, found, strict=True):
+                part = taken(extent.take(whole), piece.local_offsets, piece.sizes)
+                assert torch.equal(part.reshape(-1), values)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 3), (2, 0, 5)])
+def test_a_box_without_elements_is_one_piece(shape: tuple[int, ...]) -> None:
+    box = Box((0,) * len(shape), (0,) * len(shape), shape)
+    assert list(box.pieces(shape, 7)) == [box]
+
+
+@given(cut_tensors())
+@pytest.mark.behaviour("F-11")
+def test_runs_are_the_positions_of_the_elements_of_a_block(drawn) -> None:
+    shape, axes = drawn
+    for cuts in all_ranks(axes):
+        for box in Extent.after(shape, cuts).boxes():
+            length, starts = box.runs(shape)
+            found = [element for start in starts for element in range(start, start + length)]
+            assert found == taken(numbered(shape), box.offsets, box.sizes).reshape(-1).tolist()
+
+
+def test_a_block_of_full_rows_is_one_run() -> None:
+    (box,) = Extent.after((8, 5, 3), [Cut(0, 2, 1)]).boxes()
+    length, starts = box.runs((8, 5, 3))
+    assert (length, list(starts)) == (60, [60])
+
+
+def taken(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

@@ -1,0 +1,111 @@
+"""Parsing of the user's options."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composable_fsdp.errors import ConfigurationError, FSDPError
+from composable_fsdp.policies import (
+    AUTO_RESHARD,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Reshard,
+    ReshardKind,
+)
+
+FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+NOT_FLOATING = [torch.int8, torch.int64, torch.bool, torch.complex64]
+FLOAT_OR_NONE = st.sampled_from([None, *FLOATING])
+POLICIES = st.builds(MixedPrecisionPolicy, FLOAT_OR_NONE, FLOAT_OR_NONE, FLOAT_OR_NONE, st.booleans())
+
+
+@pytest.mark.parametrize(
+    ("value", "shard_size", "expected"),
+    [
+        (None, 4, AUTO_RESHARD),
+        (True, 4, Reshard(ReshardKind.ALWAYS)),
+        (False, 4, Reshard(ReshardKind.NEVER)),
+        (4, 4, Reshard(ReshardKind.ALWAYS)),
+        (1, 4, Reshard(ReshardKind.NEVER)),
+        (2, 4, Reshard(ReshardKind.SMALLER, 2)),
+        (3, 12, Reshard(ReshardKind.SMALLER, 3)),
+        (True, 1, Reshard(ReshardKind.ALWAYS)),
+        (1, 1, Reshard(ReshardKind.NEVER)),
+    ],
+)
+def test_reshard_after_forward_is_parsed_to_a_kind(value: object, shard_size: int, expected: Reshard) -> None:
+    assert Reshard.parse(value, shard_size) == expected
+
+
+@given(st.sampled_from([None, True, False]) | st.integers(1, 64), st.integers(1, 64))
+def test_a_smaller_mesh_is_kept_exactly_where_it_is_a_true_divisor(value: int | None, shard_size: int) -> None:
+    if type(value) is int and shard_size % value:
+        with pytest.raises(ConfigurationError):
+            Reshard.parse(value, shard_size)
+        return
+    reshard = Reshard.parse(value, shard_size)
+    assert (reshard.mesh_size > 1) == (reshard.kind is ReshardKind.SMALLER)
+    assert reshard.mesh_size < max(2, shard_size)
+    assert shard_size % reshard.mesh_size == 0
+
+
+@pytest.mark.parametrize("value", [3, 5, 12, 0, -2])
+def test_a_mesh_that_does_not_divide_the_shard_axis_is_an_error_with_those_that_do(value: int) -> None:
+    message = (
+        f"reshard_after_forward={value} does not divide the shard axis of 8 ranks. "
+        "Use one of [1, 2, 4, 8], True or False."
+    )
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+        Reshard.parse(value, 8)
+
+
+@pytest.mark.parametrize(("value", "shown"), [("yes", "'yes' (str)"), (2.0, "2.0 (float)"), ([2], "[2] (list)")])
+def test_anything_else_for_reshard_after_forward_is_shown_with_its_type(value: object, shown: str) -> None:
+    message = f"reshard_after_forward must be True, False, None or an int, not {shown}."
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$") as caught:
+        Reshard.parse(value, 8)
+    assert isinstance(caught.value, FSDPError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATING, *NOT_FLOATING])
+def test_the_default_policy_changes_no_dtype(dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy()
+    assert policy.compute_dtype(dtype) == dtype
+    assert policy.gradient_reduce_dtype(dtype) == dtype
+    assert policy.input_dtype is None
+    assert policy.output_dtype is None
+
+
+@given(POLICIES, st.sampled_from(FLOATING))
+def test_floating_parameters_compute_in_param_dtype_and_reduce_in_reduce_dtype_else_as_they_compute(
+    policy: MixedPrecisionPolicy, original: torch.dtype
+) -> None:
+    compute = policy.param_dtype or original
+    assert policy.compute_dtype(original) == compute
+    assert policy.gradient_reduce_dtype(compute) == (policy.reduce_dtype or compute)
+
+
+@given(POLICIES, st.sampled_from(NOT_FLOATING))
+def test_other_parameters_are_never_cast(policy: MixedPrecisionPolicy, original: torch.dtype) -> None:
+    assert policy.compute_dtype(original) == original
+    assert policy.gradient_reduce_dtype(original) == original
+
+
+@given(POLICIES)
+def test_inputs_are_cast_to_param_dtype_unless_that_is_switched_off(policy: MixedPrecisionPolicy) -> None:
+    assert policy.input_dtype == (policy.param_dtype if policy.cast_forward_inputs else None)
+
+
+def test_policies_are_values() -> None:
+    assert MixedPrecisionPolicy(torch.bfloat16) == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert len({CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)}) == 2
+    assert OffloadPolicy() != CPUOffloadPolicy()
+    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
+    assert hash(Reshard(ReshardKind.AUTO)) == hash(AUTO_RESHARD)

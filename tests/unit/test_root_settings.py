@@ -1,0 +1,138 @@
+"""Settings that hold for all groups of a root are checked at the first forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_fsdp import ConfigurationError, LifecycleError, fully_shard
+from tests._internals import _MOST_FORWARDS, state_of
+from tests.helpers.models import Chain
+from tests.helpers.sharding import sharded, single_rank
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+def onto_meta(layer: Any) -> None:
+    group = state_of(layer).group
+    group.axes = replace(group.axes, device=torch.device("meta"))
+
+
+@pytest.mark.behaviour("B-04")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda layer: layer.set_order_check("off"),
+            "the order check of 'layers.1' (Linear) is off, but that of 'root' (Chain), which contains it, is first, "
+            "and one counts for all. Call set_order_check on the root.",
+        ),
+        (
+            lambda layer: layer.set_max_unsharded_bytes(0),
+            "the max_unsharded_bytes of 'layers.1' (Linear) is 0, but that of 'root' (Chain), which contains it, is "
+            "None, and one counts for all. Call set_max_unsharded_bytes on the root only.",
+        ),
+        (
+            lambda layer: layer.set_prefetch_limit(3),
+            "the prefetch_limit of 'layers.1' (Linear) is 3, but that of 'root' (Chain), which contains it, is 1, and "
+            "one counts for all. Call set_prefetch_limit on the root only.",
+        ),
+        (
+            lambda layer: layer.set_max_merged_bytes(7),
+            "the max_merged_bytes of 'layers.1' (Linear) is 7, but that of 'root' (Chain), which contains it, is "
+            "1048576, and one counts for all. Call set_max_merged_bytes on the root only.",
+        ),
+        (
+            onto_meta,
+            "the device of 'layers.1' (Linear) is meta, but that of 'root' (Chain), which contains it, is cpu, and one "
+            "counts for all. Give all of them meshes of one device type.",
+        ),
+    ],
+)
+def test_the_first_forward_names_both_modules_and_values(change: Callable[[Any], object], text: str) -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    change(model.layers[1])
+    with pytest.raises(ConfigurationError) as caught:
+        model(torch.ones(1, 8))
+    assert str(caught.value) == text
+
+
+@pytest.mark.behaviour("B-04")
+@pytest.mark.parametrize("setter", ["set_prefetch_limit", "set_max_unsharded_bytes", "set_max_merged_bytes"])
+def test_after_the_first_forward_inner_modules_refuse_settings_of_the_root(setter: str) -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    model(torch.ones(1, 8)).sum().backward()
+    choice = setter.removeprefix("set_")
+    before = getattr(state_of(model.layers[1]), choice)
+    with pytest.raises(ConfigurationError, match=rf"the {choice} of 'layers\.1' .* is 7, .*Call {setter} on the root"):
+        getattr(model.layers[1], setter)(7)
+    assert getattr(state_of(model.layers[1]), choice) == before
+    getattr(model, setter)(7)
+    model(torch.ones(1, 8)).sum().backward()
+
+
+@pytest.mark.behaviour("B-04")
+def test_what_moves_parameters_is_refused_between_a_forward_and_its_backward() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    output = model(torch.ones(1, 8)).sum()
+    for change in (
+        lambda: sharded(model).set_reduce_scatter_unused_params(True),
+        lambda: sharded(model.layers[0]).set_custom_all_gather(object()),
+        lambda: sharded(model.layers[0]).set_custom_reduce_scatter(object()),
+    ):
+        with pytest.raises(LifecycleError, match=r"would move parameters of 'layers\.0'.*after the backward"):
+            change()
+    output.backward()
+    sharded(model).set_reduce_scatter_unused_params(True)
+    model(torch.ones(1, 8))
+    with pytest.raises(LifecycleError, match="reset_iter_state"):
+        sharded(model).set_reduce_scatter_unused_params(False)
+    sharded(model).reset_iter_state()
+    sharded(model).set_reduce_scatter_unused_params(False)
+    model(torch.ones(1, 8)).sum().backward()
+
+
+@pytest.mark.behaviour("B-04")
+def test_what_moves_parameters_is_not_refused_once_no_backward_will_come() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    model.layers[0].requires_grad_(False)
+    model(torch.ones(1, 8)).sum().backward()  # which does not come to the frozen layer
+    sharded(model).set_reduce_scatter_unused_params(True)
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+    sharded(model).set_reduce_scatter_unused_params(False)
+    model(torch.ones(1, 8)).sum().backward()
+    model(torch.ones(1, 8))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    sharded(model).set_reduce_scatter_unused_params(True)
+
+
+@pytest.mark.behaviour("B-04")
+def test_settings_of_the_root_hold_for_all_and_a_corrected_error_is_gone() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    root, layer = sharded(model), sharded(model.layers[0])
+    root.set_order_check("always")
+    root.set_max_unsharded_bytes(0)
+    root.set_max_merged_bytes(0)
+    layer.set_max_merged_bytes(5)
+    with pytest.raises(ConfigurationError, match=r"the max_merged_bytes of 'layers\.0'"):
+        model(torch.ones(1, 8))
+    layer.set_max_merged_bytes(0)
+    model(torch.ones(1, 8)).sum().backward()
+
+
+def test_forwards_that_nobody_comes_back_to_are_not_kept_for_ever() -> None:
+    model = fully_shard(Chain(), policy={nn.Linear})
+    outputs = [model(torch.ones(1, 8)) for _ in range(_MOST_FORWARDS + 3)]
+    assert {state_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS}
+    outputs[-1].sum().backward()
+    assert {state_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS - 1}

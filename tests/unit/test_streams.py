@@ -1,0 +1,170 @@
+"""Communication streams: null streams on CPU, and ordered streams of a simulated device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests._internals import CommStream, CommStreams
+
+
+class Buffer:
+    """Something that a weak reference can point at."""
+
+
+class LoggedWork:
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+
+    def wait(self) -> None:
+        self._log.append(f"work of {self._name} done")
+
+
+class SimulatedDevice(ModuleType):
+    """A device module whose streams and events write down what they are told."""
+
+    def __init__(self) -> None:
+        super().__init__("simulated")
+        self.log: list[str] = []
+        self._names = iter(("compute", "first", "second", "third"))
+        self.current = self.Stream()
+
+    def Stream(self, priority: int = 0) -> SimulatedStream:
+        return SimulatedStream(self, next(self._names))
+
+    def current_stream(self) -> SimulatedStream:
+        return self.current
+
+    def stream(self, stream: SimulatedStream) -> SimulatedStream:
+        return stream
+
+
+class SimulatedStream:
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self._device, self.name = device, name
+
+    def __enter__(self) -> None:
+        self._before, self._device.current = self._device.current, self
+
+    def __exit__(self, *_: object) -> None:
+        self._device.current = self._before
+
+    def record_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self._device, self.name)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self._device.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        self._device.log.append(f"{self.name} waits for event of {event.name}")
+
+
+class SimulatedEvent:
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self._device, self.name = device, name
+
+    def synchronize(self) -> None:
+        self._device.log.append(f"host waits for event of {self.name}")
+
+
+def launch(log: list[str], name: str) -> LoggedWork:
+    log.append(f"launch {name}")
+    return LoggedWork(log, name)
+
+
+def test_on_null_streams_work_is_launched_at_once_and_finished_by_whoever_waits() -> None:
+    log: list[str] = []
+    stream = CommStream("gather", torch.cpu, priority=-1)
+
+    def finish() -> int:
+        log.append("finish a")
+        return 7
+
+    pending = stream.run(lambda: launch(log, "a"), finish)
+    assert log == ["launch a"]
+    assert pending.wait() == 7
+    assert pending.wait() == 7, "waiting twice is waiting once"
+    assert log == ["launch a", "work of a done", "finish a"]
+
+
+def test_on_null_streams_work_after_other_work_is_launched_when_that_is_done() -> None:
+    log: list[str] = []
+    streams = CommStreams(torch.device("cpu"))
+    scatter = streams.reduce.run(lambda: launch(log, "scatter"), lambda: log.append("finish scatter"))
+    reduce = streams.replicate.run(lambda: launch(log, "reduce"), lambda: log.append("finish reduce"), after=scatter)
+    assert log == ["launch scatter"]
+    reduce.start()
+    assert log == ["launch scatter", "work of scatter done", "finish scatter", "launch reduce"]
+    reduce.start()
+    reduce.wait()
+    assert log[4:] == ["work of reduce done", "finish reduce"]
+
+
+def test_on_real_streams_the_host_never_waits_and_the_current_stream_waits_for_the_run() -> None:
+    device = SimulatedDevice()
+    log = device.log
+    first, second = CommStream("first", device, priority=-1), CommStream("second", device, priority=-1)
+
+    def launched(name: str) -> Any:
+        log.append(f"launch {name} on {device.current.name}")
+        return LoggedWork(log, name)
+
+    scatter = first.run(lambda: launched("a"), lambda: log.append(f"finish a on {device.current.name}"))
+    reduce = second.run(lambda: launched("b"), lambda: log.append(f"finish b on {device.current.name}"), after=scatter)
+    assert log == [
+        "first waits for compute",
+        "launch a on first",
+        "work of a done",
+        "finish a on first",
+        "second waits for compute",
+        "second waits for event of first",
+        "launch b on second",
+        "work of b done",
+        "finish b on second",
+    ]
+    reduce.wait()
+    assert log[9:] == ["compute waits for event of second"]
+    scatter.synchronize()
+    assert log[10:] == ["compute waits for event of first", "host waits for event of first"]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_buffers_live_until_the_work_has_been_waited_for(simulated: bool) -> None:
+    stream = CommStream("gather", SimulatedDevice() if simulated else torch.cpu, priority=-1)
+    buffer = Buffer()
+    alive = weakref.ref(buffer)
+
+    def start(held: Buffer) -> Any:
+        return stream.run(lambda: LoggedWork([], str(held)), lambda: None)
+
+    pending = start(buffer)
+    del buffer
+    gc.collect()
+    assert alive() is not None
+    pending.wait()
+    gc.collect()
+    assert alive() is None
+
+
+def test_buffers_of_earlier_work_live_until_the_later_has_been_waited_for() -> None:
+    device = SimulatedDevice()
+    first, second = CommStream("first", device, priority=-1), CommStream("second", device, priority=-1)
+    buffer = Buffer()
+    alive = weakref.ref(buffer)
+
+    def start(held: Buffer) -> Any:
+        scatter = first.run(lambda: LoggedWork([], str(held)), lambda: None)
+        return second.run(lambda: LoggedWork([], ""), lambda: None, after=scatter)
+
+    pending = start(buffer)
+    del buffer
+    gc.collect()
+    assert alive() is not None
+    pending.wait()
+    gc.collect()
+    assert alive() is None

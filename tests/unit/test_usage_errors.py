@@ -1,0 +1,582 @@
+"""Invalid use of a sharded model: the error, or that the change is followed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import (
+    ConfigurationError,
+    CPUOffloadPolicy,
+    LifecycleError,
+    LowPrecisionWarning,
+    MixedPrecisionPolicy,
+    OffloadBackendWarning,
+    ParameterError,
+    fully_shard,
+    local_optimizer,
+    register_fsdp_forward_method,
+    rekey_optimizer,
+    unsharded_params,
+)
+from tests._internals import data_parallel_axes, explanation_of, warn_without_cpu_backend
+from tests._internals import lazy_init as assemble
+from tests.helpers.sharding import single_rank
+
+X = torch.ones(2, 4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+class Encoder(nn.Module):
+    """Computes in ``forward`` and in another method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.pause: Callable[[], object] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.pause()
+        return self.encode(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+    def refuse(self) -> None:
+        raise RuntimeError("a reason of its own")
+
+
+def build() -> Any:
+    model: Any = nn.Sequential(Encoder(), nn.Tanh(), Encoder())
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+# -- calls that bypass the module's own
+
+
+@pytest.mark.behaviour("H-02", "C-08")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a forward"])
+def test_a_method_that_bypasses_forward_is_named_with_the_way_out(ran: bool) -> None:
+    model = build()
+    if ran:
+        model(X).sum().backward()
+    encoder = model[0]
+    match = (
+        r"^encode\(\) of Encoder computed with parameters that are sharded, such as 'linear\.weight'.*"
+        r"register_fsdp_forward_method\(module, 'encode'\).*module\.unshard\(\)"
+    )
+    with pytest.raises(LifecycleError, match=match):
+        encoder.encode(X)
+    register_fsdp_forward_method(encoder, "encode")
+    encoder.encode(X).sum().backward()
+    assert all(p.grad is not None for p in encoder.parameters())
+
+
+def explanation(compute: Callable[[], object]) -> str | None:
+    with pytest.raises(RuntimeError) as caught:
+        compute()
+    return explanation_of(caught.value)
+
+
+def weighted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight
+
+
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a forward"])
+def test_of_a_plain_module_in_a_sharded_one_the_sharded_parameter_is_named(ran: bool) -> None:
+    model = build()
+    if ran:
+        model(X).sum().backward()
+    linear, group = model[0].linear, "'0' (Encoder)" if ran else "'Encoder' (Encoder)"
+    remedy = (
+        f" is sharded, being in the group of {group}: only calls of that module bring it into memory. Call that module;"
+    )
+    text = explanation(lambda: linear(X))
+    assert text is not None
+    assert text.startswith(f"parameter 'weight' of this Linear{remedy}")
+    text = explanation(lambda: weighted(X, linear.weight))
+    assert text is not None
+    assert text.startswith(f"parameter 'linear.weight'{remedy}")
+    assert explanation(model[0].refuse) is None
+
+
+UNCAUGHT = """
+import torch, torch.distributed as dist
+from composable_fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+model[0](torch.ones(1, 4))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.behaviour("H-02")
+def test_an_error_that_ends_the_program_has_the_explanation() -> None:
+    ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    mixed, told = ended.stderr.index("got mixed torch.Tensor and DTensor"), ended.stderr.index("parameter 'weight' of")
+    assert mixed < told, ended.stderr
+
+
+def test_other_errors_of_methods_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match=r"^a reason of its own$"):
+        build()[0].refuse()
+
+
+def test_methods_stay_what_they_are_to_who_looks_at_them() -> None:
+    encoder = build()[0]
+    assert encoder.encode.__name__ == "encode"
+    assert encoder.encode.__doc__ == Encoder.encode.__doc__
+    assert type(encoder).encode.__wrapped__ is Encoder.encode
+
+
+@pytest.mark.behaviour("H-02")
+def test_a_sharded_child_may_run_before_its_root() -> None:
+    model = build()
+    model[0](X).sum().backward()
+    model(X).sum().backward()
+    assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+
+
+# -- optimizers
+
+
+@pytest.mark.behaviour("H-02")
+def test_an_optimizer_that_was_made_too_early_is_refused_and_can_be_given_the_sharded_parameters() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    fully_shard(model[1])
+    fully_shard(model)
+    model(X).sum().backward()
+    match = (
+        r"^Adam was built before fully_shard: 4 of its 4 parameters have been replaced by sharded ones, such as "
+        r"'0\.weight' of Sequential, .*composable_fsdp\.rekey_optimizer\(optimizer, model\)\.$"
+    )
+    with pytest.raises(ConfigurationError, match=match):
+        optimizer.step()
+    rekey_optimizer(optimizer, model)
+    before = [p.to_local().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+# -- parameters that are changed
+
+
+@pytest.mark.behaviour("H-02")
+@pytest.mark.parametrize("when", ["before a forward", "between forward and backward", "after a step"])
+def test_a_replaced_parameter_is_named(when: str) -> None:
+    model = build()
+    pending: list[torch.Tensor] = []
+    if when == "between forward and backward":
+        pending.append(model(X).sum())
+    if when == "after a step":
+        model(X).sum().backward()
+    model[2].linear.weight = nn.Parameter(torch.zeros(4, 4))
+    for loss in pending:
+        loss.backward()
+    match = r"parameter '2\.linear\.weight' was replaced after sharding by a Parameter.*Change it in place"
+    with pytest.raises(ParameterError, match=match):
+        model(X)
+
+
+@pytest.mark.behaviour("H-02")
+def test_a_parameter_replaced_before_backward_gathers_its_group_is_named_there() -> None:
+    model = build()
+    loss = model(X).sum()
+    model[0].linear.weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ParameterError, match=r"parameter 'linear\.weight' was replaced after sharding by a Parameter"):
+        loss.backward()
+
+
+CHANGED = (
+    r"^parameters of 'root' were changed in place between forward and backward: \['2\.linear\.weight', "
+    r"'2\.linear\.bias'\]\. Their gradients would be .* call reset_iter_state\(\)"
+)
+
+
+@pytest.mark.behaviour("H-06")
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        lambda parameters: torch.optim.SGD(parameters, lr=1.0, foreach=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1.0, fused=True),
+        lambda parameters: local_optimizer(torch.optim.AdamW(parameters, lr=1.0, fused=True)),
+    ],
+    ids=["loop", "foreach", "fused", "local"],
+)
+@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept unsharded"])
+def test_a_step_between_forward_and_backward_is_an_error(optimizer_of: Callable[..., Any], keeps: bool) -> None:
+    """As autograd raises it for parameters that are not sharded."""
+    model = build()
+    model.set_reshard_after_forward(not keeps)
+    optimizer = optimizer_of(model.parameters())
+    for _ in range(2):
+        model(X).sum().backward()
+        optimizer.step()
+    loss = model(X).sum()
+    optimizer.step()
+    with pytest.raises(LifecycleError, match=CHANGED):
+        loss.backward()
+    model.reset_iter_state()
+    model(X).sum().backward()
+    model.set_version_check(False)
+    loss = model(X).sum()
+    optimizer.step()
+    loss.backward()
+
+
+@pytest.mark.behaviour("H-06")
+def test_a_change_in_place_between_forward_and_backward_is_named() -> None:
+    model = build()
+    bias = model.get_parameter("2.linear.bias")
+    loss = model(X).sum()
+    with torch.no_grad():
+        bias.zero_()
+    with pytest.raises(LifecycleError, match=r"between forward and backward: \['2\.linear\.bias'\]\."):
+        loss.backward()
+    model.reset_iter_state()
+    loss = model(X).sum()
+    bias.to_local().detach().fill_(1.0)  # is counted for all that share the memory
+    with pytest.raises(LifecycleError, match=CHANGED):
+        loss.backward()
+    model.reset_iter_state()
+    loss = model(X).sum()
+    bias.to_local().data.fill_(2.0)  # is not counted
+    loss.backward()
+    model.set_version_check(True)
+    loss = model(X).sum()
+    bias.to_local().data.fill_(3.0)
+    with pytest.raises(LifecycleError, match=r"between forward and backward: \['2\.linear\.bias'\]\."):
+        loss.backward()
+
+
+@pytest.mark.behaviour("H-06")
+def test_parameters_that_are_nan_or_complex_have_not_changed() -> None:
+    for dtype, value in ((torch.float32, float("nan")), (torch.complex64, 1j)):
+        model: Any = nn.Linear(4, 4, dtype=dtype)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        fully_shard(model)
+        model.set_version_check(True)
+        model(torch.ones(2, 4, dtype=dtype)).abs().sum().backward()
+        assert model.weight.grad is not None
+
+
+@pytest.mark.behaviour("H-06", "C-12")
+@pytest.mark.parametrize("reads_shards", [False, True])
+def test_what_may_come_between_forward_and_backward_is_no_error(reads_shards: bool) -> None:
+    """Forwards of any kind, steps of other models, reads of whole parameters, and steps once gradients are there."""
+    model, other = build(), build()
+    if reads_shards:
+        model.set_version_check(True)
+    steps = torch.optim.SGD(other.parameters(), lr=0.1, foreach=True)
+    losses = [model(X).sum() for _ in range(2)]  # several forwards before their backwards
+    with torch.no_grad():
+        model(X)
+    with torch.inference_mode():
+        model(X)
+    other(X).sum().backward()
+    steps.step()
+    with unsharded_params(model):
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    model.state_dict()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    losses[0].backward(retain_graph=True)
+    losses[0].backward()
+    losses[1].backward()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, foreach=True) for p in model.parameters()}
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+    for _ in range(2):
+        model(X).sum().backward()
+
+
+@pytest.mark.behaviour("H-06")
+@pytest.mark.parametrize(
+    "assign",
+    [
+        lambda p: torch.zeros_like(p),
+        lambda p: torch.zeros(p.shape),
+        lambda p: torch.zeros(0),
+        lambda p: p.data * 0,
+    ],
+    ids=["DTensor", "whole", "of another shape", "computed"],
+)
+@pytest.mark.parametrize("when", ["before a forward", "after a step", "before backward"])
+def test_data_of_another_tensor_are_an_error(assign: Callable[[Any], torch.Tensor], when: str) -> None:
+    model = build()
+    weight = model.get_parameter("0.linear.weight")
+    if when == "after a step":
+        model(X).sum().backward()
+    loss = model(X).sum() if when == "before backward" else None
+    weight.data = assign(weight)
+    match = (
+        r"^parameters \['linear\.weight'\] of '(0|Encoder)' were given other values by p\.data = \.\.\., which a "
+        r"sharded parameter does not follow.*Change it in place: p\.copy_\(\.\.\.\)"
+    )
+    with pytest.raises(ParameterError, match=match):
+        model(X) if loss is None else loss.backward()
+    with pytest.raises(ParameterError, match=match):
+        model.state_dict()
+
+
+@pytest.mark.behaviour("H-06", "A-18")
+def test_data_that_are_the_same_conversions_and_data_of_local_tensors_are_followed() -> None:
+    model = build()
+    model(X).sum().backward()
+    for convert in (lambda: model.to(torch.float64), lambda: model.to(torch.float32), lambda: model.to(torch.float32)):
+        convert()
+        model(X.to(next(model.parameters()).dtype)).sum().backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.data
+        parameter.data += 1.0
+    plain: Any = nn.Sequential(Encoder(), nn.Tanh(), Encoder())
+    plain.load_state_dict({name: p.full_tensor() for name, p in model.state_dict().items()})
+    assert torch.equal(model(X), plain(X))
+    weight = model.get_parameter("0.linear.weight")
+    weight._local_tensor.data = torch.zeros(4, 4)
+    plain[0].linear.weight.data.zero_()
+    assert torch.equal(model(X), plain(X))
+    weight._local_tensor.set_(torch.ones(4, 4))
+    plain[0].linear.weight.data.fill_(1.0)
+    assert torch.equal(model(X), plain(X))
+    with torch.no_grad():
+        weight.fill_(2.0)
+        plain[0].linear.weight.fill_(2.0)
+    assert torch.equal(model(X), plain(X))
+
+
+# -- inside unsharded_params
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "forward": lambda model: model(X),
+    "forward of a module inside": lambda model: model[0](X),
+    "unshard": lambda model: model.unshard(),
+    "reset": lambda model: model.reset_iter_state(),
+    "setting of the root": lambda model: model.set_is_last_backward(True),
+}
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a step"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_run_modules_with_full_parameters_is_refused(name: str, ran: bool) -> None:
+    model = build()
+    if ran:
+        model(X).sum().backward()
+    sharded = list(model.parameters())
+    group = "root" if ran else "(Sequential|Encoder)"
+    match = rf"^group '{group}' is LENT: .* inside unsharded_params, .*Leave it first\.$"
+    with unsharded_params(model):
+        full = list(model.parameters())
+        with pytest.raises(LifecycleError, match=match):
+            REFUSED[name](model)
+        assert all(a is b for a, b in zip(model.parameters(), full, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), sharded, strict=True))
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+@pytest.mark.parametrize("inside", [lambda model: model, lambda model: model[0]], ids=["all", "another module"])
+def test_forwards_backwards_and_steps_are_refused_while_any_module_of_the_root_is_lent(
+    inside: Callable[[Any], nn.Module],
+) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    loss = model(X).sum()
+    with unsharded_params(inside(model)):
+        for operation in (loss.backward, optimizer.step, lambda: model(X), model.unshard):
+            with pytest.raises(LifecycleError, match=r"is LENT: UNSHARD is not legal here.*inside unsharded_params"):
+                operation()
+    model.reset_iter_state()
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+@pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a step of its own"])
+def test_the_first_forward_of_a_root_is_refused_while_a_module_in_it_is_lent(ran: bool) -> None:
+    model = build()
+    if ran:
+        model[0](X).sum().backward()
+    match = r"is LENT: UNSHARD is not legal here.*inside unsharded_params"
+    with unsharded_params(model[0]), pytest.raises(LifecycleError, match=match):
+        model(X)
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14", "H-06")
+def test_the_error_names_a_group_of_the_root_that_was_called() -> None:
+    first, second = build(), fully_shard(nn.Linear(4, 4))
+    for model in (first, second):
+        model(X).sum().backward()
+    both = nn.ModuleDict({"first": first[0], "second": second})
+    with unsharded_params(both):
+        with pytest.raises(LifecycleError, match=r"^group '0' is LENT"):
+            first(X)
+        with pytest.raises(LifecycleError, match=r"^group 'root' is LENT"):
+            second(X)
+    for model in (first, second):
+        model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14")
+def test_what_needs_no_full_parameters_of_its_own_goes_on_inside() -> None:
+    model = build()
+    model(X).sum().backward()
+    model[2].linear.weight.grad = None
+    with unsharded_params(model):
+        assert not any(isinstance(value, DTensor) for value in model.state_dict().values())
+        model.reshard()
+        model.zero_grad()
+        model.set_prefetch_limit(3)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14")
+def test_conversions_inside_which_would_be_lost_are_refused() -> None:
+    model = build()
+    with unsharded_params(model), pytest.raises(ParameterError, match="was replaced after sharding by a Parameter"):
+        model.to(torch.float64)
+    model(X).sum().backward()
+
+
+@pytest.mark.behaviour("C-14")
+def test_a_group_that_the_user_unsharded_stays_so_while_another_is_lent() -> None:
+    model = build()
+    model(X).sum().backward()
+    model.unshard()
+    with unsharded_params(model[0]):
+        assert not isinstance(model[2].linear.weight, DTensor)
+    assert not isinstance(model[2].linear.weight, DTensor)
+    model(X).sum().backward()
+
+
+# -- two threads
+
+
+@pytest.mark.behaviour("H-06")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_of_two_threads_in_one_model_the_second_is_refused_and_the_first_goes_on(where: str) -> None:
+    model = build()
+    reached, go_on = threading.Event(), threading.Event()
+
+    def pause(*_: object) -> None:
+        if threading.current_thread().name == "other":
+            reached.set()
+            assert go_on.wait(30)
+
+    if where == "forward":
+        model[0].pause = pause
+    else:
+        model[1].register_forward_hook(lambda module, args, output: output.register_hook(pause) and None)
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            model(X).sum().backward()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=train, name="other")
+    thread.start()
+    assert reached.wait(30)
+    match = (
+        rf"thread 'MainThread' began a forward of 'root' while thread 'other' is inside the {where} of 'root'\. "
+        "A sharded model is not re-entrant"
+    )
+    try:
+        with pytest.raises(LifecycleError, match=match):
+            model(X)
+    finally:
+        go_on.set()
+        thread.join(30)
+    assert not failures
+    assert all(p.grad is not None for p in model.parameters())
+    model(X).sum().backward()
+
+
+class WithMaster(torch.optim.SGD):
+    """May keep a copy of its parameters in fp32."""
+
+
+def step(module: nn.Module, kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    optimizer = kind([p for p in module.parameters() if p.requires_grad], lr=0.1)  # type: ignore[call-arg]
+    for _ in range(2):
+        module(X.to(dtype)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.behaviour("D-01")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_warning_tells_of_an_optimizer_that_updates_parameters_of_low_precision(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "_has_warned_of_low_precision", False)
+    name = str(dtype).removeprefix("torch.")
+    silent: list[tuple[nn.Module, type[torch.optim.Optimizer], torch.dtype]] = [
+        (fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=dtype)), torch.optim.SGD, dtype),
+        (fully_shard(nn.Linear(4, 4, dtype=dtype)), WithMaster, dtype),
+    ]
+    frozen = nn.Sequential(nn.Linear(4, 4, dtype=dtype).requires_grad_(False), nn.LayerNorm(4))
+    fully_shard(frozen, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    silent.append((frozen, torch.optim.SGD, dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LowPrecisionWarning)
+        for case in silent:
+            step(*case)
+    match = (
+        rf"SGD updates 2 sharded parameters in {name}, such as 'weight', and keeps no copy in fp32.*"
+        rf"MixedPrecisionPolicy\(param_dtype=torch\.{name}\)\).*filter this composable_fsdp\.LowPrecisionWarning"
+    )
+    with pytest.warns(LowPrecisionWarning, match=match) as found:
+        step(fully_shard(nn.Linear(4, 4, dtype=dtype)), torch.optim.SGD, dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LowPrecisionWarning)
+        step(fully_shard(nn.Linear(4, 4, dtype=dtype)), torch.optim.SGD, dtype)
+    assert len(found) == 1
+    assert found[0].filename == __file__
+
+
+@pytest.mark.behaviour("D-02")
+def test_offloaded_shards_of_a_mesh_without_a_backend_for_cpu_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    without = dist.new_group(backend="cuda:gloo")
+    mesh = init_device_mesh("cuda", (1,))
+    match = (
+        r"(?s)keeps shards on CPU, but the process group of dim 0 of .* has no backend for CPU tensors \(cuda:gloo\)\. "
+        r'Training works\..*full_tensor\(\).*clip_grad_norm_.*"cpu:gloo,cuda:nccl"'
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(type(mesh), "get_group", lambda *_: without)
+        with pytest.warns(OffloadBackendWarning, match=match) as found:
+            warn_without_cpu_backend(data_parallel_axes(mesh))
+        assert len(found) == 1
+        with pytest.raises(OffloadBackendWarning, match=match):  # warnings are errors here
+            fully_shard(nn.Linear(4, 4), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        warn_without_cpu_backend(data_parallel_axes(init_device_mesh("cpu", (1,))))
+    warn_without_cpu_backend(data_parallel_axes(mesh))

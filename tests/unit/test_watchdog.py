@@ -1,0 +1,420 @@
+"""Reports of the watchdog on ranks that keep others waiting, and its cost without faults."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import Variable
+
+import composable_fsdp
+from composable_fsdp.errors import ConfigurationError, DivergenceError, PeerError
+from composable_fsdp.testing import PartitionableStore
+from tests._internals import (
+    CONTEXT,
+    EndOfRun,
+    OperationId,
+    OrderCheck,
+    OrderChecker,
+    RankReport,
+    RunningPass,
+    Watchdog,
+    diagnose,
+    has_ended,
+    interrupt,
+    order_check_from,
+)
+from tests._internals import watchdog as watchdog
+from tests.helpers.threads import together
+
+OWN = OperationId((0, 1, 2), 7, "all-gather of layers.2 in forward")
+OTHER = OperationId((0, 1, 2), 7, "all-gather of layers.3 in forward")
+
+
+def reports(**ranks: RankReport) -> dict[int, RankReport]:
+    return {report.rank: report for report in ranks.values()}
+
+
+WAITING = RankReport(0, 3, OWN, 1.2)
+
+
+@pytest.mark.behaviour("H-03")
+def test_reports_survive_the_store() -> None:
+    for report in (
+        WAITING,
+        RankReport(2, last=OWN, failure="raised X", left=True),
+        RankReport(1, verdict="why", diverged=True),
+    ):
+        assert RankReport.decoded(report.encoded()) == report
+
+
+@pytest.mark.behaviour("H-03")
+def test_ranks_that_work_or_wait_for_the_same_are_waited_for() -> None:
+    assert diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, last=OWN), c=RankReport(2, 3, OWN, 0.4))) is None
+    other_line = OperationId(OWN.ranks, OWN.number, "reduce-scatter of layers.3", "another group of the same ranks")
+    for elsewhere in (OperationId((1, 2), 3, "all-gather of experts in forward"), other_line):
+        assert diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, elsewhere, 5.0))) is None
+
+
+@pytest.mark.behaviour("G-01")
+def test_ranks_that_wait_for_something_else_have_parted() -> None:
+    error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, OTHER, 1.0)))
+    assert isinstance(error, DivergenceError)
+    assert str(error).startswith("Forward order differs across ranks")
+    assert "rank 0: all-gather of layers.2 in forward\n  rank 1: all-gather of layers.3 in forward" in str(error)
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
+    failed = RankReport(2, 3, failure="raised ValueError: boom in the forward of layers.1")
+    error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=failed))
+    assert isinstance(error, PeerError)
+    assert "cannot be done: rank 2 raised ValueError: boom in the forward of layers.1 (3 steps done)" in str(error)
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
+    told = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
+    assert "cannot be done: rank 2 is gone." in str(diagnose(OWN, told, lost="closed"))
+    late = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 2))
+    assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, late, lost="timed out"))
+    assert diagnose(OWN, late) is None
+    back = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 2, OWN, 0.1))
+    assert "cannot be done: rank 2 did not come to it in time." in str(diagnose(OWN, back, lost="late", timed_out=True))
+    assert "cannot be done: a connection was lost." in str(diagnose(OWN, back, lost="closed"))
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_the_last_operation_of_a_rank_that_is_gone_is_named() -> None:
+    """It is the last one that any rank has completed with it, over the same connections if there is one."""
+    done = [OperationId(OWN.ranks, number, f"all-gather of layers.{number} in forward") for number in (5, 6)]
+    without_it = OperationId((0, 1), 90, "all-gather of experts in forward")
+    other_line = OperationId((1, 2), 80, "all-gather of norm in forward", "another group")
+    told = reports(a=RankReport(0, 3, OWN, 1.2, last=done[0]), b=RankReport(1, 3, OWN, 1.0, last=done[1]))
+    assert f"\n  rank 2 last took part in {done[1]}\n  closed" in str(diagnose(OWN, told, lost="closed"))
+    told = reports(a=RankReport(0, 3, OWN, 1.2, last=without_it), b=RankReport(1, 3, OWN, 1.0, last=other_line))
+    assert f"rank 2 last took part in {other_line}" in str(diagnose(OWN, told, lost="closed"))
+    told = reports(a=RankReport(0, 3, OWN, 1.2, last=done[0]), b=RankReport(1, 3, OWN, 1.0, last=other_line))
+    assert f"rank 2 last took part in {done[0]}" in str(diagnose(OWN, told, lost="closed"))
+
+
+@pytest.mark.behaviour("H-05")
+def test_all_ranks_say_what_the_first_one_found_out() -> None:
+    error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, verdict="Forward order differs", diverged=True)))
+    assert type(error) is DivergenceError
+    assert str(error) == "Forward order differs"
+    assert type(diagnose(OWN, reports(b=RankReport(1, verdict="rank 2 is gone")))) is PeerError
+
+
+@pytest.mark.behaviour("H-03")
+def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
+    store = PartitionableStore(dist.HashStore())
+    watchdogs = [Watchdog(dist.PrefixStore("watch", store), rank, 2) for rank in range(2)]
+    try:
+        assert set(watchdogs[0].collect_reports([0, 1])) == {0, 1}
+        begin = time.monotonic()
+        with store.cut_off():
+            assert set(watchdogs[0].collect_reports([0, 1])) == {0}
+            with pytest.raises(PeerError, match=r"all must come, but they cannot meet: the store of the job does not"):
+                watchdogs[0].meet([0, 1], "here", 1.0, "all must come")
+        assert time.monotonic() - begin < 10
+        assert set(watchdogs[0].collect_reports([0, 1], 10.0)) == {0, 1}
+    finally:
+        for watchdog in watchdogs:
+            watchdog.stop()
+
+
+class SlowStore:
+    """``store``, of which each ``set`` takes so many ``seconds``, or until ``answers`` is set."""
+
+    def __init__(self, store: dist.Store, seconds: float | None) -> None:
+        self._store, self._seconds = store, seconds
+        self.answers = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.answers.wait(self._seconds)
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.behaviour("H-03")
+def test_ranks_rendezvous_over_a_store_slower_than_the_wait_between_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
+    store = dist.HashStore()
+    watchdogs = [Watchdog(SlowStore(store, 0.5), rank, 2) for rank in range(2)]
+    try:
+        calls = [partial(each.meet, [0, 1], f"of {each.rank}", 30.0, "all must come") for each in watchdogs]
+        assert together(calls, 5e-3) == [["of 0", "of 1"]] * 2
+    finally:
+        for each in watchdogs:
+            each.stop()
+
+
+@pytest.mark.behaviour("H-03")
+def test_a_store_that_never_answers_is_an_error_after_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "_STORE_SECONDS", 0.1)
+    store = SlowStore(dist.HashStore(), None)
+    alone = Watchdog(store, 0, 2)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(PeerError) as caught:
+            alone.meet([0, 1], "of 0", 1.0, "all must come")
+        assert str(caught.value) == "all must come, but they cannot meet: the store of the job does not answer."
+        assert 1.0 <= time.monotonic() - begin < 10.0
+    finally:
+        store.answers.set()
+        alone.stop()
+
+
+@pytest.mark.behaviour("H-03", "H-05")
+def test_a_rank_that_is_gone_is_not_waited_for_once_another_one_has_said_so() -> None:
+    store = dist.HashStore()
+    watchdogs = [Watchdog(dist.PrefixStore("watch", store), rank, 3) for rank in range(2)]
+    try:
+        watchdogs[1].give_up(PeerError("rank 2 is gone"))
+        begin = time.monotonic()
+        assert watchdogs[0].collect_reports([0, 1, 2], 30.0)[1].verdict == "rank 2 is gone"
+        assert time.monotonic() - begin < 10.0
+    finally:
+        for watchdog in watchdogs:
+            watchdog.stop()
+
+
+class UnreliableStore:
+    """``store``, whose next ``failures`` operations fail."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.failures = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if self.failures > 0:
+            self.failures -= 1
+            raise dist.DistNetworkError("no route to host")
+        return getattr(self._store, name)
+
+
+@pytest.mark.behaviour("H-03")
+@pytest.mark.parametrize("failures", [2, 30])
+def test_a_store_that_fails_for_a_moment_is_asked_again(failures: int) -> None:
+    store = UnreliableStore(dist.HashStore())
+    watchdogs = [Watchdog(store, 0, 2), Watchdog(store._store, 1, 2)]
+    try:
+        store.failures = failures
+        time.sleep(1.2)
+        answers = set(watchdogs[1].collect_reports([0, 1], 1.0))
+        assert answers == ({0, 1} if failures == 2 else {1})
+    finally:
+        for watchdog in watchdogs:
+            watchdog.stop()
+
+
+def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
+    interrupt.listen()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    interrupt.stop_listening()
+    interrupt.listen()
+    try:
+        assert not interrupt.arrived()
+    finally:
+        interrupt.stop_listening()
+
+
+BUSY_TO_THE_END = """
+import torch.distributed as dist
+from tests._internals import watchdog
+
+watchdog._PERIOD = 0.0
+store = dist.TCPStore("localhost", 0, 1, True)
+watchdogs = [watchdog.Watchdog(dist.PrefixStore(str(i), store.clone()), 0, 2) for i in range(16)]
+watchdogs[0].stop()
+print(sorted(watchdogs[1].collect_reports([0])))
+"""
+
+
+@pytest.mark.multiprocess
+def test_threads_that_ask_the_store_have_ended_when_python_ends() -> None:
+    """Otherwise C++ ends the process, with SIGABRT: of many threads that do nothing else, some are always there."""
+    done = subprocess.run([sys.executable, "-c", BUSY_TO_THE_END], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
+
+
+# -- passes that are left
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError("no luck")
+
+
+def backward_of(running: RunningPass, end: Callable[[], None], *, fails: bool) -> None:
+    """A backward that has ``running`` as its pass, in a graph whose last gradient may raise."""
+    x = torch.ones(2, requires_grad=True)
+    middle = x * 2
+    middle.register_hook(lambda _: Variable._execution_engine.queue_callback(EndOfRun(end, running)))
+    if fails:
+        x.register_hook(fail)
+    middle.sum().backward()
+
+
+@pytest.mark.behaviour("H-01", "H-03")
+@pytest.mark.parametrize("fails", [True, False], ids=["in a gradient", "in the callback"])
+def test_a_backward_that_raised_is_left_before_its_exception_is_caught(fails: bool) -> None:
+    running = RunningPass("backward", "root", None)
+    told: list[str] = []
+    with pytest.raises(ArithmeticError) as caught:  # which keeps the traceback, and all frames in it
+        backward_of(running, lambda: told.append(running.left) if fails else fail(), fails=fails)
+    assert running.left == "raised in the backward of root"
+    assert caught.value is not None
+    assert not told
+
+
+@pytest.mark.behaviour("H-01", "H-03")
+def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
+    outer, inner = RunningPass("backward", "outer", None), RunningPass("backward", "inner", None)
+    told: list[str] = []
+
+    class Reentrant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad(), pytest.raises(ArithmeticError):
+                backward_of(inner, told.clear, fails=True)
+            told.extend([outer.left, inner.left])
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    out: torch.Tensor = cast(Any, Reentrant).apply(x) * 2
+    out.register_hook(
+        lambda _: Variable._execution_engine.queue_callback(EndOfRun(lambda: told.append(outer.left), outer))
+    )
+    out.sum().backward()
+    assert told == ["", "raised in the backward of inner", ""]
+
+
+@pytest.mark.behaviour("H-01", "H-03", "H-06")
+def test_a_forward_is_left_once_its_frame_has_ended_whatever_keeps_the_frame() -> None:
+    passes: list[RunningPass] = []
+    begun, interrupt_it = threading.Event(), threading.Event()
+    kept: list[BaseException] = []
+
+    def forward() -> None:
+        passes.append(RunningPass("forward", "root", sys._getframe()))
+        begun.set()
+        interrupt_it.wait()
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        try:
+            forward()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    begun.wait()
+    assert passes[0].left == ""
+    interrupt_it.set()
+    thread.join()
+    assert passes[0].left == "was interrupted in the forward of root"
+    assert kept[0].__traceback__ is not None
+
+
+def test_a_suspended_coroutine_is_not_closed_to_find_out_whether_it_runs() -> None:
+    def client() -> Iterator[int]:
+        yield 1
+        yield 2
+
+    suspended: Any = client()
+    assert next(suspended) == 1
+    assert not has_ended(suspended.gi_frame)
+    assert next(suspended) == 2
+
+
+def test_no_code_looks_at_the_stacks_of_other_threads() -> None:
+    """CPython makes frame objects for that while the thread changes its stack: a rank has crashed there."""
+    package = Path(composable_fsdp.__file__).parent
+    assert [path for path in package.rglob("*.py") if "_current_frames" in path.read_text()] == []
+
+
+# -- agreement
+
+
+class Ranks:
+    """All ranks of a group, one after the other, up to where one of them would wait for the others."""
+
+    def __init__(self, size: int, level: OrderCheck) -> None:
+        self.asked: list[int] = []
+        self.exchanged: Sequence[int] = ()
+        self.agreements = [OrderChecker(self._exchange, self._tell, level) for _ in range(size)]
+
+    def _exchange(self, own: int) -> Sequence[int]:
+        self.asked.append(own)
+        return self.exchanged or [own]
+
+    def _tell(self, own: str) -> Mapping[int, str]:
+        return {0: own, 1: "something else"}
+
+    def begin(self, operation: str) -> int:
+        """All do the same: how many asked."""
+        before = len(self.asked)
+        for agreement in self.agreements:
+            agreement.begin(operation)
+        return len(self.asked) - before
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30))
+@pytest.mark.behaviour("G-04")
+def test_either_all_ranks_ask_or_none(operations: list[str]) -> None:
+    ranks = Ranks(3, OrderCheck.FIRST)
+    assert {ranks.begin(operation) for operation in operations} <= {0, 3}
+
+
+@given(st.permutations("abcdefghijk"), st.integers(1, CONTEXT - 1))
+@pytest.mark.behaviour("G-04")
+def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str], times: int) -> None:
+    ranks = Ranks(2, OrderCheck.FIRST)
+    operations = [operations[0]] * times + operations[1:]  # as a group whose gradients need several messages
+    for operation in [*operations, *operations[:CONTEXT]]:
+        assert ranks.begin(operation) == 2
+    assert sum(map(ranks.begin, [*operations[CONTEXT:], *operations])) == 0
+
+
+@pytest.mark.behaviour("G-01")
+def test_a_rank_that_runs_something_new_compares_with_the_others() -> None:
+    ranks = Ranks(1, OrderCheck.FIRST)
+    for operation in "ab" * CONTEXT:
+        ranks.begin(operation)
+    ranks.exchanged = [1, 2]
+    ranks.begin("a")  # as before: nobody is asked
+    with pytest.raises(DivergenceError, match="rank 0: c\n  rank 1: something else"):
+        ranks.begin("c")
+
+
+@pytest.mark.behaviour("G-01")
+def test_levels_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPOSABLE_FSDP_ORDER_CHECK", "always")
+    assert order_check_from() is OrderCheck.ALWAYS
+    assert order_check_from("off") is OrderCheck.OFF
+    monkeypatch.setenv("COMPOSABLE_FSDP_ORDER_CHECK", "never")
+    with pytest.raises(ConfigurationError, match="the order check is one of 'off', 'first', 'always', not 'never'"):
+        order_check_from()

@@ -1,0 +1,415 @@
+"""Wrap policies: the modules that they choose, and errors of ``policy=`` and ``tie_groups``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _or_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from torch.distributed.tensor import DTensor
+
+from composable_fsdp import ConfigurationError, FSDPModule, describe, fully_shard, tie_groups
+from composable_fsdp.wrap import balanced, by_class, by_size, every_module, transformer_blocks
+from tests._internals import Group, Scope, as_wrap_policy, plan_groups, state_of
+from tests.helpers.models import Block as TransformerBlock
+from tests.helpers.models import Chain, Transformer
+from tests.helpers.sharding import single_rank
+
+OPTIONS = {"reshard_after_forward", "mesh", "strategy"}
+BYTES = 4
+
+
+class Block(nn.Module):
+    """40 parameters: 20 in each of two layers."""
+
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(experts)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """An embedding and a head, each as large as a block, blocks in a list, and a parameter of its own."""
+
+    def __init__(self, depth: int = 3, experts: int = 0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([Block(experts) for _ in range(depth)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(self.norm(x)) * self.scale
+        return out
+
+
+def names(policy: object, model: nn.Module, **ignored: object) -> list[str]:
+    """The groups of a complete plan; modules of one group joined by ``+``."""
+    scope = Scope(model, **ignored)  # type: ignore[arg-type]
+    return ["+".join(group.names) for group in plan_groups(as_wrap_policy(policy), scope, OPTIONS)]
+
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2", ""]
+
+
+@pytest.mark.behaviour("B-01")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {Block},
+        [Block],
+        Block,
+        by_class(Block),
+        lambda module, name: isinstance(module, Block),
+        lambda module, name: name.startswith("blocks.") and name.count(".") == 1,
+        transformer_blocks(),
+        ModuleWrapPolicy({Block}),
+        CustomPolicy(lambda module: isinstance(module, Block)),
+        partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+        partial(_or_policy, policies=[partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})]),
+    ],
+)
+def test_all_ways_to_say_every_block_choose_the_blocks_and_then_the_model(policy: object) -> None:
+    assert names(policy, Decoder()) == BLOCKS
+
+
+@pytest.mark.behaviour("B-01")
+@pytest.mark.parametrize("policy", [by_size(40), partial(size_based_auto_wrap_policy, min_num_params=40)])
+def test_by_size_counts_what_no_chosen_module_below_has(policy: object) -> None:
+    assert names(policy, Decoder()) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head", ""]
+
+
+def test_by_size_prefers_the_innermost_module_that_is_large_enough() -> None:
+    assert names(by_size(20), Decoder(1)) == ["embedding", "blocks.0.first", "blocks.0.second", "head", ""]
+    assert names(by_size(1000), Decoder(1)) == [""]
+
+
+@pytest.mark.behaviour("B-01")
+def test_every_module_is_one_that_has_parameters_of_its_own() -> None:
+    assert names(every_module(), Decoder(1)) == [
+        "embedding",
+        "blocks.0.first",
+        "blocks.0.second",
+        "norm",
+        "head",
+        "",
+    ]
+
+
+def test_containers_without_forward_and_modules_without_parameters_are_never_chosen() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.ReLU(), nn.Linear(2, 2))
+    assert names(lambda module, name: True, model) == ["0.0", "2", ""]
+
+
+def test_what_is_below_a_module_that_reads_parameters_without_calls_is_never_chosen() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=4)
+    assert names(every_module(), layer) == ["self_attn", "linear1", "linear2", "norm1", "norm2", ""]
+    assert "self_attn.out_proj" not in names(by_class(nn.Linear), layer)
+
+
+@pytest.mark.behaviour("B-01")
+def test_shared_modules_are_chosen_once_and_before_all_that_contain_them() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Sequential(shared)), "b": shared, "c": nn.Sequential(shared)})
+    root = nn.Sequential(model, nn.Linear(2, 2))
+    assert names(by_class(nn.Linear, nn.Sequential), root) == ["0.a.0.0", "0.a.0", "0.a", "0.c", "1", ""]
+
+
+@pytest.mark.behaviour("B-01")
+def test_a_module_that_is_used_in_several_groups_gets_one_of_its_own() -> None:
+    shared = Block()
+    first, second = nn.Sequential(nn.Sequential(shared), shared), nn.Sequential(nn.Linear(2, 2), shared)
+    model = nn.ModuleList([first, second, nn.Linear(2, 2)])
+    root = nn.Sequential(model)
+    assert names(Fixed("0.0", "0.1"), root) == ["0.0.0.0", "0.0", "0.1", ""]
+    assert names(Fixed("0.0"), root) == ["0.0.0.0", "0.0", ""]
+    assert names(Fixed("0.0.0.0.first", "0.1"), root) == ["0.0.0.0.first", "0.0.0.0", "0.1", ""]
+    assert names(Fixed("0.0+0.1"), root) == ["0.0+0.1", ""]
+
+
+@pytest.mark.behaviour("A-11", "B-01")
+def test_ignored_modules_and_parameters_are_not_there_for_policies() -> None:
+    model = Decoder()
+    ignored = {id(m) for m in model.blocks[1].modules()}
+    assert names({Block}, model, ignored_modules=ignored) == ["blocks.0", "blocks.2", ""]
+    assert names({Block}, model, ignored_parameters={id(p) for p in model.blocks[0].parameters()}) == BLOCKS[1:]
+
+
+# -- transformer_blocks
+
+
+def test_stacks_of_several_classes_are_found_and_what_is_in_a_block_is_not_looked_at() -> None:
+    model = nn.ModuleDict({"encoder": Decoder(2), "decoder": nn.Sequential(*[Block(4) for _ in range(2)])})
+    root = nn.Sequential(model)
+    expected = ["0.encoder.blocks.0", "0.encoder.blocks.1", "0.decoder.0", "0.decoder.1", ""]
+    assert names(transformer_blocks(), root) == expected
+
+
+def test_stages_that_differ_in_width_are_opened() -> None:
+    def stage(width: int) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(width, 2 * width), *[nn.Linear(2 * width, 2 * width) for _ in range(2)])
+
+    class Stage(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layers = stage(width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layers(x)
+            return out
+
+    model = nn.Sequential(Stage(2), Stage(4))
+    assert names(transformer_blocks(), model) == [f"{i}.layers.{j}" for i in range(2) for j in range(3)] + [""]
+
+
+def test_a_block_that_differs_goes_with_the_others_and_a_shared_block_counts_as_repeated() -> None:
+    model = Decoder()
+    model.blocks[0] = Block(experts=2)
+    assert names(transformer_blocks(), model) == BLOCKS
+    model.blocks[0] = nn.TransformerEncoderLayer(4, 1, dim_feedforward=4)
+    assert names(transformer_blocks(), model) == BLOCKS
+    assert names(transformer_blocks(), nn.Sequential(nn.Linear(4, 4), *model.blocks)) == ["2", "3", ""]
+    block = Block()
+    assert names(transformer_blocks(), nn.Sequential(nn.ModuleList([block, block]), block)) == ["0.0", ""]
+
+
+def test_small_stacks_stay_with_the_rest() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), *[nn.Linear(100, 100) for _ in range(2)])
+    assert names(transformer_blocks(), model) == ["1", "2", ""]
+
+
+def test_the_error_for_a_model_without_blocks_says_what_to_do() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        names(transformer_blocks(), Decoder(1))
+    assert str(caught.value) == (
+        "transformer_blocks() found no repeated blocks in Decoder: no ModuleList, ModuleDict or Sequential in it has "
+        "two modules of one class and of like shapes that hold 1 % of its parameters. Name their class: "
+        "policy={BlockClass}; or use balanced(target_bytes)."
+    )
+
+
+# -- balanced
+
+
+def test_balanced_joins_small_adjacent_modules_and_leaves_large_ones_alone() -> None:
+    assert names(balanced(80 * BYTES), Decoder()) == ["embedding+blocks.0", "blocks.1+blocks.2", "norm+head", ""]
+    opened = ["embedding", "blocks.0.first", "blocks.0.second", "norm", "head", ""]
+    assert names(balanced(20 * BYTES), Decoder(1)) == opened
+    model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1000))
+    assert names(balanced(40 * BYTES), model) == ["0", "1+2", "3", ""]
+
+
+def test_balanced_counts_shared_modules_and_parameters_once() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(shared, nn.Linear(2, 2)), shared, nn.Sequential(shared, nn.Linear(2, 2)))
+    assert names(balanced(6 * BYTES), model) == ["0.0", "0.1", "2.1", ""]
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    assert names(balanced(16 * BYTES), tied) == ["0+1", "2", ""]
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=2, max_size=30), target=st.integers(1, 60))
+def test_balanced_groups_are_adjacent_modules_of_no_more_than_the_target(sizes: list[int], target: int) -> None:
+    model = nn.Sequential(*[nn.Linear(1, size, bias=False) for size in sizes], nn.Linear(1, 61, bias=False))
+    scope = Scope(model)
+    groups = plan_groups(balanced(target * BYTES), scope, OPTIONS)[:-1]
+    assert [int(name) for group in groups for name in group.names] == list(range(len(sizes) + 1))
+    held = [sum(map(scope.numel, group.modules)) for group in groups]
+    assert all(size <= target or len(group.modules) == 1 for size, group in zip(held, groups, strict=True))
+    if max(sizes) <= target:
+        assert len(groups) - 1 <= 2 * -(-sum(sizes) // target)
+
+
+# -- overrides and mistakes
+
+
+@pytest.mark.behaviour("B-01")
+def test_overrides_go_with_the_groups_that_they_were_given_for_the_model_itself_included() -> None:
+    model = Decoder(2)
+
+    def choose(module: nn.Module, name: str) -> bool | dict[str, object]:
+        if name == "":
+            return {"reshard_after_forward": False}
+        return {"reshard_after_forward": 2} if name == "blocks.1" else isinstance(module, Block)
+
+    groups = plan_groups(as_wrap_policy(choose), Scope(model), OPTIONS)
+    assert [(g.names, g.overrides) for g in groups] == [
+        (("blocks.0",), {}),
+        (("blocks.1",), {"reshard_after_forward": 2}),
+        (("",), {"reshard_after_forward": False}),
+    ]
+    (first, *_) = plan_groups(by_class(Block, strategy="NO_SHARD"), Scope(model), OPTIONS)
+    assert first.overrides == {"strategy": "NO_SHARD"}
+    custom = CustomPolicy(lambda m: {"sharding_strategy": "x"} if isinstance(m, Block) else {})
+    assert [g.overrides for g in plan_groups(as_wrap_policy(custom), Scope(model), OPTIONS)] == [
+        {"strategy": "x"},
+        {"strategy": "x"},
+        {},
+    ]
+
+
+class Fixed:
+    """A policy of a user's own."""
+
+    def __init__(self, *groups: str) -> None:
+        self.groups = groups
+
+    def plan(self, scope: Scope) -> list[Group]:
+        return [
+            Group(tuple(scope.model.get_submodule(name) for name in group.split("+")), tuple(group.split("+")))
+            for group in self.groups
+        ]
+
+
+def test_a_policy_of_ones_own_may_join_modules() -> None:
+    assert names(Fixed("embedding+head", "blocks.0"), Decoder()) == ["embedding+head", "blocks.0", ""]
+
+
+@pytest.mark.behaviour("B-01")
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (3, "policy must be module classes, a function of a module and its name, or one of composable_fsdp.wrap"),
+        (set(), "a policy of classes takes classes of modules, not none."),
+        ({int}, r"a policy of classes takes classes of modules, not \[<class 'int'>\]."),
+        ({nn.Conv2d}, "no module of this Decoder that can be a group is a Conv2d. Those that can are of Block, Dec"),
+        (lambda m, n: None, r"the policy returned None for 'embedding' \(Embedding\); it must return a bool, or"),
+        (
+            by_class(Block, mp="x", policy=1),
+            "the policy gave 'blocks.0' 'mp', 'policy', which a group cannot have of its own. It may have mesh, resh",
+        ),
+        (Fixed("head", "head"), "the policy chose 'head' twice."),
+        (Fixed("blocks.0", "blocks.0.first"), "chose 'blocks.0.first' after 'blocks.0', which contains it: inner"),
+        (Fixed("blocks"), r"chose 'blocks' \(ModuleList\), which cannot be a group: it has no forward or no param"),
+        (Fixed("+head"), "the policy put the model itself into one group with modules in it."),
+    ],
+)
+def test_mistakes_in_policies(policy: object, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        names(policy, Decoder())
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+def test_sizes_must_be_positive_ints(value: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"by_size takes a positive number of parameters, not {value}."):
+        by_size(value)
+    with pytest.raises(ConfigurationError, match=f"balanced takes a positive number of bytes, not {value}."):
+        balanced(value)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group() -> Iterator[None]:
+    with single_rank():
+        yield
+
+
+@pytest.mark.behaviour("B-01")
+@pytest.mark.parametrize(
+    ("model", "policy", "message"),
+    [
+        ([Chain(), Chain()], {nn.Linear}, r"policy= says which modules in a model are groups: pass that model, and no"),
+        (3, {nn.Linear}, r"fully_shard takes an nn.Module or a list of them, not int\."),
+        (nn.ModuleList([Chain()]), {nn.Linear}, r"ModuleList has no forward, so there is no call before which"),
+        (Chain(), by_class(nn.Linear, sync_module_states=True), r"gave 'layers.0' 'sync_module_states', which a group"),
+        (Chain(), by_class(nn.Linear, strategy="FULL"), r"strategy must be one of FULL_SHARD, .*, not 'FULL'\."),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_sharded(model: Any, policy: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fully_shard(model, policy=policy)
+    for each in model if isinstance(model, list) else [model]:
+        assert not isinstance(each, nn.Module) or not any(isinstance(p, DTensor) for p in each.parameters())
+
+
+@pytest.mark.behaviour("B-01", "A-08")
+def test_what_is_sharded_already_is_left_as_it_is() -> None:
+    model = Transformer(tied=False)
+    fully_shard(model.layers[0], reshard_after_forward=False)
+    fully_shard(model, policy={TransformerBlock, nn.Linear})
+    kinds = {group.names[0]: group.after_forward for group in describe(model).groups}
+    assert kinds["layers.0"] == "keep"
+    assert "layers.0.qkv" not in kinds
+    assert {"layers.1", "layers.1.qkv", "head"} <= kinds.keys()
+    with pytest.raises(ConfigurationError, match="fully_shard has been applied to this Transformer already"):
+        fully_shard(model, policy={TransformerBlock})
+
+
+@pytest.mark.behaviour("B-01", "B-02")
+def test_a_groups_own_strategy_or_resharding_counts_instead_of_the_calls() -> None:
+    def choose(module: nn.Module, name: str) -> bool | dict[str, object]:
+        if name == "layers.0":
+            return {"reshard_after_forward": False}
+        return {"strategy": "SHARD_GRAD_OP"} if name == "layers.1" else isinstance(module, nn.Linear)
+
+    for options in ({"strategy": "FULL_SHARD"}, {"reshard_after_forward": True}):
+        model = fully_shard(Chain(depth=3), policy=choose, **options)
+        assert [group.after_forward for group in describe(model).groups[1:]] == ["keep", "keep", "free"]
+
+
+@pytest.mark.behaviour("A-10")
+def test_groups_borrow_from_elsewhere_what_they_use() -> None:
+    owner = fully_shard(nn.Linear(8, 8))
+    model = Chain(depth=2)
+    owned = nn.Linear(8, 8)
+    model.layers[1].weight = owned.weight
+    fully_shard(owned)
+    fully_shard(model, policy={nn.Linear}, shared_from=[owner, owned])
+    lenders = [state_of(layer).lenders for layer in model.layers]
+    assert lenders == [(), (state_of(owned),)]
+
+
+@pytest.mark.behaviour("B-01", "A-14")
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.TransformerEncoderLayer(8, 2, dim_feedforward=8, dropout=0.0, batch_first=True),
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(3), nn.Bilinear(8, 8, 4))[:2],
+    ],
+)
+def test_every_module_of_torchs_own_layers_computes_as_before(model: nn.Module) -> None:
+    x = torch.randn(2, 3, 8)
+    expected = model(x)
+    fully_shard(model, policy=every_module())
+    output = model(x)
+    torch.testing.assert_close(output, expected)
+    output.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.behaviour("A-10")
+def test_tie_groups_says_what_it_cannot_tie() -> None:
+    tied, untied = Transformer(tied=True), Transformer(tied=False)
+    with pytest.raises(ConfigurationError, match="takes a list of two or more modules that share parameters"):
+        tie_groups([tied.head])
+    with pytest.raises(ConfigurationError, match="this Embedding shares no parameter with the others"):
+        tie_groups([untied.embedding, untied.head])
+    with pytest.raises(ConfigurationError, match=r"this LayerNorm shares no parameter .*head\.weight = emb"):
+        tie_groups([tied.embedding, tied.head, tied.norm])
+    fully_shard(tied.embedding)
+    with pytest.raises(ConfigurationError, match=r"this Embedding has been sharded already\. Call it bef"):
+        tie_groups([tied.embedding, tied.head])
+    assert not isinstance(tied.head, FSDPModule)
