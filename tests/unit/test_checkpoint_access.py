@@ -12,7 +12,7 @@ from torch import nn
 
 from composable_fsdp import checkpoint, fully_shard, rekey_optimizer, sharded_ema
 from tests._internals import FSDPState
-from tests.ranks._sharding import single_rank
+from tests.helpers.sharding import single_rank
 
 pytestmark = pytest.mark.behaviour("F-01")
 

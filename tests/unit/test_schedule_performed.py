@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import ScheduleRunner, iteration_of, schedule, state_of
+from tests._internals import schedule
 
 RANKS, WIDTH = 4, 8
 
@@ -26,7 +25,7 @@ RANKS, WIDTH = 4, 8
 class Drawn:
     """A model: ``size`` rows of weights in each leaf, blocks around leaves, and how each is sharded."""
 
-    leaves: tuple[tuple[int, bool, object], ...]
+    leaves: tuple[tuple[int, bool, bool | int | None], ...]
     """Of each leaf: the hidden size, whether it is sharded by itself, and ``reshard_after_forward``."""
     around: tuple[int, ...]
     """The leaves in blocks of their own, which are sharded too.
