@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.schedule import passes, schedule
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
+    from composable_fsdp._runtime.schedule.simulate import CollectiveCost, Costs, simulate
     from composable_fsdp._runtime.schedule.unused_groups import Lockstep
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding.mesh import (

@@ -1,0 +1,99 @@
+"""Results do not depend on the schedule: with a wrong order of events expected, or with none, the bits are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable_fsdp import FSDPModule, fully_shard
+from composable_fsdp.testing import run_ranks
+from tests._internals import ForwardRecord, ScheduleRunner, schedule
+from tests.helpers.models import TASKS, shard_layers
+from tests.helpers.transports import TRANSPORTS
+
+STEPS = 4
+Expect = Callable[[list[schedule.Event], random.Random], list[schedule.Event]]
+
+
+def nothing(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
+    return []
+
+
+def another_order(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
+    """Each group of ``order`` in a random place, some twice and some never."""
+    groups = list(dict.fromkeys(event.group for event in order))
+    drawn = draws.choices(groups, k=len(groups) + 1) if groups else []
+    both = (schedule.Hook.PRE_FORWARD, schedule.Hook.POST_FORWARD)
+    return [schedule.Event(hook, group) for group in drawn for hook in both]
+
+
+def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tuple[list[bytes], int]:
+    """Train, and return the bits of losses, gradients and parameters, and the number of rows that were served eagerly.
+
+    ``expect`` changes the order that each forward expects, alike on all ranks.
+    """
+    task, rank, draws, eager = TASKS[task_name], dist.get_rank(), random.Random(0), []
+    begin, row = ScheduleRunner.begin_forward, ScheduleRunner._eager_row
+
+    def begin_forward(self: ScheduleRunner, **arguments: Any) -> ForwardRecord:
+        if expect is not None:
+            wrong = ForwardRecord()
+            wrong.events = expect(self._known.events, draws)
+            known, self._known = self._known, wrong
+            record = begin(self, **arguments)
+            self._known = known
+            return record
+        return begin(self, **arguments)
+
+    def eager_row(self: ScheduleRunner, *arguments: Any, **more: Any) -> Any:
+        eager.append(arguments)
+        return row(self, *arguments, **more)
+
+    ScheduleRunner.begin_forward, ScheduleRunner._eager_row = begin_forward, eager_row  # type: ignore[method-assign]
+    try:
+        model = shard_layers(task.build(), fully_shard)
+        for name, value in options.items():
+            getattr(model, name)(value)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+        for step in range(STEPS):
+            loss = task.loss(model, task.batch_of(step, rank))
+            loss.backward()
+            seen.append(loss.detach())
+            seen += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        seen += [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+        return [each.detach().numpy().tobytes() for each in seen], len(eager)
+    finally:
+        ScheduleRunner.begin_forward, ScheduleRunner._eager_row = begin, row  # type: ignore[method-assign]
+
+
+def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
+    expected, usual = train(task_name, None, options)
+    for expect in (nothing, another_order):
+        found, eager = train(task_name, expect, options)
+        assert found == expected, expect.__name__
+        assert eager > usual, "some events came unexpectedly"
+
+
+@pytest.mark.behaviour("C-01")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("mlp", {"set_max_merged_bytes": 0}),
+        ("transformer", {"set_prefetch_limit": 3}),
+        ("transformer", {"set_max_unsharded_bytes": 1000, "set_reshard_after_backward": False}),
+    ],
+)
+def test_results_do_not_depend_on_the_expected_order(task: str, options: dict[str, Any], transport: str) -> None:
+    run_ranks(compare_expectations, 2, task, options, environment=TRANSPORTS[transport])

@@ -1,0 +1,72 @@
+"""The predicted time and memory of schedules, against what can be computed by hand and against bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests._internals import CollectiveCost, Costs, GroupSpec, ScheduleOptions, passes, schedule, simulate
+from tests._internals import schedule as s
+
+MIB = 1 << 20
+NAMES = "abc"
+ORDER = [
+    s.Event(s.Hook.PRE_FORWARD, "root"),
+    *(s.Event(hook, name) for name in NAMES for hook in (s.Hook.PRE_FORWARD, s.Hook.POST_FORWARD)),
+    s.Event(s.Hook.POST_FORWARD, "root"),
+]
+SECONDS = st.floats(0, 1)
+
+
+def specs_of(**options: object) -> dict[str, GroupSpec]:
+    specs = {n: GroupSpec(n, MIB, MIB, (MIB,), **options) for n in NAMES}  # type: ignore[arg-type]
+    return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
+
+
+def costs_of(latency: float, compute: float, bandwidth: float = 1e18, *, separate_reduce: bool = False) -> Costs:
+    cost = CollectiveCost(latency, bandwidth, 8)
+    times = dict.fromkeys(NAMES, compute)
+    return Costs(cost, cost, times, times, separate_reduce=separate_reduce)
+
+
+def test_a_chain_that_prefetches_exposes_the_first_gather_and_the_last_reduction() -> None:
+    plan = passes.build(ORDER, specs_of(), ScheduleOptions())
+    timeline = simulate(plan, specs_of(), costs_of(latency=1.0, compute=2.0))
+    assert timeline.exposed == pytest.approx(2.0, abs=1e-6)
+    assert timeline.seconds == pytest.approx(14.0, abs=1e-6)
+
+
+def test_without_prefetching_every_gather_is_exposed() -> None:
+    plan = passes.eager(ORDER, specs_of(), ScheduleOptions())
+    plan = passes.bound_in_flight(plan, specs_of(), ScheduleOptions())
+    timeline = simulate(plan, specs_of(), costs_of(latency=1.0, compute=2.0, separate_reduce=True))
+    assert timeline.exposed == pytest.approx(7.0, abs=1e-6), "three gathers in each pass, and the last reduction"
+
+
+def test_memory_is_that_of_the_groups_in_memory_and_of_the_reductions_in_flight() -> None:
+    plan = passes.build(ORDER, specs_of(), ScheduleOptions(host_waits=True))
+    timeline = simulate(plan, specs_of(), costs_of(1.0, 2.0))
+    after = dict(timeline.memory)
+    assert after[s.Event(s.Hook.PRE_FORWARD, "a")] == 2 * MIB
+    assert after[s.Event(s.Hook.END_FORWARD)] == 0
+    assert timeline.peak_bytes == 3 * MIB, "two groups and the gradients of one"
+    assert after[s.Event(s.Hook.END_BACKWARD)] == 0
+
+
+@given(SECONDS, SECONDS, SECONDS, st.integers(0, 3), st.booleans(), st.booleans())
+def test_a_step_takes_at_least_its_computation_and_its_wire_and_more_with_a_longer_latency(
+    latency: float, more: float, compute: float, limit: int, host_waits: bool, small: bool
+) -> None:
+    specs = specs_of(is_small=small)
+    plan: schedule.Schedule = passes.build(ORDER, specs, ScheduleOptions(prefetch_limit=limit, host_waits=host_waits))
+    timeline = simulate(plan, specs, costs_of(latency, compute))
+    wire = sum(span.end - span.begin for span in timeline.spans if span.stream != "compute")
+    assert timeline.seconds >= max(6 * compute, wire) - 1e-9
+    assert timeline.exposed >= -1e-9
+    assert simulate(plan, specs, costs_of(latency + more, compute)).seconds >= timeline.seconds - 1e-9
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert CollectiveCost(1.0, 1.0, 1).seconds(MIB) == 0.0
+    assert CollectiveCost(1.0, 0.5 * MIB, 2, per_rank=3.0).seconds(MIB) == 1.0 + 3.0 + 1.0
