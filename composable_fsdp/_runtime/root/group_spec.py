@@ -14,12 +14,12 @@ __all__ = ["options_of", "spec_of"]
 def spec_of(state: FSDPState, root: FSDPState) -> GroupSpec:
     """Return the properties of ``state``, which is in the model of ``root``."""
     plan = state.group.plan
-    trainable = (bool(count) for count in plan.batches)
+    sizes = [size if count else 0 for size, count in zip(plan.batch_bytes, plan.batches, strict=True)]
     return GroupSpec(
         name=state.name,
         unsharded_bytes=plan.unsharded_bytes,
         full_bytes=plan.full_bytes,
-        gradient_bytes=tuple(size if any_ else 0 for size, any_ in zip(plan.batch_bytes, trainable, strict=True)),
+        gradient_bytes=tuple(sizes) if plan.in_batches else (sum(sizes),),
         has_parameters=bool(plan.specs),
         is_root=state is root,
         is_small=plan.is_small,

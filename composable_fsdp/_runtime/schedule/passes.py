@@ -225,7 +225,8 @@ def reshard_after_forward(
 def _eager_backward(
     order: Sequence[Event], specs: Specs, options: ScheduleOptions, held: set[str], unseen: Collection[str]
 ) -> Iterator[Step]:
-    runs_left = Counter(event.group for event in order if event.hook is Hook.PRE_FORWARD)
+    runs = Counter(event.group for event in order if event.hook is Hook.PRE_FORWARD)
+    runs_left = runs.copy()
     unreached = {spec.name for spec in specs.values() if spec.has_parameters}
     for event in reversed(order):
         spec = specs[event.group]
@@ -240,7 +241,8 @@ def _eager_backward(
         if not runs_left[spec.name]:  # the gradients of all runs are complete
             others = unreached or any(specs[name].has_parameters for name in held if name != spec.name)
             frees = spec.name in unseen and not (spec.has_nested and others)
-            yield from _reduce_steps(spec, held, frees=frees)
+            in_buckets = spec.reduces_buckets and runs[spec.name] == 1  # else other groups come between its buckets
+            yield from _reduce_steps(spec, held, frees=frees, in_buckets=in_buckets)
         if spec.name in unseen:
             continue
         done = (specs[name] for name in (spec.name, *spec.owners) if name in held)
@@ -251,18 +253,19 @@ def _eager_backward(
     yield _step(held, Event(Hook.END_BACKWARD), (*map(Free, left), *end))
 
 
-def _reduce_steps(spec: GroupSpec, held: set[str], *, frees: bool) -> Iterator[Step]:
+def _reduce_steps(spec: GroupSpec, held: set[str], *, frees: bool, in_buckets: bool) -> Iterator[Step]:
     """Yield the events of the buckets of ``spec``.
 
+    With ``in_buckets``, each bucket is reduced as soon as its gradients are ready, otherwise all of them at the end.
     With ``frees``, the last one frees the parameters: before the reduction, which takes memory.
     """
     trainable = [index for index, nbytes in enumerate(spec.gradient_bytes) if nbytes]
     frees = frees and spec.frees_with_last_gradient and spec.reshard_after_backward
     for index in trainable:
         is_last = index == trainable[-1]
-        if not spec.reduces_buckets and not is_last:
+        if not in_buckets and not is_last:
             continue
-        buckets = [index] if spec.reduces_buckets else trainable
+        buckets = [index] if in_buckets else trainable
         is_free = frees and is_last and spec.name in held
         actions: list[Action] = [Free(spec.name)] if is_free else []
         actions += [Reduce((Bucket(spec.name, each),)) for each in buckets if spec.reduces]
