@@ -86,7 +86,6 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.lazy_init import iteration_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
-    from composable_fsdp._runtime.root import reduce_queue
     from composable_fsdp._runtime.root.backward_tracker import _MOST_FORWARDS
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import Iteration

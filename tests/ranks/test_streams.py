@@ -19,8 +19,7 @@ from torch import nn
 from composable_fsdp import FSDPModule, fully_shard
 from composable_fsdp.testing import run_ranks
 from composable_fsdp.trace import Operation, Recorder
-from tests._internals import ParameterState, state_of
-from tests._internals import reduce_queue as reductions
+from tests._internals import ParameterState, passes, state_of
 from tests.helpers.large_weights import WIDTH, Tower, batch, play, use_different_weights
 from tests.helpers.models import TASKS, shard_layers
 from tests.helpers.training import check_parity
@@ -35,7 +34,7 @@ def streams() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
         sim = importlib.import_module("sim.device")
-        with sim.Device(flops=1.0, bandwidth=1.0).installed(), mock.patch.object(reductions, "_LEAST_BYTES", 0):
+        with sim.Device(flops=1.0, bandwidth=1.0).installed(), mock.patch.object(passes, "_MIN_BYTES_IN_FLIGHT", 0):
             yield
 
 
@@ -96,7 +95,7 @@ def reduce_whole_groups_on_streams() -> None:
             task.loss(model, task.batch_of(2, rank)).backward()
         operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
         assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "a group in one batch waits for the one before"
-        with mock.patch.object(reductions, "_LEAST_BYTES", 1 << 20), Recorder() as recorder:
+        with mock.patch.object(passes, "_MIN_BYTES_IN_FLIGHT", 1 << 20), Recorder() as recorder:
             task.loss(model, task.batch_of(3, rank)).backward()
         operations = [e.operation for e in recorder if e.operation in (Operation.REDUCE, Operation.REDUCED)]
         assert operations == [Operation.REDUCE] * 4 + [Operation.REDUCED] * 4, "unless all of them are little"

@@ -88,7 +88,7 @@ class Iteration:
         self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
         self._runner = ScheduleRunner(root, states, streams, self.steps)
-        self._reductions = Reductions(states.values(), streams, self._runner)
+        self._reductions = Reductions(streams, self._runner)
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
         self._in_step: InStep | None = None

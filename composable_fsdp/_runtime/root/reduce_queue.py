@@ -1,14 +1,9 @@
-"""The queue of gradient reductions: fusion of groups, and the limit on reductions in flight.
-
-Each reduction in flight holds memory for its message. Where the host waits for collectives, one is in flight. On
-streams the limit is in bytes: hardly more than those of the largest group in flight. So groups of equal size wait for
-each other, while the batches of one group, or a small group after a large one, follow without waiting.
-"""
+"""The queue of gradient reductions, which holds their memory: at most as much as ``passes.is_full`` allows."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.groups.fused_reduce import Joiner
@@ -16,30 +11,20 @@ from composable_fsdp._runtime.groups.gradients import GroupGradients, Launch, Pe
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState
 from composable_fsdp._runtime.groups.state_machine import GradientState
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
+from composable_fsdp._runtime.schedule.passes import is_full
 
 __all__ = ["Reductions"]
-
-_MAX_IN_FLIGHT_ON_HOST = 1
-"""The number of reductions in flight where the host waits for them."""
-
-_LEAST_BYTES = 1 << 20
-"""On streams, the bytes that may always be in flight, because small messages cost latency rather than bandwidth."""
-
-_SLACK_DIVISOR = 8
-"""On streams, ``1 / _SLACK_DIVISOR`` of the largest group's bytes may be in flight beyond them."""
 
 
 class Reductions:
     """The reductions of one root, in the order of their launch. Each holds memory until it is complete. Final.
 
     Args:
-        states: all FSDP states below the root.
         streams: the streams for launches.
         runner: performs the schedule, in which all-gathers may follow a reduction.
     """
 
-    def __init__(self, states: Collection[FSDPState], streams: CommStreams, runner: ScheduleRunner) -> None:
-        self._states = states
+    def __init__(self, streams: CommStreams, runner: ScheduleRunner) -> None:
         self.streams = streams
         self._runner = runner
         self._waiting: set[FSDPState] = set()
@@ -51,8 +36,7 @@ class Reductions:
 
     def begin_backward(self) -> None:
         """Read the limits that the user has set."""
-        chosen = [state.reductions_in_flight for state in self._states]
-        self._limit = max(filter(None, chosen), default=_MAX_IN_FLIGHT_ON_HOST if self.streams.block_the_host else None)
+        self._limit = self._runner.max_reductions
 
     def send_batch(self, state: FSDPState) -> None:
         """Launch the reduction of the next batch of ``state``'s gradients, which is complete."""
@@ -126,11 +110,8 @@ class Reductions:
             self._in_flight.popleft().complete()
 
     def _is_full(self, launch: Launch) -> bool:
-        if self._limit is not None:
-            return len(self._in_flight) >= self._limit
-        launches = [*(reduction.launch for reduction in self._in_flight), launch]
-        largest = max(_LEAST_BYTES, *(each.round_bytes for each in launches))
-        return sum(each.nbytes for each in launches) > largest + largest // _SLACK_DIVISOR
+        in_flight = [(each.launch.nbytes, each.launch.round_bytes) for each in self._in_flight]
+        return is_full(in_flight, (launch.nbytes, launch.round_bytes), self._limit)
 
     def _start(self) -> None:
         """Launch second stages whose first stage is done.

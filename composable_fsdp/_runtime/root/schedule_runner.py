@@ -174,13 +174,13 @@ class ScheduleRunner:
                     self._compiled.insert(0, self._compiled.pop(at))
                 return compiled
         del self._compiled[_MOST_SCHEDULES - 1 :]
-        options = self._options(leads_to_backward)
+        options = self._options(leads_to_backward=leads_to_backward)
         schedule = passes.build(order, self._specs, options, record.unsharded, record.fused, unseen)
         compiled = self._bind(schedule, {} if self._unequal_use else record.fused)
         self._compiled.insert(0, (key, compiled))
         return compiled
 
-    def _options(self, leads_to_backward: bool) -> ScheduleOptions:
+    def _options(self, *, leads_to_backward: bool) -> ScheduleOptions:
         return options_of(
             self._root,
             self._states.values(),
@@ -329,7 +329,12 @@ class ScheduleRunner:
         for act, target in delayed[1].delayed:
             act(self, target)
 
-    # -- fusion
+    # -- reductions
+
+    @property
+    def max_reductions(self) -> int | None:
+        """The number of reductions in flight, or ``None`` to limit their bytes instead."""
+        return self._options(leads_to_backward=True).max_reductions
 
     def fusion_of(self, state: FSDPState) -> tuple[FSDPState, ...]:
         """Return the states whose collectives are fused with those of ``state``, itself included."""

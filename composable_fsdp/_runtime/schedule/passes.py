@@ -51,7 +51,7 @@ PREFETCH_LIMIT = 1
 Each further one costs its unsharded size. It pays where reductions take longer than the computation of the modules.
 """
 
-MIN_BYTES_IN_FLIGHT = 1 << 20
+_MIN_BYTES_IN_FLIGHT = 1 << 20
 """On streams, the bytes of gradients that may always be in flight: small messages cost latency, not bandwidth."""
 
 _SLACK_DIVISOR = 8
@@ -134,6 +134,11 @@ class ScheduleOptions:
     leads_to_backward: bool = True
     is_last_backward: bool = True
     has_barriers: bool = False
+
+    @property
+    def max_reductions(self) -> int | None:
+        """The number of reductions in flight, or ``None`` to limit their bytes instead."""
+        return self.reductions_in_flight or (1 if self.host_waits else None)
 
 
 Specs = Mapping[str, GroupSpec]
@@ -440,8 +445,7 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
         for name in prefetch_targets(schedule, at, specs, options):
             if name in held or not _fits({*held, name}, specs, options):
                 continue
-            found = _take_gather(steps, at, name)
-            moved = Gather(gathered) if (gathered := tuple(n for n in found if n not in held)) else Gather((name,))
+            moved = Gather(_take_gather(steps, at, name, held))
             own.insert(place, moved)
             place += 1
             held.update(moved.groups)
@@ -470,16 +474,22 @@ def prefetch_targets(schedule: Schedule, at: int, specs: Specs, options: Schedul
     return [name for name in chosen if name in specs and (not in_backward or specs[name].unshard_in_backward)]
 
 
-def _take_gather(steps: Sequence[tuple[Event, list[Action]]], at: int, name: str) -> tuple[str, ...]:
-    """Remove the next all-gather of ``name`` after step ``at`` of its pass, and return its groups."""
+def _take_gather(
+    steps: Sequence[tuple[Event, list[Action]]], at: int, name: str, held: Collection[str]
+) -> tuple[str, ...]:
+    """Remove the next all-gather of ``name`` after step ``at`` of its pass, and return its groups.
+
+    Groups that are ``held`` are freed before that all-gather, so it stays for them.
+    """
     for later in range(at + 1, len(steps)):
         event, actions = steps[later]
         if event.hook is Hook.END_FORWARD:
             break
-        for action in actions:
+        for index, action in enumerate(actions):
             if isinstance(action, Gather) and name in action.groups:
-                actions.remove(action)
-                return action.groups
+                left = tuple(group for group in action.groups if group in held)
+                actions[index : index + 1] = [Gather(left)] if left else []
+                return tuple(group for group in action.groups if group not in held)
     return (name,)
 
 
@@ -540,10 +550,12 @@ def bound_in_flight(schedule: Schedule, specs: Specs, options: ScheduleOptions) 
         for action in actions:
             if isinstance(action, Reduce):
                 launched = reduction_bytes(action, specs)
-                _make_room(in_flight, launched, options, changed)
+                _make_room(in_flight, launched, options.max_reductions, changed)
                 in_flight.append(launched)
             elif isinstance(action, Gather) and launched is not None:
-                _make_room(in_flight, launched, options, changed)  # before prefetched parameters add to the gradients
+                _make_room(
+                    in_flight, launched, options.max_reductions, changed
+                )  # before prefetched parameters add to the gradients
             changed.append(action)
         if event.hook is Hook.END_BACKWARD and in_flight and options.is_last_backward:
             changed.append(WaitReduce(len(in_flight)))
@@ -561,26 +573,30 @@ def reduction_bytes(action: Reduce, specs: Specs) -> tuple[int, int]:
 
 
 def _make_room(
-    in_flight: deque[tuple[int, int]], launched: tuple[int, int], options: ScheduleOptions, actions: list[Action]
+    in_flight: deque[tuple[int, int]], launched: tuple[int, int], limit: int | None, actions: list[Action]
 ) -> None:
     count = 0
-    while in_flight and is_full(in_flight, launched, options):
+    while in_flight and is_full(in_flight, launched, limit):
         in_flight.popleft()
         count += 1
     if count:
         actions.append(WaitReduce(count))
 
 
-def is_full(in_flight: Collection[tuple[int, int]], launched: tuple[int, int], options: ScheduleOptions) -> bool:
-    """Return whether ``in_flight`` leaves no room for ``launched``. Each is ``(bytes, bytes of its groups)``.
+def is_full(in_flight: Collection[tuple[int, int]], launched: tuple[int, int], limit: int | None) -> bool:
+    """Return whether the reductions ``in_flight`` leave no room for ``launched``.
 
-    Where the host waits for collectives, one is in flight. On streams the limit is in bytes: hardly more than those of
-    the largest group in flight. So groups of equal size wait for each other, while the buckets of one group, or a small
-    group after a large one, follow without waiting.
+    Each reduction in flight holds memory for its message. Without a ``limit`` on their number, as on streams, the limit
+    is in bytes: hardly more than those of the largest group in flight. So groups of equal size wait for each other,
+    while the buckets of one group, or a small group after a large one, follow without waiting.
+
+    Args:
+        in_flight: of each reduction, its gradient bytes, and those of all buckets of its groups.
+        launched: the same of the next reduction.
+        limit: ``max_reductions`` of the options.
     """
-    limit = options.reductions_in_flight or (1 if options.host_waits else None)
     if limit is not None:
         return len(in_flight) >= limit
     together = [*in_flight, launched]
-    largest = max(MIN_BYTES_IN_FLIGHT, *(of_groups for _, of_groups in together))
+    largest = max(_MIN_BYTES_IN_FLIGHT, *(of_groups for _, of_groups in together))
     return sum(nbytes for nbytes, _ in together) > largest + largest // _SLACK_DIVISOR
