@@ -42,7 +42,7 @@ _MOST_SCHEDULES = 16
 _Fused: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
 
-_Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, AbstractSet[str], Sequence[Event]]
+_Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, AbstractSet[int], Sequence[Event]]
 """All that a schedule depends on besides options and plans."""
 
 Call: TypeAlias = tuple[Callable[["ScheduleRunner", Any], None], Any]
@@ -164,7 +164,7 @@ class ScheduleRunner:
         return self._candidate
 
     def _compile(
-        self, order: list[Event], unseen: set[str], record: ForwardRecord, *, leads_to_backward: bool
+        self, order: list[Event], unseen: set[int], record: ForwardRecord, *, leads_to_backward: bool
     ) -> _Compiled:
         """Return the compiled schedule of an iteration whose forward has the events ``order``."""
         key: _Key = (leads_to_backward, self._unequal_use, record.unsharded, record.fused, unseen, order)
@@ -470,13 +470,7 @@ class ScheduleRunner:
             return Row(event, after=tuple(map(self._after, after)))
         in_backward = hook is Hook.PRE_BACKWARD
         direction = "backward" if in_backward else "forward"
-        actions: list[Action] = []
-        for action in passes.unshard(spec):
-            if isinstance(action, Gather):
-                names = passes.gathered_with(self._specs[action.groups[0]], self._specs, fused, in_backward=in_backward)
-                action = Gather(names)
-            actions.append(action)
-        row = self._row(event, actions, direction, fused)
+        row = self._row(event, passes.unshard(spec), direction, fused)
         chosen = (spec.backward_prefetch if in_backward else spec.forward_prefetch) or ()
         ahead = []
         for name in chosen:
@@ -485,4 +479,4 @@ class ScheduleRunner:
                 names = passes.gathered_with(other, self._specs, fused, in_backward=in_backward)
                 launch = self._launch_of(Gather(names), direction, fused)
                 ahead.append((ScheduleRunner._gather_if_it_fits, (self._states[name], launch)))
-        return row._replace(gathers=(*row.gathers, *ahead))
+        return row._replace(gathers=tuple(ahead), waits_first=True)  # the waits gather what is missing

@@ -17,7 +17,7 @@ class ForwardRecord:
         ended: the groups to which a backward may come back, in the order in which they ended. A *position* counts them.
         fused: the fusions of groups in this forward and its backward.
         unsharded: the groups that were unsharded when it began.
-        unseen: the groups whose inputs needed no gradient, so that no hook shows the end of their backward.
+        unseen: the positions of runs whose inputs needed no gradient, so that no hook shows the end of their backward.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class ForwardRecord:
         self.ended: list[str] = []
         self.fused = fused or {}
         self.unsharded = unsharded
-        self.unseen: set[str] = set()
+        self.unseen: set[int] = set()
         self._without_backward: list[int] = []
         self._backward = -1
         self._lowest = 0

@@ -150,7 +150,7 @@ def build(
     options: ScheduleOptions,
     unsharded: Collection[str] = (),
     fused: Mapping[str, tuple[str, ...]] | None = None,
-    unseen: Collection[str] = (),
+    unseen: Collection[int] = (),
 ) -> Schedule:
     """Return the schedule of an iteration whose forward has the events ``order``.
 
@@ -160,7 +160,8 @@ def build(
         options: the options of the root.
         unsharded: the groups that are unsharded before the forward.
         fused: the fusions, by group; by default those of ``order``.
-        unseen: the groups whose inputs need no gradient, so that no hook shows the end of their backward.
+        unseen: the positions of runs whose inputs need no gradient, so that no hook shows the end of their backward. A
+            position counts the post-forward events of groups with parameters.
     """
     schedule = eager(order, specs, options, unsharded, unseen)
     if not options.unequal_use:
@@ -182,7 +183,7 @@ def eager(
     specs: Specs,
     options: ScheduleOptions,
     unsharded: Collection[str] = (),
-    unseen: Collection[str] = (),
+    unseen: Collection[int] = (),
 ) -> Schedule:
     """Return the schedule that gathers each group when it is needed and frees it when it is not."""
     held, steps, running = set(unsharded), list[Step](), list[str]()
@@ -228,27 +229,32 @@ def reshard_after_forward(
 
 
 def _eager_backward(
-    order: Sequence[Event], specs: Specs, options: ScheduleOptions, held: set[str], unseen: Collection[str]
+    order: Sequence[Event], specs: Specs, options: ScheduleOptions, held: set[str], unseen: Collection[int]
 ) -> Iterator[Step]:
     runs = Counter(event.group for event in order if event.hook is Hook.PRE_FORWARD)
     runs_left = runs.copy()
     unreached = {spec.name for spec in specs.values() if spec.has_parameters}
+    position = sum(event.hook is Hook.POST_FORWARD and specs[event.group].has_parameters for event in order)
+    positions: dict[str, int] = {}
     for event in reversed(order):
         spec = specs[event.group]
         if not spec.has_parameters:
             continue
         if event.hook is Hook.POST_FORWARD:
             unreached.discard(spec.name)
+            position -= 1
+            positions[spec.name] = position
             actions = unshard(spec, held) if spec.unshard_in_backward else ()
             yield _step(held, Event(Hook.PRE_BACKWARD, spec.name), actions)
             continue
+        is_unseen = positions.get(spec.name) in unseen
         runs_left[spec.name] -= 1
         if not runs_left[spec.name]:  # the gradients of all runs are complete
             others = unreached or any(specs[name].has_parameters for name in held if name != spec.name)
-            frees = spec.name in unseen and not (spec.has_nested and others)
+            frees = is_unseen and not (spec.has_nested and others)
             in_buckets = spec.reduces_buckets and runs[spec.name] == 1  # else other groups come between its buckets
             yield from _reduce_steps(spec, held, frees=frees, in_buckets=in_buckets)
-        if spec.name in unseen:
+        if is_unseen:
             continue
         done = (specs[name] for name in (spec.name, *spec.owners) if name in held)
         freed = [each.name for each in done if each.reshard_after_backward and not each.users]
@@ -394,7 +400,8 @@ def keep_last(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sch
             if isinstance(action, Free) and event.hook is Hook.POST_FORWARD and action.group in last:
                 staying = {*last[last.index(action.group) :]}
                 fits = _fits(held | staying, specs, options)
-                if specs[action.group].reshard.kind is ReshardKind.AUTO and fits:
+                spec = specs[action.group]
+                if spec.reshard.kind is ReshardKind.AUTO and spec.unshard_in_backward and fits:
                     action = Keep(action.group)
             if isinstance(action, Gather) and kept.intersection(action.groups):
                 missing = tuple(name for name in action.groups if name not in held)
@@ -494,7 +501,7 @@ def _take_gather(
 
 
 def delay_prefetch_on_host(
-    schedule: Schedule, specs: Specs, options: ScheduleOptions, unseen: Collection[str] = ()
+    schedule: Schedule, specs: Specs, options: ScheduleOptions, unseen: Collection[int] = ()
 ) -> Schedule:
     """Move prefetches in backward behind a bucket of the group that computes, where the host waits for collectives.
 
@@ -502,10 +509,12 @@ def delay_prefetch_on_host(
     the last bucket only, and have the rest of the group's backward to arrive.
     """
     steps = [(event, list(actions)) for event, actions in schedule]
+    position = len(schedule.at(Hook.PRE_BACKWARD))
     for at, (event, actions) in enumerate(schedule):
-        if event.hook is not Hook.PRE_BACKWARD or event.group in unseen:
+        if event.hook is not Hook.PRE_BACKWARD:
             continue
-        if specs[event.group].backward_prefetch is not None:
+        position -= 1
+        if position in unseen or specs[event.group].backward_prefetch is not None:
             continue
         spec = specs[event.group]
         needed = {spec.name, *spec.owners}
