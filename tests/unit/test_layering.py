@@ -189,6 +189,12 @@ def test_no_layer_has_two_rows_and_each_has_files() -> None:
     assert {longest(module, ROW) for module in MODULES} == set(ROW)
 
 
+def test_the_page_on_the_architecture_draws_the_rows() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    drawn = [tuple(line.split("│")[1].strip().split(", ")) for line in page.splitlines() if line.endswith(" │")]
+    assert tuple(drawn) == ROWS
+
+
 def test_the_tests_have_one_door_to_private_names() -> None:
     tests = ROOT.parent / "tests"
     found = []

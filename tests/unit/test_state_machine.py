@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,42 @@ def reachable(table: Table, start: Enum) -> set[Enum]:
         found |= after
         frontier += after
     return found
+
+
+def life(table: Table, start: Enum) -> str:
+    """Draw ``table`` as a tree from ``start``. Each state shows its operations where it is first reached."""
+    ends: dict[Enum, dict[Enum, Enum]] = {}
+    for (begin, operation), end in table.items():
+        ends.setdefault(begin, {})[operation] = end
+    reached, queue, first_reached_by = {start}, [start], set[tuple[Enum, Enum]]()
+    while queue:
+        state = queue.pop(0)
+        for operation, end in ends[state].items():
+            if end not in reached:
+                reached.add(end)
+                queue.append(end)
+                first_reached_by.add((state, operation))
+    lines: list[str] = []
+
+    def draw(state: Enum, first: str, indent: str) -> None:
+        stays = [operation.name for operation, end in ends[state].items() if end is state]
+        lines.append(f"{first}{state.name}" + (f"  (stays: {', '.join(stays)})" if stays else ""))
+        leads = [(operation, end) for operation, end in ends[state].items() if end is not state]
+        for number, (operation, end) in enumerate(leads, start=1):
+            branch, below = ("└── ", "    ") if number == len(leads) else ("├── ", "│   ")
+            if (state, operation) in first_reached_by:
+                draw(end, f"{indent}{branch}{operation.name} → ", indent + below)
+            else:
+                lines.append(f"{indent}{branch}{operation.name} → {end.name}")
+
+    draw(start, "", "")
+    return "\n".join(lines)
+
+
+def test_the_page_on_the_architecture_draws_both_tables() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    drawn = f"{life(PARAMETER_TRANSITIONS, P.SHARDED)}\n\n{life(GRADIENT_TRANSITIONS, G.NONE)}"
+    assert f"```text\n{drawn}\n```" in page, f"docs/architecture.md must show:\n{drawn}"
 
 
 @pytest.mark.parametrize(
