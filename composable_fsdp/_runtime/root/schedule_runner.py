@@ -285,7 +285,7 @@ class ScheduleRunner:
         row = self._backward_row(state, record, position)
         if row.delayed and sends_batches:
             self._perform(row)
-            self._delayed = state, row
+            self._delayed = state, row._replace(delayed=self._fitting(row.delayed))
         elif row.delayed:
             self._perform(row._replace(gathers=(*row.gathers, *row.delayed)))
         else:
@@ -384,15 +384,33 @@ class ScheduleRunner:
         if self._fits(state):
             gather(self, missing)
 
-    def _fits(self, state: FSDPState) -> bool:
-        """Return whether ``state`` may be unsharded beside the groups that are."""
+    def _fitting(self, delayed: tuple[Call, ...]) -> tuple[Call, ...]:
+        """Return those of the ``delayed`` gathers that fit now, as the result must not depend on when each is launched.
+
+        Ranks may launch the reduction before them at different times: early, or at the end of backward.
+        """
+        fitting: list[Call] = []
+        ahead: list[FSDPState] = []
+        for act, target in delayed:
+            if act is not ScheduleRunner._gather_if_it_fits:
+                fitting.append((act, target))
+            elif self._fits(*ahead, target[0]):
+                ahead.append(target[0])
+                fitting.append(target[1])
+        return tuple(fitting)
+
+    def _fits(self, *states: FSDPState) -> bool:
+        """Return whether ``states`` may be unsharded beside the groups that are.
+
+        Groups are also in memory against the schedule: after a changed order, or between the modules of one group.
+        """
         limit = self._root.max_unsharded_bytes
-        if limit is None or state.group.unshard_started:
+        if limit is None:
             return True
         if self._unequal_use:  # ranks hold different groups at this point
             return False
-        held = (u for u in self._states.values() if u.group.parameter_state is not ParameterState.SHARDED)
-        return sum(u.group.plan.unsharded_bytes for u in {*held, state}) <= limit
+        held = (u for u in self._states.values() if u.group.is_gathered)
+        return sum(u.group.plan.unsharded_bytes for u in {*held, *states}) <= limit
 
     # -- binding
 
@@ -415,13 +433,18 @@ class ScheduleRunner:
                 if last is not None and event.hook is Hook.POST_FORWARD:
                     rows[last] = rows[last]._replace(after=tuple(map(self._after, actions)))
                 elif last is not None and gathers:
-                    delayed = tuple(self._launch_of(gather, "backward", fused) for gather in gathers)
+                    delayed = tuple(self._prefetch_of(gather, "backward", fused) for gather in gathers)
                     rows[last] = rows[last]._replace(delayed=delayed, bucket=event.bucket)
         return _Compiled(forward, backward[::-1])
 
     def _row(self, event: Event, actions: Sequence[Action], direction: str, fused: _Fused) -> Row:
         """Return the row of an event before a forward or backward."""
-        gathers = tuple(self._launch_of(a, direction, fused) for a in actions if isinstance(a, Gather))
+        waited = {action.group for action in actions if isinstance(action, Wait)}
+        gathers = tuple(
+            (self._prefetch_of if waited.isdisjoint(a.groups) else self._launch_of)(a, direction, fused)
+            for a in actions
+            if isinstance(a, Gather)
+        )
         waits = tuple(self._wait_of(a, direction, fused) for a in actions if isinstance(a, Wait))
         return Row(event, gathers, waits, waits_first=bool(actions) and isinstance(actions[0], Wait))
 
@@ -430,6 +453,13 @@ class ScheduleRunner:
         where = "" if self._unequal_use else f" in {direction}"
         label = f"all-gather of {describe_groups(fused.get(first, (first,)))}{where}"
         return ScheduleRunner._gather, ([self._states[name].group for name in action.groups], label)
+
+    def _prefetch_of(self, action: Gather, direction: str, fused: _Fused) -> Call:
+        """Return the call for ``action`` ahead of use: with a bound on memory, only if it fits when it is performed."""
+        launch = self._launch_of(action, direction, fused)
+        if self._root.max_unsharded_bytes is None:
+            return launch
+        return ScheduleRunner._gather_if_it_fits, (self._states[action.groups[0]], launch)
 
     def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> Call:
         """Return the call for ``action``, which gathers the group first if it is sharded against expectation."""
@@ -478,6 +508,5 @@ class ScheduleRunner:
             other = self._specs.get(name)
             if other is not None and (other.unshard_in_backward or not in_backward):
                 names = passes.gathered_with(other, self._specs, fused, in_backward=in_backward)
-                launch = self._launch_of(Gather(names), direction, fused)
-                ahead.append((ScheduleRunner._gather_if_it_fits, (self._states[name], launch)))
+                ahead.append(self._prefetch_of(Gather(names), direction, fused))
         return row._replace(gathers=(*row.gathers, *ahead))
