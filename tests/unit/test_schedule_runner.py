@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_a_changed_order_keeps_the_bound_on_unsharded_bytes(mesh: DeviceMesh) ->
     model = Chain(6)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh).set_max_unsharded_bytes(2 * LAYER_BYTES)
+    fully_shard(model, mesh=mesh)
+    model.set_max_unsharded_bytes(2 * LAYER_BYTES)  # type: ignore[operator]
     x = torch.ones(1, WIDTH)
     for order in (range(6), range(6), (0, 2, 4, 5), (1, 3, 0, 5, 2), (5, 0, 2), range(6)):
         assert peak_of(partial(train, model, x, order)) <= 2 * LAYER_BYTES, order
@@ -75,7 +77,8 @@ def test_a_group_counts_in_the_bound_between_its_modules(mesh: DeviceMesh) -> No
     for layer in model.layers[1:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard([model.layers[0], model.layers[-1]], mesh=mesh)
-    fully_shard(model, mesh=mesh).set_max_unsharded_bytes(3 * LAYER_BYTES)
+    fully_shard(model, mesh=mesh)
+    model.set_max_unsharded_bytes(3 * LAYER_BYTES)  # type: ignore[operator]
     for _ in range(3):
         assert peak_of(partial(train, model, torch.ones(1, WIDTH), range(6))) <= 3 * LAYER_BYTES
 
@@ -120,3 +123,53 @@ def test_a_module_that_runs_again_after_an_error_is_freed(mesh: DeviceMesh) -> N
         e.operation for e in recorder if e.group == "flaky" and e.operation in (Operation.WAIT, Operation.RESHARD)
     ]
     assert in_memory[-1] is Operation.RESHARD, "an optimizer's step would not reach what stays"
+
+
+def unsharded_in(step: Callable[[], object]) -> list[str]:
+    """The all-gathers and waits of ``step``."""
+    with Recorder() as recorder:
+        step()
+    return [str(event) for event in recorder if event.operation in (Operation.UNSHARD, Operation.WAIT)]
+
+
+@pytest.mark.parametrize("owner_is_root", [False, True])
+def test_an_owner_below_another_root_is_unsharded_for_its_user(mesh: DeviceMesh, *, owner_is_root: bool) -> None:
+    owner, user = layers(2)
+    user.weight = owner.weight
+    fully_shard(owner, mesh=mesh)
+    fully_shard(user, mesh=mesh, shared_from=[owner])
+    x = torch.ones(1, WIDTH)
+    if owner_is_root:  # both are then called "root"
+        owner(x).sum().backward()
+    gathers = unsharded_in(lambda: user(x))
+    assert len(gathers) == 4, "of both groups"
+    user.reset_iter_state()  # type: ignore[operator]
+
+
+def test_groups_of_another_root_can_be_prefetched(mesh: DeviceMesh) -> None:
+    first, second = Chain(2), Chain(2)
+    for part in (first, second):
+        for layer in part.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(part, mesh=mesh)
+    first.layers[1].set_modules_to_forward_prefetch([second.layers[0]])  # type: ignore[operator]
+    x = torch.ones(1, WIDTH)
+    for part in (first, second):
+        part(x, range(2)).sum().backward()  # names the groups
+    first(x, range(2))
+    assert unsharded_in(lambda: second(x, range(2)))[:3] == ["unshard root", "wait root", "wait layers.0"]
+
+
+def test_a_root_does_not_keep_alive_what_it_prefetches_of_another(mesh: DeviceMesh) -> None:
+    first, second = Chain(1), Chain(1)
+    for part in (first, second):
+        fully_shard(part.layers[0], mesh=mesh)
+        fully_shard(part, mesh=mesh)
+    first.layers[0].set_modules_to_forward_prefetch([second.layers[0]])  # type: ignore[operator]
+    x = torch.ones(1, WIDTH)
+    for part in (first, second, first):
+        part(x, range(1)).sum().backward()
+    known = ref(second.layers[0])
+    del second, part
+    assert known() is None
+    assert len(unsharded_in(lambda: first(x, range(1)))) == 4

@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.collectives.packing import describe_groups
 from composable_fsdp._runtime.groups.gradients import PendingReduction
 from composable_fsdp._runtime.groups.param_group import ParameterGroup, unshard_together
-from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, plain_steps
-from composable_fsdp._runtime.root.group_spec import options_of, spec_of
+from composable_fsdp._runtime.root.group_spec import names_of, options_of, spec_of
 from composable_fsdp._runtime.schedule import passes
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
@@ -104,6 +105,8 @@ class ScheduleRunner:
         self._version = -1
         """The version of the options and plans for which the tables below hold."""
         self._specs: dict[str, GroupSpec] = {}
+        self._foreign: dict[str, ref[FSDPState]] = {}
+        """The states of other roots that own tied weights or are prefetched by choice, by a name of their own."""
         self._eager: dict[tuple[Hook, str, bool], Row] = {}
         self._compiled: list[tuple[_Key, _Compiled]] = []
         """The compiled schedules, most recent first."""
@@ -148,13 +151,22 @@ class ScheduleRunner:
 
     def _refresh_options(self) -> None:
         """Make the specs again if an option or the plan of a group has changed."""
-        version = sum(state.settings_version + state.group.tensors.plan_version for state in self._states.values())
-        if version != self._version:
-            self._version = version
-            self._specs = {name: spec_of(state, self._root) for name, state in self._states.items()}
+        if self._versions() != self._version:
+            names = names_of(self._states)
+            self._foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
+            self._specs = {name: spec_of(state, self._root, names) for state, name in names.items()}
+            for name in self._foreign:
+                self._specs[name] = replace(self._specs[name], is_foreign=True, is_root=False)
+            self._version = self._versions()
             self._eager.clear()
             self._compiled.clear()
             self._candidate_for = ()
+
+    def _versions(self) -> int:
+        states = (
+            [*self._states.values(), *alive(tuple(self._foreign.values()))] if self._foreign else self._states.values()
+        )
+        return sum(state.settings_version + state.group.tensors.plan_version for state in states)
 
     def _candidate_fusions(self) -> _Fused:
         limit = self._root.max_merged_bytes
@@ -359,6 +371,12 @@ class ScheduleRunner:
             self._fused = self.record.fused
         unshard_together(groups, self.streams, label)
 
+    def _gather_foreign(self, target: tuple[ref[FSDPState], str]) -> None:
+        known, label = target
+        state = known()
+        if state is not None:
+            self._gather(((state.group,), label))
+
     def _wait(self, target: tuple[ParameterGroup, Call]) -> None:
         group, (gather, missing) = target
         if not group.is_gathered:
@@ -379,9 +397,9 @@ class ScheduleRunner:
             state.note_kept(self.seen_steps)
             state.group.shrink(mesh_size)
 
-    def _gather_if_it_fits(self, target: tuple[FSDPState, Call]) -> None:
-        state, (gather, missing) = target
-        if self._fits(state):
+    def _gather_if_it_fits(self, target: tuple[GroupSpec, Call]) -> None:
+        spec, (gather, missing) = target
+        if self._fits(spec):
             gather(self, missing)
 
     def _fitting(self, delayed: tuple[Call, ...]) -> tuple[Call, ...]:
@@ -390,7 +408,7 @@ class ScheduleRunner:
         Ranks may launch the reduction before them at different times: early, or at the end of backward.
         """
         fitting: list[Call] = []
-        ahead: list[FSDPState] = []
+        ahead: list[GroupSpec] = []
         for act, target in delayed:
             if act is not ScheduleRunner._gather_if_it_fits:
                 fitting.append((act, target))
@@ -399,8 +417,8 @@ class ScheduleRunner:
                 fitting.append(target[1])
         return tuple(fitting)
 
-    def _fits(self, *states: FSDPState) -> bool:
-        """Return whether ``states`` may be unsharded beside the groups that are.
+    def _fits(self, *specs: GroupSpec) -> bool:
+        """Return whether the groups of ``specs`` may be unsharded beside those that are.
 
         Groups are also in memory against the schedule: after a changed order, or between the modules of one group.
         """
@@ -409,8 +427,10 @@ class ScheduleRunner:
             return True
         if self._unequal_use:  # ranks hold different groups at this point
             return False
-        held = (u for u in self._states.values() if u.group.is_gathered)
-        return sum(u.group.plan.unsharded_bytes for u in {*held, *states}) <= limit
+        held = {
+            name: state.group.plan.unsharded_bytes for name, state in self._states.items() if state.group.is_gathered
+        }
+        return sum((held | {spec.name: spec.unsharded_bytes for spec in specs}).values()) <= limit
 
     # -- binding
 
@@ -452,6 +472,8 @@ class ScheduleRunner:
         first = action.groups[0]
         where = "" if self._unequal_use else f" in {direction}"
         label = f"all-gather of {describe_groups(fused.get(first, (first,)))}{where}"
+        if first in self._foreign:  # the other root is fused with nothing here, and may be dropped
+            return ScheduleRunner._gather_foreign, (self._foreign[first], label)
         return ScheduleRunner._gather, ([self._states[name].group for name in action.groups], label)
 
     def _prefetch_of(self, action: Gather, direction: str, fused: _Fused) -> Call:
@@ -459,22 +481,28 @@ class ScheduleRunner:
         launch = self._launch_of(action, direction, fused)
         if self._root.max_unsharded_bytes is None:
             return launch
-        return ScheduleRunner._gather_if_it_fits, (self._states[action.groups[0]], launch)
+        return ScheduleRunner._gather_if_it_fits, (self._specs[action.groups[0]], launch)
 
     def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> Call:
         """Return the call for ``action``, which gathers the group first if it is sharded against expectation."""
         spec = self._specs[action.group]
         names = passes.gathered_with(spec, self._specs, fused, in_backward=direction == "backward")
         gather = self._launch_of(Gather(names), direction, fused)
-        return ScheduleRunner._wait, (self._states[action.group].group, gather)
+        return ScheduleRunner._wait, (self._state(action.group).group, gather)
+
+    def _state(self, name: str) -> FSDPState:
+        """Return the state called ``name``, of this root or an owner of tied weights, which its users keep alive."""
+        state = self._states[name] if name in self._states else self._foreign[name]()
+        assert state is not None
+        return state
 
     def _after(self, action: Action) -> Call:
         """Return the call for an action of a post-forward event."""
         if isinstance(action, Shrink):
-            return ScheduleRunner._shrink, (self._states[action.group], action.mesh_size)
+            return ScheduleRunner._shrink, (self._state(action.group), action.mesh_size)
         assert isinstance(action, Free | Keep)
         act = ScheduleRunner._keep if isinstance(action, Keep) else ScheduleRunner._free
-        return act, self._states[action.group]
+        return act, self._state(action.group)
 
     def _eager_row(self, state: FSDPState, hook: Hook, *, leads_to_backward: bool = True) -> Row:
         """Return the actions of an event of ``state`` that do not depend on other events."""
