@@ -511,6 +511,7 @@ class Iteration:
         if failed:  # the rendezvous ended the epoch, and ranks may have gathered different groups
             for state in states:
                 state.group.note_epoch_end()
+            self._runner.forget_order()
         self._backward.forget_forwards()
         result.check_steps()
 

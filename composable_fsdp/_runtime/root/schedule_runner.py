@@ -238,6 +238,10 @@ class ScheduleRunner:
             if state.group.parameter_state is ParameterState.UNSHARDING:
                 state.group.reshard()  # prefetched for a call that did not come
 
+    def forget_order(self) -> None:
+        """Forget the order of groups, after a pass that failed: some ranks may have ended its forward, others not."""
+        self._known, self._fused = ForwardRecord(), {}
+
     def begin_backward(self) -> None:
         """Begin a backward."""
         self._refresh_options()
