@@ -173,3 +173,29 @@ def test_a_root_does_not_keep_alive_what_it_prefetches_of_another(mesh: DeviceMe
     del second, part
     assert known() is None
     assert len(unsharded_in(lambda: first(x, range(1)))) == 4
+
+
+class WithForce(nn.Module):
+    """A model that differentiates a part of itself in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.layers[1](self.layers[0](x))
+        (force,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
+        out: torch.Tensor = self.layers[3](self.layers[2](energy + force))
+        return out
+
+
+def test_a_backward_inside_the_forward_leaves_a_whole_schedule(mesh: DeviceMesh) -> None:
+    model = WithForce()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_max_merged_bytes(0)  # type: ignore[operator]
+    for _ in range(2):
+        train(model, torch.ones(1, WIDTH, requires_grad=True))
+    found = unsharded_in(lambda: model(torch.ones(1, WIDTH, requires_grad=True)))
+    assert found[-2:] == ["wait layers.2", "wait layers.3"], "the last group is prefetched"

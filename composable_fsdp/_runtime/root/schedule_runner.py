@@ -43,6 +43,8 @@ _MOST_SCHEDULES = 16
 _Fused: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
 
+_UNFUSED: _Fused = {}
+
 _Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, AbstractSet[str], Sequence[Event]]
 """All that a schedule depends on besides options and plans."""
 
@@ -188,7 +190,9 @@ class ScheduleRunner:
         del self._compiled[_MOST_SCHEDULES - 1 :]
         options = self._options(leads_to_backward)
         schedule = passes.build(order, self._specs, options, record.unsharded, record.fused, unseen)
-        compiled = self._bind(schedule, {} if self._unequal_use else record.fused)
+        compiled = self._bind(schedule, _UNFUSED if self._unequal_use else record.fused)
+        if record is self.record:  # it grows if this is a backward inside its forward
+            key = (*key[:4], set(unseen), list(order))
         self._compiled.insert(0, (key, compiled))
         return compiled
 
@@ -510,7 +514,7 @@ class ScheduleRunner:
 
     def _eager_row(self, state: FSDPState, hook: Hook, *, leads_to_backward: bool = True) -> Row:
         """Return the actions of an event of ``state`` that do not depend on other events."""
-        fused = {} if self._unequal_use else self._fused
+        fused = _UNFUSED if self._unequal_use else self._fused
         if self._eager_fused is not fused:
             self._eager_fused = fused
             self._eager.clear()
