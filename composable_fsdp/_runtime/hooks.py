@@ -331,7 +331,8 @@ def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_InputVie
 
     if not inputs:
         call.round.ends_unseen = True
-        call.round.record.unseen.add(call.round.position)
+        if call.round.position >= 0:
+            call.round.record.unseen.add(call.round.position)
     elif len(inputs) == 1:
         call.await_inputs()
         inputs[0].view.grad_fn.register_hook(on_last_input_gradient)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from weakref import ref
 
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, alive
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
 
-__all__ = ["options_of", "spec_of"]
+__all__ = ["names_of", "options_of", "spec_of"]
 
 
-def spec_of(state: FSDPState, root: FSDPState) -> GroupSpec:
-    """Return the properties of ``state``, which is in the model of ``root``."""
+def names_of(states: Mapping[str, FSDPState]) -> dict[FSDPState, str]:
+    """Return the names of ``states``, and unique ones for the states of other roots that they refer to.
+
+    Those share weights with them, or are prefetched by choice. A state's own name is unique below its root only.
+    """
+    names = {state: name for name, state in states.items()}
+    for state in states.values():
+        chosen = (*(state.forward_prefetch or ()), *(state.backward_prefetch or ()))
+        for other in (*state.lenders, *alive(state.borrowing), *alive(chosen)):
+            names.setdefault(other, f"{other.name} (of another root, {len(names)})")
+    return names
+
+
+def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str]) -> GroupSpec:
+    """Return the properties of ``state``, which is in the model of ``root`` or used there.
+
+    ``names`` are those of :func:`names_of`. References to states without a name are left out.
+    """
     plan = state.group.plan
     sizes = [size if count else 0 for size, count in zip(plan.batch_bytes, plan.batches, strict=True)]
     return GroupSpec(
-        name=state.name,
+        name=names[state],
         unsharded_bytes=plan.unsharded_bytes,
         full_bytes=plan.full_bytes,
         gradient_bytes=tuple(sizes) if plan.in_batches else (sum(sizes),),
@@ -28,10 +44,10 @@ def spec_of(state: FSDPState, root: FSDPState) -> GroupSpec:
         reshard=state.reshard,
         reshard_after_backward=state.reshard_after_backward,
         unshard_in_backward=state.unshard_in_backward,
-        owners=tuple(owner.name for owner in state.lenders),
-        users=tuple(user.name for user in alive(state.borrowing)),
-        forward_prefetch=_names(state.forward_prefetch),
-        backward_prefetch=_names(state.backward_prefetch),
+        owners=_named(state.lenders, names),
+        users=_named(alive(state.borrowing), names),
+        forward_prefetch=_chosen(state.forward_prefetch, names),
+        backward_prefetch=_chosen(state.backward_prefetch, names),
         reduces=state.accumulation is not Accumulation.UNSHARDED,
         reduces_buckets=state.sends_batches,
         frees_with_last_gradient=state.frees_with_last_gradient,
@@ -40,8 +56,12 @@ def spec_of(state: FSDPState, root: FSDPState) -> GroupSpec:
     )
 
 
-def _names(chosen: Sequence[ref[FSDPState]] | None) -> tuple[str, ...] | None:
-    return None if chosen is None else tuple(state.name for state in alive(chosen))
+def _named(states: Iterable[FSDPState], names: Mapping[FSDPState, str]) -> tuple[str, ...]:
+    return tuple(names[state] for state in states if state in names)
+
+
+def _chosen(chosen: Sequence[ref[FSDPState]] | None, names: Mapping[FSDPState, str]) -> tuple[str, ...] | None:
+    return None if chosen is None else _named(alive(chosen), names)
 
 
 def options_of(

@@ -181,6 +181,8 @@ class Iteration:
             self._passes.note(error, state, in_backward=in_backward, ends_forward=ends_forward)
         if self._pass is Pass.BACKWARD:
             return
+        if state.round is not None and not state.round.is_recorded:
+            self._record.abort(state.group.pre_forward_event)
         state.round = None
         with suppress(PeerError, DivergenceError):  # the original error is being raised already
             if state is self._outermost:
@@ -509,6 +511,7 @@ class Iteration:
         if failed:  # the rendezvous ended the epoch, and ranks may have gathered different groups
             for state in states:
                 state.group.note_epoch_end()
+            self._runner.forget_order()
         self._backward.forget_forwards()
         result.check_steps()
 

@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
+from weakref import ref
 
 from composable_fsdp._memory.streams import CommStreams
 from composable_fsdp._runtime.collectives.packing import describe_groups
 from composable_fsdp._runtime.groups.gradients import PendingReduction
 from composable_fsdp._runtime.groups.param_group import ParameterGroup, unshard_together
-from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, plain_steps
-from composable_fsdp._runtime.root.group_spec import options_of, spec_of
+from composable_fsdp._runtime.root.group_spec import names_of, options_of, spec_of
 from composable_fsdp._runtime.schedule import passes
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
@@ -41,6 +42,8 @@ _MOST_SCHEDULES = 16
 
 _Fused: TypeAlias = Mapping[str, tuple[str, ...]]
 """The groups of each fusion, by each of its groups."""
+
+_UNFUSED: _Fused = {}
 
 _Key: TypeAlias = tuple[bool, bool, frozenset[str], _Fused, AbstractSet[int], Sequence[Event]]
 """All that a schedule depends on besides options and plans."""
@@ -104,6 +107,8 @@ class ScheduleRunner:
         self._version = -1
         """The version of the options and plans for which the tables below hold."""
         self._specs: dict[str, GroupSpec] = {}
+        self._foreign: dict[str, ref[FSDPState]] = {}
+        """The states of other roots that own tied weights or are prefetched by choice, by a name of their own."""
         self._eager: dict[tuple[Hook, str, bool], Row] = {}
         self._compiled: list[tuple[_Key, _Compiled]] = []
         """The compiled schedules, most recent first."""
@@ -135,7 +140,7 @@ class ScheduleRunner:
         for name, state in self._states.items():
             if state.kept_version is not None:
                 self._drop_stale(state, steps)
-            if state.group.parameter_state is not ParameterState.SHARDED:
+            if state.group.is_gathered:
                 unsharded.append(name)
         self._refresh_options()
         candidate = self._candidate_fusions()
@@ -148,13 +153,22 @@ class ScheduleRunner:
 
     def _refresh_options(self) -> None:
         """Make the specs again if an option or the plan of a group has changed."""
-        version = sum(state.settings_version + state.group.tensors.plan_version for state in self._states.values())
-        if version != self._version:
-            self._version = version
-            self._specs = {name: spec_of(state, self._root) for name, state in self._states.items()}
+        if self._versions() != self._version:
+            names = names_of(self._states)
+            self._foreign = {name: ref(state) for state, name in names.items() if name not in self._states}
+            self._specs = {name: spec_of(state, self._root, names) for state, name in names.items()}
+            for name in self._foreign:
+                self._specs[name] = replace(self._specs[name], is_foreign=True, is_root=False)
+            self._version = self._versions()
             self._eager.clear()
             self._compiled.clear()
             self._candidate_for = ()
+
+    def _versions(self) -> int:
+        states = (
+            [*self._states.values(), *alive(tuple(self._foreign.values()))] if self._foreign else self._states.values()
+        )
+        return sum(state.settings_version + state.group.tensors.plan_version for state in states)
 
     def _candidate_fusions(self) -> _Fused:
         limit = self._root.max_merged_bytes
@@ -176,7 +190,9 @@ class ScheduleRunner:
         del self._compiled[_MOST_SCHEDULES - 1 :]
         options = self._options(leads_to_backward=leads_to_backward)
         schedule = passes.build(order, self._specs, options, record.unsharded, record.fused, unseen)
-        compiled = self._bind(schedule, {} if self._unequal_use else record.fused)
+        compiled = self._bind(schedule, _UNFUSED if self._unequal_use else record.fused)
+        if record is self.record:  # it grows if this is a backward inside its forward
+            key = (*key[:4], set(unseen), list(order))
         self._compiled.insert(0, (key, compiled))
         return compiled
 
@@ -225,6 +241,10 @@ class ScheduleRunner:
         for state in self._states.values():
             if state.group.parameter_state is ParameterState.UNSHARDING:
                 state.group.reshard()  # prefetched for a call that did not come
+
+    def forget_order(self) -> None:
+        """Forget the order of groups, after a pass that failed: some ranks may have ended its forward, others not."""
+        self._known, self._fused = ForwardRecord(), {}
 
     def begin_backward(self) -> None:
         """Begin a backward."""
@@ -285,7 +305,7 @@ class ScheduleRunner:
         row = self._backward_row(state, record, position)
         if row.delayed and sends_batches:
             self._perform(row)
-            self._delayed = state, row
+            self._delayed = state, row._replace(delayed=self._fitting(row.delayed))
         elif row.delayed:
             self._perform(row._replace(gathers=(*row.gathers, *row.delayed)))
         else:
@@ -364,6 +384,12 @@ class ScheduleRunner:
             self._fused = self.record.fused
         unshard_together(groups, self.streams, label)
 
+    def _gather_foreign(self, target: tuple[ref[FSDPState], str]) -> None:
+        known, label = target
+        state = known()
+        if state is not None:
+            self._gather(((state.group,), label))
+
     def _wait(self, target: tuple[ParameterGroup, Call]) -> None:
         group, (gather, missing) = target
         if not group.is_gathered:
@@ -384,20 +410,40 @@ class ScheduleRunner:
             state.note_kept(self.seen_steps)
             state.group.shrink(mesh_size)
 
-    def _gather_if_it_fits(self, target: tuple[FSDPState, Call]) -> None:
-        state, (gather, missing) = target
-        if self._fits(state):
+    def _gather_if_it_fits(self, target: tuple[GroupSpec, Call]) -> None:
+        spec, (gather, missing) = target
+        if self._fits(spec):
             gather(self, missing)
 
-    def _fits(self, state: FSDPState) -> bool:
-        """Return whether ``state`` may be unsharded beside the groups that are."""
+    def _fitting(self, delayed: tuple[Call, ...]) -> tuple[Call, ...]:
+        """Return those of the ``delayed`` gathers that fit now, as the result must not depend on when each is launched.
+
+        Ranks may launch the reduction before them at different times: early, or at the end of backward.
+        """
+        fitting: list[Call] = []
+        ahead: list[GroupSpec] = []
+        for act, target in delayed:
+            if act is not ScheduleRunner._gather_if_it_fits:
+                fitting.append((act, target))
+            elif self._fits(*ahead, target[0]):
+                ahead.append(target[0])
+                fitting.append(target[1])
+        return tuple(fitting)
+
+    def _fits(self, *specs: GroupSpec) -> bool:
+        """Return whether the groups of ``specs`` may be unsharded beside those that are.
+
+        Groups are also in memory against the schedule: after a changed order, or between the modules of one group.
+        """
         limit = self._root.max_unsharded_bytes
-        if limit is None or state.group.unshard_started:
+        if limit is None:
             return True
         if self._unequal_use:  # ranks hold different groups at this point
             return False
-        held = (u for u in self._states.values() if u.group.parameter_state is not ParameterState.SHARDED)
-        return sum(u.group.plan.unsharded_bytes for u in {*held, state}) <= limit
+        held = {
+            name: state.group.plan.unsharded_bytes for name, state in self._states.items() if state.group.is_gathered
+        }
+        return sum((held | {spec.name: spec.unsharded_bytes for spec in specs}).values()) <= limit
 
     # -- binding
 
@@ -420,13 +466,18 @@ class ScheduleRunner:
                 if last is not None and event.hook is Hook.POST_FORWARD:
                     rows[last] = rows[last]._replace(after=tuple(map(self._after, actions)))
                 elif last is not None and gathers:
-                    delayed = tuple(self._launch_of(gather, "backward", fused) for gather in gathers)
+                    delayed = tuple(self._prefetch_of(gather, "backward", fused) for gather in gathers)
                     rows[last] = rows[last]._replace(delayed=delayed, bucket=event.bucket)
         return _Compiled(forward, backward[::-1])
 
     def _row(self, event: Event, actions: Sequence[Action], direction: str, fused: _Fused) -> Row:
         """Return the row of an event before a forward or backward."""
-        gathers = tuple(self._launch_of(a, direction, fused) for a in actions if isinstance(a, Gather))
+        waited = {action.group for action in actions if isinstance(action, Wait)}
+        gathers = tuple(
+            (self._prefetch_of if waited.isdisjoint(a.groups) else self._launch_of)(a, direction, fused)
+            for a in actions
+            if isinstance(a, Gather)
+        )
         waits = tuple(self._wait_of(a, direction, fused) for a in actions if isinstance(a, Wait))
         return Row(event, gathers, waits, waits_first=bool(actions) and isinstance(actions[0], Wait))
 
@@ -434,26 +485,41 @@ class ScheduleRunner:
         first = action.groups[0]
         where = "" if self._unequal_use else f" in {direction}"
         label = f"all-gather of {describe_groups(fused.get(first, (first,)))}{where}"
+        if first in self._foreign:  # the other root is fused with nothing here, and may be dropped
+            return ScheduleRunner._gather_foreign, (self._foreign[first], label)
         return ScheduleRunner._gather, ([self._states[name].group for name in action.groups], label)
+
+    def _prefetch_of(self, action: Gather, direction: str, fused: _Fused) -> Call:
+        """Return the call for ``action`` ahead of use: with a bound on memory, only if it fits when it is performed."""
+        launch = self._launch_of(action, direction, fused)
+        if self._root.max_unsharded_bytes is None:
+            return launch
+        return ScheduleRunner._gather_if_it_fits, (self._specs[action.groups[0]], launch)
 
     def _wait_of(self, action: Wait, direction: str, fused: _Fused) -> Call:
         """Return the call for ``action``, which gathers the group first if it is sharded against expectation."""
         spec = self._specs[action.group]
         names = passes.gathered_with(spec, self._specs, fused, in_backward=direction == "backward")
         gather = self._launch_of(Gather(names), direction, fused)
-        return ScheduleRunner._wait, (self._states[action.group].group, gather)
+        return ScheduleRunner._wait, (self._state(action.group).group, gather)
+
+    def _state(self, name: str) -> FSDPState:
+        """Return the state called ``name``, of this root or an owner of tied weights, which its users keep alive."""
+        state = self._states[name] if name in self._states else self._foreign[name]()
+        assert state is not None
+        return state
 
     def _after(self, action: Action) -> Call:
         """Return the call for an action of a post-forward event."""
         if isinstance(action, Shrink):
-            return ScheduleRunner._shrink, (self._states[action.group], action.mesh_size)
+            return ScheduleRunner._shrink, (self._state(action.group), action.mesh_size)
         assert isinstance(action, Free | Keep)
         act = ScheduleRunner._keep if isinstance(action, Keep) else ScheduleRunner._free
-        return act, self._states[action.group]
+        return act, self._state(action.group)
 
     def _eager_row(self, state: FSDPState, hook: Hook, *, leads_to_backward: bool = True) -> Row:
         """Return the actions of an event of ``state`` that do not depend on other events."""
-        fused = {} if self._unequal_use else self._fused
+        fused = _UNFUSED if self._unequal_use else self._fused
         if self._eager_fused is not fused:
             self._eager_fused = fused
             self._eager.clear()
@@ -477,6 +543,5 @@ class ScheduleRunner:
             other = self._specs.get(name)
             if other is not None and (other.unshard_in_backward or not in_backward):
                 names = passes.gathered_with(other, self._specs, fused, in_backward=in_backward)
-                launch = self._launch_of(Gather(names), direction, fused)
-                ahead.append((ScheduleRunner._gather_if_it_fits, (self._states[name], launch)))
+                ahead.append(self._prefetch_of(Gather(names), direction, fused))
         return row._replace(gathers=tuple(ahead), waits_first=True)  # the waits gather what is missing

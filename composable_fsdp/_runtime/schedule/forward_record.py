@@ -45,15 +45,25 @@ class ForwardRecord:
         self.ended.append(event.group)
         return len(self.ended) - 1
 
+    def abort(self, event: Event) -> None:
+        """Remove the last ``event``, the pre-forward of a group whose forward raised an error."""
+        index = len(self.events) - 1 - self.events[::-1].index(event)
+        del self.events[index]
+        self._without_backward = [each - (each > index) for each in self._without_backward]
+
     def order_of_backward(self) -> list[Event]:
         """Return the events of those runs of groups that a backward may come back to."""
         if not self._without_backward:
             return self.events
         dropped = set(self._without_backward)
-        for index in self._without_backward:
-            group = self.events[index].group
-            begun = [i for i in range(index) if self.events[i] == Event(Hook.PRE_FORWARD, group) and i not in dropped]
-            dropped.update(begun[-1:])
+        begun: dict[str, list[int]] = {}
+        for index, (hook, group, _) in enumerate(self.events):
+            if hook is Hook.PRE_FORWARD:
+                begun.setdefault(group, []).append(index)
+            else:
+                start = begun[group].pop()
+                if index in dropped:
+                    dropped.add(start)
         return [event for index, event in enumerate(self.events) if index not in dropped]
 
     def reach(self, position: int, backward: int) -> range:

@@ -1,0 +1,201 @@
+"""Steps in which the runner meets other events or groups than its schedule has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composable_fsdp import fully_shard
+from composable_fsdp.trace import Operation, Recorder
+
+RANKS, WIDTH = 4, 512
+LAYER_BYTES = WIDTH * WIDTH * 4
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    try:
+        yield init_device_mesh("cpu", (RANKS,))
+    finally:
+        dist.destroy_process_group()
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """The most bytes of unsharded parameters in ``step``."""
+    held = peak = 0
+    with Recorder() as recorder:
+        step()
+    for event in recorder:
+        if event.operation in (Operation.ALLOCATE, Operation.FREE):
+            held += event.bytes if event.operation is Operation.ALLOCATE else -event.bytes
+            peak = max(peak, held)
+    return peak
+
+
+def train(model: nn.Module, *inputs: object) -> None:
+    model(*inputs).sum().backward()
+
+
+def layers(count: int) -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)]
+
+
+class Chain(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(count))
+
+    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Forward order differs")
+def test_a_changed_order_keeps_the_bound_on_unsharded_bytes(mesh: DeviceMesh) -> None:
+    model = Chain(6)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_max_unsharded_bytes(2 * LAYER_BYTES)  # type: ignore[operator]
+    x = torch.ones(1, WIDTH)
+    for order in (range(6), range(6), (0, 2, 4, 5), (1, 3, 0, 5, 2), (5, 0, 2), range(6)):
+        assert peak_of(partial(train, model, x, order)) <= 2 * LAYER_BYTES, order
+
+
+def test_a_group_counts_in_the_bound_between_its_modules(mesh: DeviceMesh) -> None:
+    model = Chain(6)
+    for layer in model.layers[1:-1]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard([model.layers[0], model.layers[-1]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_max_unsharded_bytes(3 * LAYER_BYTES)  # type: ignore[operator]
+    for _ in range(3):
+        assert peak_of(partial(train, model, torch.ones(1, WIDTH), range(6))) <= 3 * LAYER_BYTES
+
+
+class Flaky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, *, fails: bool) -> torch.Tensor:
+        if fails:
+            raise ArithmeticError
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+class Retrying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flaky, self.last = Flaky(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x = self.flaky(x, fails=True)
+        except ArithmeticError:
+            x = self.flaky(x, fails=False)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def test_a_module_that_runs_again_after_an_error_is_freed(mesh: DeviceMesh) -> None:
+    model = Retrying()
+    fully_shard(model.flaky, mesh=mesh)
+    fully_shard(model.last, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(1, WIDTH)
+    for _ in range(2):
+        model(x).sum().backward()
+    with torch.no_grad(), Recorder() as recorder:
+        model(x)
+    in_memory = [
+        e.operation for e in recorder if e.group == "flaky" and e.operation in (Operation.WAIT, Operation.RESHARD)
+    ]
+    assert in_memory[-1] is Operation.RESHARD, "an optimizer's step would not reach what stays"
+
+
+def unsharded_in(step: Callable[[], object]) -> list[str]:
+    """The all-gathers and waits of ``step``."""
+    with Recorder() as recorder:
+        step()
+    return [str(event) for event in recorder if event.operation in (Operation.UNSHARD, Operation.WAIT)]
+
+
+@pytest.mark.parametrize("owner_is_root", [False, True])
+def test_an_owner_below_another_root_is_unsharded_for_its_user(mesh: DeviceMesh, *, owner_is_root: bool) -> None:
+    owner, user = layers(2)
+    user.weight = owner.weight
+    fully_shard(owner, mesh=mesh)
+    fully_shard(user, mesh=mesh, shared_from=[owner])
+    x = torch.ones(1, WIDTH)
+    if owner_is_root:  # both are then called "root"
+        owner(x).sum().backward()
+    gathers = unsharded_in(lambda: user(x))
+    assert len(gathers) == 4, "of both groups"
+    user.reset_iter_state()  # type: ignore[operator]
+
+
+def test_groups_of_another_root_can_be_prefetched(mesh: DeviceMesh) -> None:
+    first, second = Chain(2), Chain(2)
+    for part in (first, second):
+        for layer in part.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(part, mesh=mesh)
+    first.layers[1].set_modules_to_forward_prefetch([second.layers[0]])  # type: ignore[operator]
+    x = torch.ones(1, WIDTH)
+    for part in (first, second):
+        part(x, range(2)).sum().backward()  # names the groups
+    first(x, range(2))
+    assert unsharded_in(lambda: second(x, range(2)))[:3] == ["unshard root", "wait root", "wait layers.0"]
+
+
+def test_a_root_does_not_keep_alive_what_it_prefetches_of_another(mesh: DeviceMesh) -> None:
+    first, second = Chain(1), Chain(1)
+    for part in (first, second):
+        fully_shard(part.layers[0], mesh=mesh)
+        fully_shard(part, mesh=mesh)
+    first.layers[0].set_modules_to_forward_prefetch([second.layers[0]])  # type: ignore[operator]
+    x = torch.ones(1, WIDTH)
+    for part in (first, second, first):
+        part(x, range(1)).sum().backward()
+    known = ref(second.layers[0])
+    del second, part
+    assert known() is None
+    assert len(unsharded_in(lambda: first(x, range(1)))) == 4
+
+
+class WithForce(nn.Module):
+    """A model that differentiates a part of itself in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = self.layers[1](self.layers[0](x))
+        (force,) = torch.autograd.grad(energy.sum(), x, retain_graph=True)
+        out: torch.Tensor = self.layers[3](self.layers[2](energy + force))
+        return out
+
+
+def test_a_backward_inside_the_forward_leaves_a_whole_schedule(mesh: DeviceMesh) -> None:
+    model = WithForce()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_max_merged_bytes(0)  # type: ignore[operator]
+    for _ in range(2):
+        train(model, torch.ones(1, WIDTH, requires_grad=True))
+    found = unsharded_in(lambda: model(torch.ones(1, WIDTH, requires_grad=True)))
+    assert found[-2:] == ["wait layers.2", "wait layers.3"], "the last group is prefetched"
