@@ -64,12 +64,15 @@ if TYPE_CHECKING:
     from composable_fsdp._memory.streams import CommStream, CommStreams
     from composable_fsdp._memory.unsharded_buffer import OwnedBuffer
     from composable_fsdp._runtime import lazy_init
-    from composable_fsdp._runtime.collectives.all_gather import GatherCache, launch_gather
-    from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket
-    from composable_fsdp._runtime.collectives.cached_gather import CachedPart, repeated_gather
+    from composable_fsdp._runtime.collectives.all_gather import (
+        GatherCache,
+        launch_gather,
+        pack_messages,
+        repeated_gather,
+    )
+    from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
     from composable_fsdp._runtime.collectives.grad_mode import without_grad
-    from composable_fsdp._runtime.collectives.packing import group_by_key, pack_messages
     from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
     from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
     from composable_fsdp._runtime.groups.param_group import ParameterGroup
@@ -106,7 +109,7 @@ if TYPE_CHECKING:
         warn_without_cpu_backend,
     )
     from composable_fsdp._sharding.param_sharding import ModelParallel, ShardPlacementResult, shard_over_axes
-    from composable_fsdp._sharding.process_groups import ProcessGroups
+    from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
     from composable_fsdp._sharding.strategy import resolve_strategy
     from composable_fsdp._torch_compat.fsdp_state import ClientState
     from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy

@@ -15,9 +15,8 @@ from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, EncodedMessage, EncodedReduceScatter
 from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import group_by_key
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket, ReduceScatterBuffers
-from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
 
 __all__ = ["BucketReduction", "ReducibleBucket", "launch_reduction"]
 
