@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.strided_runs import find_runs
     from composable_fsdp._memory import unsharded_buffer
     from composable_fsdp._memory.shard_store import cast_and_move
-    from composable_fsdp._memory.streams import CommStream, CommStreams
+    from composable_fsdp._memory.streams import CommStream, CommStreams, without_grad
     from composable_fsdp._memory.unsharded_buffer import OwnedBuffer
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives.all_gather import (
@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     )
     from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
-    from composable_fsdp._runtime.collectives.grad_mode import without_grad
     from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
     from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
     from composable_fsdp._runtime.groups.param_group import ParameterGroup

@@ -18,7 +18,6 @@ from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
-from composable_fsdp._runtime.collectives.grad_mode import without_grad
 from composable_fsdp._sharding.process_groups import group_by_key
 
 __all__ = ["GatherCache", "RepeatedLaunch", "launch_gather", "pack_messages", "repeated_gather"]
@@ -84,7 +83,6 @@ class _AllGather:
         self.writes_to_places = False
         """True while collectives in flight write directly into the unsharded memory."""
 
-    @without_grad
     def launch(self) -> Work:
         self._await_readers()
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
@@ -110,7 +108,6 @@ class _AllGather:
         for meeting in [cast(AliasingCommunicator, axis).barrier("release before an all-gather") for axis in axes]:
             meeting.wait()
 
-    @without_grad
     def finish(self) -> None:
         self.writes_to_places = False
         for bucket, gather in zip(self._buckets, self._gathers, strict=True):
@@ -251,12 +248,10 @@ class RepeatedLaunch:
         self._sent: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
 
-    @without_grad
     def launch(self) -> Work:
         work, self._sent, self._rows = self._gather.send(self._label)
         return work
 
-    @without_grad
     def finish(self) -> None:
         assert self._rows is not None
         self._gather.take(self._rows)

@@ -14,8 +14,7 @@ import torch
 
 from composable_fsdp import trace
 from composable_fsdp._layout.grad_scaling import Reduction, plan_reduction
-from composable_fsdp._memory.streams import CommStreams, InFlight
-from composable_fsdp._runtime.collectives.grad_mode import without_grad
+from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.reduce import BucketReduction, ReducibleBucket, launch_reduction
 from composable_fsdp._runtime.collectives.reduce_scatter import ReducedBucket
 from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_scatter_wire_bytes
