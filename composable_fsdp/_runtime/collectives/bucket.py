@@ -17,9 +17,15 @@ from composable_fsdp._layout.bucket_layout import GatherLayout
 from composable_fsdp._layout.pack import put_shard, take_shard, unpack_parameter
 from composable_fsdp._layout.plan import BucketPlan, plan_smaller_mesh
 from composable_fsdp._layout.strided_runs import PackedRun, find_runs
-from composable_fsdp._memory.shard_store import ShardStore, cast_and_move
+from composable_fsdp._memory.buffers import (
+    AliasedBuffer,
+    OwnedBuffer,
+    ShardStore,
+    UnshardedBuffer,
+    cast_and_move,
+    view_at,
+)
 from composable_fsdp._memory.streams import blocks_the_host
-from composable_fsdp._memory.unsharded_buffer import AliasedBuffer, OwnedBuffer, UnshardedBuffer, view_at
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.collectives.shared_unsharded import SharedUnshardedBuffer
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
