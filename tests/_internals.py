@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         NEVER_ZERO_COPY,
         GatherLayout,
         ReduceLayout,
+        find_runs,
         plan_gather,
         plan_reduce,
         worth_all_reducing,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
         plan_smaller_mesh,
     )
     from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
-    from composable_fsdp._layout.strided_runs import find_runs
     from composable_fsdp._memory import buffers
     from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
     from composable_fsdp._memory.streams import CommStream, CommStreams, without_grad

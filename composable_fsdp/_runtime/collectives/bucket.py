@@ -13,10 +13,9 @@ from typing import Protocol
 import torch
 
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import GatherLayout
+from composable_fsdp._layout.bucket_layout import GatherLayout, PackedRun, find_runs
 from composable_fsdp._layout.pack import put_shard, take_shard, unpack_parameter
 from composable_fsdp._layout.plan import BucketPlan, plan_smaller_mesh
-from composable_fsdp._layout.strided_runs import PackedRun, find_runs
 from composable_fsdp._memory.buffers import (
     AliasedBuffer,
     OwnedBuffer,
