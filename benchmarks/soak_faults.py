@@ -20,7 +20,7 @@ from torch import nn
 
 from composable_fsdp import Int8
 from composable_fsdp._comm.communicator import Work
-from composable_fsdp._memory import unsharded_buffer as storage
+from composable_fsdp._memory import buffers as storage
 from composable_fsdp.testing import Fault, Raise, inject_faults
 
 __all__ = ["KILLED_IN_SAVE", "Accident", "FragileInt8", "Planned", "inflict", "kill_soon", "planned", "tell"]

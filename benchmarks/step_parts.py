@@ -27,8 +27,7 @@ from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Job
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator, GlooWork
 from composable_fsdp._comm.shm.engine import ShmWork
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-from composable_fsdp._runtime.collectives.all_gather import _AllGather
-from composable_fsdp._runtime.collectives.cached_gather import RepeatedLaunch
+from composable_fsdp._runtime.collectives.all_gather import RepeatedLaunch, _AllGather
 from composable_fsdp._runtime.groups.gradients import GroupGradients, Launch, PendingReduction
 from composable_fsdp._runtime.hooks import _ModuleHooks
 from composable_fsdp._runtime.root.iteration import Iteration

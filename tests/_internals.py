@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         NEVER_ZERO_COPY,
         GatherLayout,
         ReduceLayout,
+        find_runs,
         plan_gather,
         plan_reduce,
         worth_all_reducing,
@@ -58,18 +59,18 @@ if TYPE_CHECKING:
         plan_smaller_mesh,
     )
     from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
-    from composable_fsdp._layout.strided_runs import find_runs
-    from composable_fsdp._memory import unsharded_buffer
-    from composable_fsdp._memory.shard_store import cast_and_move
-    from composable_fsdp._memory.streams import CommStream, CommStreams
-    from composable_fsdp._memory.unsharded_buffer import OwnedBuffer
+    from composable_fsdp._memory import buffers
+    from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
+    from composable_fsdp._memory.streams import CommStream, CommStreams, without_grad
     from composable_fsdp._runtime import lazy_init
-    from composable_fsdp._runtime.collectives.all_gather import GatherCache, launch_gather
-    from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket
-    from composable_fsdp._runtime.collectives.cached_gather import CachedPart, repeated_gather
+    from composable_fsdp._runtime.collectives.all_gather import (
+        GatherCache,
+        launch_gather,
+        pack_messages,
+        repeated_gather,
+    )
+    from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
-    from composable_fsdp._runtime.collectives.grad_mode import without_grad
-    from composable_fsdp._runtime.collectives.packing import group_by_key, pack_messages
     from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
     from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
     from composable_fsdp._runtime.groups.param_group import ParameterGroup
@@ -86,9 +87,9 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.lazy_init import iteration_of
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
-    from composable_fsdp._runtime.root.backward_tracker import _MOST_FORWARDS
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
     from composable_fsdp._runtime.root.iteration import Iteration
+    from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
     from composable_fsdp._runtime.root.recovery import disconnect, reconnect
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
     from composable_fsdp._runtime.schedule import passes, schedule
@@ -105,7 +106,7 @@ if TYPE_CHECKING:
         warn_without_cpu_backend,
     )
     from composable_fsdp._sharding.param_sharding import ModelParallel, ShardPlacementResult, shard_over_axes
-    from composable_fsdp._sharding.process_groups import ProcessGroups
+    from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
     from composable_fsdp._sharding.strategy import resolve_strategy
     from composable_fsdp._torch_compat.fsdp_state import ClientState
     from composable_fsdp._torch_compat.torch_types import as_strategy, as_wrap_policy

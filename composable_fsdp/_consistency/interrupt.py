@@ -37,12 +37,12 @@ def listen() -> None:
         return
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
-    _, writer = _pipe()
+    reader, writer = _pipe()
     other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if other not in (_NO_DESCRIPTOR, writer):
         signal.set_wakeup_fd(other)
     else:
-        arrived()
+        _has_signal(reader)
 
 
 def stop_listening() -> None:
@@ -55,6 +55,11 @@ def stop_listening() -> None:
 
 def arrived() -> bool:
     """Return whether Ctrl-C was pressed since the last call, while listening."""
+    return _has_signal(_pipe()[0])
+
+
+def _has_signal(reader: int) -> bool:
+    """Read all signals from ``reader`` and return whether one of them was Ctrl-C."""
     with suppress(BlockingIOError):
-        return signal.SIGINT in os.read(_pipe()[0], 4096)
+        return signal.SIGINT in os.read(reader, 4096)
     return False

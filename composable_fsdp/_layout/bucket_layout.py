@@ -19,8 +19,10 @@ __all__ = [
     "NEVER_ZERO_COPY",
     "FlatLayout",
     "GatherLayout",
+    "PackedRun",
     "ReduceLayout",
     "aligned_bytes",
+    "find_runs",
     "plan_gather",
     "plan_reduce",
     "worth_all_reducing",
@@ -280,3 +282,41 @@ def _aligned(lengths: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], in
         starts.append(end)
         end += -(-length // step) * step
     return tuple(starts), end
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRun:
+    """A run of ``count`` packed parameters, with ``padded_numel`` elements on each rank, that one strided copy moves.
+
+    A layer often has several parameters of one shape in a row: scales and shifts, biases, adapters, experts. If they
+    are equally spaced both in a rank's row of the message and in the unsharded buffer, one copy moves all of them.
+    The k-th begins at ``start + k * width`` in each rank's row, and at ``place + k * step`` in the unsharded buffer.
+    """
+
+    start: int
+    width: int
+    place: int
+    step: int
+    padded_numel: int
+    count: int = 1
+
+
+def find_runs(layout: GatherLayout) -> tuple[PackedRun, ...]:
+    """Group the packed parameters of ``layout`` into as few runs as possible, in order.
+
+    The rows of each packed parameter must be its memory in order.
+    """
+    runs: list[PackedRun] = []
+    start = 0
+    for i, width in zip(layout.packed, layout.packed_widths, strict=True):
+        shards, place = layout.shards[i], layout.places.offsets[i]
+        last = runs[-1] if runs else None
+        if last is not None and (last.width, last.padded_numel) == (width, shards.padded_numel):
+            step = last.step if last.count > 1 else place - last.place
+            if place == last.place + last.count * step:
+                runs[-1] = PackedRun(last.start, width, last.place, step, last.padded_numel, last.count + 1)
+                start += width
+                continue
+        runs.append(PackedRun(start, width, place, shards.full_numel, shards.padded_numel))
+        start += width
+    return tuple(runs)

@@ -1,17 +1,21 @@
-"""Gradient averaging: the reduce operation, and the divisions before and after it."""
+"""Gradient averaging: the reduce operation, its sum in rank order, and the divisions before and after it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
-__all__ = ["ReduceOp", "Reduction", "divide", "plan_reduction"]
+__all__ = ["ReduceOp", "Reduction", "add_up", "divide", "plan_reduction"]
 
 _LARGEST_EXPONENT = 100
 """Largest exponent of a power of two whose reciprocal is a normal fp32 number. Narrower floats multiply in fp32 too."""
+
+_CHUNK_NUMEL = 1 << 18
+"""The number of elements summed at a time, so that the sum stays in cache."""
 
 
 class ReduceOp(Enum):
@@ -53,6 +57,29 @@ def plan_reduction(
     if averages and not sum_only and factor == num_ranks:
         return Reduction(ReduceOp.AVERAGE)
     return Reduction(ReduceOp.SUM, post_divide=factor)
+
+
+def add_up(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum ``summands`` in order into ``out``: in fp32 if they are narrower, rounded once if ``out`` is narrow too.
+
+    In rank order, the sum is the same on every rank and in every run.
+    """
+    if len(summands) == 1:
+        out.copy_(summands[0])
+        return
+    narrow = out.dtype.is_floating_point and out.dtype.itemsize < torch.float32.itemsize
+    same_dtype = not narrow and summands[0].dtype == out.dtype
+    for start in range(0, out.numel(), _CHUNK_NUMEL):
+        chunk = slice(start, start + _CHUNK_NUMEL)
+        target = out[chunk]
+        if same_dtype:
+            total = torch.add(summands[0][chunk], summands[1][chunk], out=target)
+        else:
+            total = summands[0][chunk].float() if narrow else target.copy_(summands[0][chunk])
+        for summand in summands[2 if same_dtype else 1 :]:
+            total.add_(summand[chunk])
+        if narrow:
+            target.copy_(total)
 
 
 def divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:

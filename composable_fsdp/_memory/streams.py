@@ -11,15 +11,36 @@ is no longer in use when a communication stream allocates it again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "blocks_the_host"]
+__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "blocks_the_host", "without_grad"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
+
+
+def without_grad(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function`` under ``no_grad``, at a quarter of the cost of ``torch.no_grad()``: that makes three objects
+    per call.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    return run
 
 
 class Work(Protocol):
@@ -34,6 +55,7 @@ class InFlight(Generic[T]):
     """Launched work that owns its buffers until :meth:`wait` returns.
 
     Invariant: ``launch`` runs exactly once, and ``finish`` exactly once after it, however often the methods are called.
+    Autograd records neither.
     """
 
     __slots__ = ("_after", "_current_stream", "_done", "_event", "_held", "_owned", "_result", "_work", "has_arrived")
@@ -51,6 +73,7 @@ class InFlight(Generic[T]):
         self._event: Any = None
         self._current_stream: Callable[[], Any] | None = None
 
+    @without_grad
     def start(self) -> None:
         """Launch work that had to wait for other work. On null streams this blocks while that is still in flight."""
         if self._owned is None or self._work is not None:
@@ -62,7 +85,8 @@ class InFlight(Generic[T]):
 
     def wait(self) -> T:
         """Return the result. The current stream (on null streams: the host) continues only once the work is done."""
-        self._complete()
+        if not self._done:
+            self._complete()
         if self._event is not None and self._current_stream is not None:
             self._current_stream().wait_event(self._event)
         self._owned = self._work = self._held = None
@@ -84,10 +108,10 @@ class InFlight(Generic[T]):
         self._complete()
         self._event, self._current_stream = stream.record_event(), current_stream
 
+    @without_grad
     def _complete(self) -> None:
-        if self._done:
-            return
-        self.start()
+        if self._work is None:
+            self.start()
         assert self._owned is not None
         assert self._work is not None
         self._work.wait()

@@ -30,8 +30,8 @@ from composable_fsdp._runtime.groups.state import FSDPState, ModuleReference
 from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.pytree import map_tensors, tensors_in
-from composable_fsdp._runtime.root.forward_call import Call
 from composable_fsdp._runtime.root.iteration import Iteration
+from composable_fsdp._runtime.root.passes_underway import Call
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from composable_fsdp._layout.placement import data_parallel_placements, shard_within
-from composable_fsdp._memory.unsharded_buffer import contiguous_strides
+from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._sharding.mesh import DataParallelAxes, join_meshes
 from composable_fsdp.errors import ParameterError
 from composable_fsdp.policies import DataParallelMeshDims

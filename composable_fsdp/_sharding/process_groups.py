@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import cast
+from collections.abc import Iterable, MutableMapping
+from typing import TypeVar, cast
 
 import torch
 
@@ -13,7 +13,10 @@ from composable_fsdp._comm.factory import duplicate
 from composable_fsdp._layout.plan import PlanOptions
 from composable_fsdp._sharding.mesh import DataParallelAxes
 
-__all__ = ["ProcessGroups"]
+__all__ = ["ProcessGroups", "group_by_key"]
+
+Key = TypeVar("Key")
+Member = TypeVar("Member")
 
 
 class ProcessGroups:
@@ -156,3 +159,14 @@ class ProcessGroups:
         if isinstance(communicator, GroupCommunicator) and self._pooled:
             return communicator.with_pool(True)
         return communicator
+
+
+def group_by_key(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
+    """Group members with equal keys, in the order of the first of each: the same on every rank."""
+    keys, members = list(keys), list(members)
+    if keys and keys.count(keys[0]) == len(keys) == len(members):  # usually one communicator: skip hashing it
+        return [(keys[0], members)]
+    found: dict[Key, list[Member]] = {}
+    for key, member in zip(keys, members, strict=True):
+        found.setdefault(key, []).append(member)
+    return list(found.items())

@@ -27,8 +27,8 @@ from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
 from composable_fsdp._runtime.lazy_init import iteration_of
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.root.forward_call import Call
 from composable_fsdp._runtime.root.iteration import Iteration, Pass
+from composable_fsdp._runtime.root.passes_underway import Call
 from composable_fsdp._torch_compat.torch_types import (
     ParamModuleInfo,
     ShardedState,

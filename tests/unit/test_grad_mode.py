@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests._internals import without_grad
+from tests._internals import CommStreams, without_grad
 
 
 @without_grad
@@ -28,3 +28,25 @@ def test_the_mode_is_as_before_after_an_exception() -> None:
         with pytest.raises(ValueError, match="on purpose"):
             grad_mode_within(fails=True)
         assert torch.is_grad_enabled()
+
+
+class FinishedWork:
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_nothing_is_recorded_when_a_collective_is_launched_and_finished(outside: bool) -> None:
+    recorded: list[bool] = []
+
+    def launch() -> FinishedWork:
+        recorded.append(torch.is_grad_enabled())
+        return FinishedWork()
+
+    streams = CommStreams(torch.device("cpu"))
+    with torch.set_grad_enabled(outside):
+        first = streams.reduce.run(launch, lambda: recorded.append(torch.is_grad_enabled()))
+        second = streams.replicate.run(launch, lambda: recorded.append(torch.is_grad_enabled()), after=first)
+        second.wait()
+        assert torch.is_grad_enabled() == outside
+    assert recorded == [False] * 4

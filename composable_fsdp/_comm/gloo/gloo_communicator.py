@@ -17,10 +17,9 @@ import torch.distributed as dist
 from composable_fsdp._comm.comm_debug import profiled
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._comm.gloo.connection import GlooConnection, exchange
-from composable_fsdp._comm.ordered_sum import add_up
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
-from composable_fsdp._layout.grad_scaling import ReduceOp
+from composable_fsdp._layout.grad_scaling import ReduceOp, add_up
 from composable_fsdp.errors import UnsupportedError
 
 __all__ = ["GlooCommunicator"]

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._comm.ordered_sum import add_up
 from composable_fsdp._comm.shm.segment import SLOT_BYTES, Segment
 from composable_fsdp._comm.shm.staging import Piece, Round, StagedRange, plan_rounds
+from composable_fsdp._layout.grad_scaling import add_up
 
 __all__ = ["Barrier", "Collective", "Operation", "all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 

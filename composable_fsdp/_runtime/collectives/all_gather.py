@@ -1,4 +1,9 @@
-"""All-gather of the parameters of one or several groups."""
+"""All-gather of the parameters of one or several groups.
+
+Small groups whose packed shards are sent unchanged repeat the same all-gather in every step. Host time dominates for
+them, so everything that does not change is computed once, for all buckets of the message (:class:`RepeatedGather`).
+Buckets that must be encoded, moved between devices or sent zero-copy are prepared anew each time.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,14 @@ from typing import cast
 import torch
 
 from composable_fsdp._comm.c10d import WorkList
-from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
+from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, Transfer
+from composable_fsdp._layout.bucket_layout import aligned_bytes
 from composable_fsdp._layout.grad_scaling import ReduceOp
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
-from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket
-from composable_fsdp._runtime.collectives.cached_gather import RepeatedGather, RepeatedLaunch, repeated_gather
-from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import group_by_key, pack_messages
+from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
+from composable_fsdp._sharding.process_groups import group_by_key
 
-__all__ = ["GatherCache", "launch_gather"]
+__all__ = ["GatherCache", "RepeatedLaunch", "launch_gather", "pack_messages", "repeated_gather"]
 
 
 class GatherCache:
@@ -79,7 +83,6 @@ class _AllGather:
         self.writes_to_places = False
         """True while collectives in flight write directly into the unsharded memory."""
 
-    @without_grad
     def launch(self) -> Work:
         self._await_readers()
         self._gathers = [bucket.prepare_gather() for bucket in self._buckets]
@@ -105,8 +108,150 @@ class _AllGather:
         for meeting in [cast(AliasingCommunicator, axis).barrier("release before an all-gather") for axis in axes]:
             meeting.wait()
 
-    @without_grad
     def finish(self) -> None:
         self.writes_to_places = False
         for bucket, gather in zip(self._buckets, self._gathers, strict=True):
             bucket.finish_gather(gather)
+
+
+def pack_messages(
+    gathers: Sequence[AllGatherBuffers], communicator: Communicator, device: torch.device
+) -> list[Transfer]:
+    """Pack all payloads into one message and return its transfer. Sets the ``rows`` of each gather.
+
+    A single payload is sent without a copy. Several are copied into one message, each aligned: a copy of packed
+    payloads, which are small, is cheaper than one more launch.
+    """
+    filled = [gather for gather in gathers if gather.payloads]
+    payloads = [payload for gather in filled for payload in gather.payloads]
+    if not payloads:
+        return []
+    if len(payloads) == 1:
+        sent, rows = payloads[0], _rows_of(payloads[0], communicator, device)
+        places: Sequence[torch.Tensor] = (rows,)
+    elif _fit_end_to_end(payloads):
+        sent = communicator.allocate(sum(p.numel() for p in payloads), payloads[0].dtype, device)
+        torch.cat(payloads, out=sent)
+        rows = _rows_of(sent, communicator, device)
+        places = torch.split_with_sizes(rows, [p.numel() for p in payloads], dim=1)
+    else:
+        sent, rows, places = _as_bytes(payloads, communicator, device)
+    remaining = iter(places)
+    for gather in filled:
+        gather.rows, gather.messages = [next(remaining) for _ in gather.payloads], [rows, sent]
+    return [Transfer(rows.view(-1), sent)]
+
+
+def _rows_of(sent: torch.Tensor, communicator: Communicator, device: torch.device) -> torch.Tensor:
+    """Allocate the memory that receives ``sent`` from all ranks, one row per rank."""
+    received = communicator.allocate(communicator.size * sent.numel(), sent.dtype, device)
+    return received.view(communicator.size, sent.numel())
+
+
+def _fit_end_to_end(payloads: Sequence[torch.Tensor]) -> bool:
+    """Return True if all payloads have one dtype, and their concatenation leaves each aligned."""
+    dtype = payloads[0].dtype
+    return all(p.dtype == dtype and p.nbytes == aligned_bytes(p.nbytes) for p in payloads)
+
+
+def _as_bytes(
+    payloads: Sequence[torch.Tensor], communicator: Communicator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return the message, the memory for all ranks' messages, and the views of each payload in that."""
+    sent = communicator.allocate(sum(aligned_bytes(p.nbytes) for p in payloads), torch.uint8, device)
+    rows = _rows_of(sent, communicator, device)
+    places, start = [], 0
+    for payload in payloads:
+        stop = start + payload.nbytes
+        sent[start:stop].view(payload.dtype).copy_(payload)
+        place = rows[:, start:stop]
+        # Empty rows cannot be viewed: their stride is not a multiple of the itemsize.
+        places.append(place.view(payload.dtype) if payload.numel() else place.to(payload.dtype))
+        start += aligned_bytes(payload.nbytes)
+    return sent, rows, places
+
+
+def repeated_gather(parts: Sequence[CachedPart | None], communicators: Sequence[Communicator]) -> RepeatedGather | None:
+    """Return the all-gather of all ``parts`` in one message, or ``None`` if they cannot share one.
+
+    Args:
+        parts: the part of each bucket; ``None`` for a bucket that cannot be cached.
+        communicators: the communicator of each bucket.
+    """
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts) or any(other != communicators[0] for other in communicators):
+        return None
+    dtype, has_runs = known[0].dtype, bool(known[0].runs)
+    for part in known:
+        nbytes = part.packed.numel() * dtype.itemsize
+        if part.dtype != dtype or bool(part.runs) != has_runs or nbytes != aligned_bytes(nbytes):
+            return None
+    return RepeatedGather(known, communicators[0])
+
+
+class RepeatedGather:
+    """An all-gather of ``parts`` over ``communicator`` that can be launched any number of times. Final."""
+
+    def __init__(self, parts: Sequence[CachedPart], communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._packed = [part.packed for part in parts]
+        self._numel = sum(packed.numel() for packed in self._packed)
+        self._dtype = parts[0].dtype
+        self._buffers = [part.buffer for part in parts]
+        self._places = [place for part in parts for place in part.places]
+        self._widths = [width for part in parts for width in part.widths]
+        self._runs: list[tuple[tuple[int, int, int], int, int]] = []
+        start = 0
+        for part in parts:
+            for run in part.runs:
+                shape = (run.count, communicator.size, run.padded_numel)
+                self._runs.append((shape, run.width, start + run.start))
+            start += part.packed.numel()
+
+    def send(self, label: str) -> tuple[Work, torch.Tensor, torch.Tensor]:
+        """Launch, and return the work, the sent message and the received rows. The caller keeps both until they are
+        read.
+        """
+        numel, size, device = self._numel, self._communicator.size, self._packed[0].device
+        allocate = self._communicator.allocate
+        if len(self._packed) > 1:
+            sent = torch.cat(self._packed, out=allocate(numel, self._dtype, device))
+        else:
+            sent = self._packed[0].to(self._dtype)
+        received = allocate(size * numel, self._dtype, device)
+        work = self._communicator.all_gather([Transfer(received, sent)], label)
+        return work, sent, received.view(size, numel)
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Copy ``rows`` to their places, whose memory is allocated only now."""
+        for buffer in self._buffers:
+            buffer.allocate()
+        if self._runs:
+            begin = rows.storage_offset()
+            sources = [rows.as_strided(shape, (step, self._numel, 1), begin + at) for shape, step, at in self._runs]
+            torch._foreach_copy_(self._places, sources)
+        elif len(self._places) == 1:
+            self._places[0].copy_(rows)  # half the host time of the operation for several
+        else:
+            torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
+
+
+class RepeatedLaunch:
+    """One launch of ``gather``. Owns the messages until they are no longer read."""
+
+    writes_to_places = False
+    """Always false: the collective writes to a message."""
+
+    def __init__(self, gather: RepeatedGather, label: str) -> None:
+        self._gather = gather
+        self._label = label
+        self._sent: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
+
+    def launch(self) -> Work:
+        work, self._sent, self._rows = self._gather.send(self._label)
+        return work
+
+    def finish(self) -> None:
+        assert self._rows is not None
+        self._gather.take(self._rows)

@@ -13,14 +13,18 @@ from typing import Protocol
 import torch
 
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.bucket_layout import GatherLayout
+from composable_fsdp._layout.bucket_layout import GatherLayout, PackedRun, find_runs
 from composable_fsdp._layout.pack import put_shard, take_shard, unpack_parameter
 from composable_fsdp._layout.plan import BucketPlan, plan_smaller_mesh
-from composable_fsdp._layout.strided_runs import PackedRun, find_runs
-from composable_fsdp._memory.shard_store import ShardStore, cast_and_move
+from composable_fsdp._memory.buffers import (
+    AliasedBuffer,
+    OwnedBuffer,
+    ShardStore,
+    UnshardedBuffer,
+    cast_and_move,
+    view_at,
+)
 from composable_fsdp._memory.streams import blocks_the_host
-from composable_fsdp._memory.unsharded_buffer import AliasedBuffer, OwnedBuffer, UnshardedBuffer, view_at
-from composable_fsdp._runtime.collectives.cached_gather import CachedPart
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
 from composable_fsdp._runtime.collectives.shared_unsharded import SharedUnshardedBuffer
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
@@ -28,7 +32,7 @@ from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.codecs._encoder import encode_rows, row_runs
 from composable_fsdp.errors import ParameterError
 
-__all__ = ["AllGatherBuffers", "AnyBucket", "Bucket"]
+__all__ = ["AllGatherBuffers", "AnyBucket", "Bucket", "CachedPart"]
 
 
 @dataclass(slots=True)
@@ -46,6 +50,22 @@ class AllGatherBuffers:
     rows: list[torch.Tensor] = field(default_factory=list)
     messages: list[torch.Tensor] = field(default_factory=list)
     all_reduced: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPart:
+    """One bucket of a cached all-gather: ``packed``, 1-d, is cast to ``dtype`` and gathered, one row per rank.
+
+    Rows are split into ``widths`` and copied to ``places``, each ``(num_shards, width)``; or they are copied by
+    ``runs``, whose places are ``(count, num_shards, padded_numel)``.
+    """
+
+    packed: torch.Tensor
+    dtype: torch.dtype
+    buffer: UnshardedBuffer
+    places: Sequence[torch.Tensor]
+    widths: Sequence[int] = ()
+    runs: Sequence[PackedRun] = ()
 
 
 class AnyBucket(Protocol):

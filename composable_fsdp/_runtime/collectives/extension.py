@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable_fsdp._memory.unsharded_buffer import contiguous_strides
+from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._runtime.collectives.grad_extension import check_hooks
 from composable_fsdp._runtime.params.tensor_subclass import GATHER_HOOKS, cut_padding, is_wrapper, plain_tensors
 from composable_fsdp.errors import ParameterError

@@ -15,7 +15,7 @@ import torch
 
 from composable_fsdp._comm.verify_ranks import gather_objects
 from composable_fsdp._layout.plan import BucketPlan
-from composable_fsdp._memory.unsharded_buffer import allocate_storage
+from composable_fsdp._memory.buffers import allocate_storage
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers
 from composable_fsdp._runtime.collectives.extension import GatherExtension, Payload, refill_checked
 from composable_fsdp._runtime.collectives.grad_extension import GradientExtension

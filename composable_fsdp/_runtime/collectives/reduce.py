@@ -14,10 +14,8 @@ from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.plan import BucketPlan
 from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.encoded_reduce import EncodedAllReduce, EncodedMessage, EncodedReduceScatter
-from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import group_by_key
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter, ReducedBucket, ReduceScatterBuffers
-from composable_fsdp._sharding.process_groups import ProcessGroups
+from composable_fsdp._sharding.process_groups import ProcessGroups, group_by_key
 
 __all__ = ["BucketReduction", "ReducibleBucket", "launch_reduction"]
 
@@ -92,7 +90,6 @@ class _HybridReduce:
         self._encoded_sums: list[EncodedReduceScatter] = []
         self._all_reduces: list[tuple[Communicator, EncodedAllReduce]] = []
 
-    @without_grad
     def scatter(self) -> Work:
         label = f"reduce-scatter of {self._name}"
         plain = [each for each in self._reductions if each.scatter.transfers]
@@ -122,7 +119,6 @@ class _HybridReduce:
             )
         ]
 
-    @without_grad
     def finish_scatter(self) -> None:
         """Finish ``scatter``: sum encoded gradients, and copy out this rank's shards of all-reduced ones."""
         for encoded in self._encoded_scatters:
@@ -130,14 +126,12 @@ class _HybridReduce:
         for each in self._reductions:
             each.bucket.scatter.copy_own_shards(each.scatter)
 
-    @without_grad
     def keep_partial(self) -> list[ReducedBucket]:
         self.finish_scatter()
         for each in self._reductions:
             each.bucket.scatter.keep_partial(each.scatter)
         return []
 
-    @without_grad
     def all_reduce(self) -> Work:
         works: list[Work] = []
         label = f"all-reduce of {self._name}"
@@ -152,13 +146,11 @@ class _HybridReduce:
         self._encoded_sums = self._encoded_reduce_scatters(messages)
         return WorkList((*works, *(encoded.launch(label) for encoded in self._encoded_sums)))
 
-    @without_grad
     def finish_all_reduce(self) -> None:
         """Finish an encoded ``all_reduce``: decode and sum."""
         for encoded in self._encoded_sums:
             encoded.finish()
 
-    @without_grad
     def gather_sums(self) -> Work:
         by_communicator = group_by_key([c for c, _ in self._all_reduces], [encoded for _, encoded in self._all_reduces])
         return WorkList(
@@ -170,20 +162,17 @@ class _HybridReduce:
             )
         )
 
-    @without_grad
     def finish_gathered_sums(self) -> list[ReducedBucket]:
         for _, encoded in self._all_reduces:
             encoded.finish()
         return self.finish()
 
-    @without_grad
     def finish_unreplicated(self) -> list[ReducedBucket]:
         self.finish_scatter()
         for each in self._reductions:
             each.bucket.scatter.add_partial(each.scatter)
         return self.finish()
 
-    @without_grad
     def finish(self) -> list[ReducedBucket]:
         reduced = []
         for bucket, reduction, scatter, hook, divides_first in self._reductions:

@@ -15,8 +15,8 @@ from composable_fsdp._comm.communicator import Transfer
 from composable_fsdp._layout.grad_scaling import Reduction, divide
 from composable_fsdp._layout.pack import pack_gradient, take_shard
 from composable_fsdp._layout.plan import SMALL_BYTES, BucketPlan
+from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp._memory.streams import blocks_the_host
-from composable_fsdp._memory.unsharded_buffer import contiguous_strides
 from composable_fsdp._runtime.collectives.encoded_reduce import (
     CodecMessage,
     EncodedAllReduce,

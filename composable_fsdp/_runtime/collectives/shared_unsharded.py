@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from composable_fsdp._layout.plan import BucketPlan
-from composable_fsdp._memory.shard_store import ShardStore
+from composable_fsdp._memory.buffers import ShardStore
 from composable_fsdp._runtime.params.optimizer_steps import optimizer_steps
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 

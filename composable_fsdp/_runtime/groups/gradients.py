@@ -14,15 +14,13 @@ import torch
 
 from composable_fsdp import trace
 from composable_fsdp._layout.grad_scaling import Reduction, plan_reduction
-from composable_fsdp._memory.streams import CommStreams, InFlight
-from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import describe_groups
+from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.reduce import BucketReduction, ReducibleBucket, launch_reduction
 from composable_fsdp._runtime.collectives.reduce_scatter import ReducedBucket
 from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_scatter_wire_bytes
 from composable_fsdp._runtime.groups.fused_reduce import Joiner
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors
-from composable_fsdp._runtime.groups.profiling import labelled
+from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
     GRADIENT_TRANSITIONS,
     GradientOperation,

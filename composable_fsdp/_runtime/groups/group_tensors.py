@@ -21,7 +21,7 @@ from composable_fsdp._consistency.starting_values import sample_start
 from composable_fsdp._layout.bucket_layout import FlatLayout
 from composable_fsdp._layout.plan import BucketPlan, GroupPlan, ParameterSpec, UnshardedStorage, plan_group
 from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._memory.shard_store import ShardStore
+from composable_fsdp._memory.buffers import ShardStore
 from composable_fsdp._runtime.collectives.all_gather import GatherCache
 from composable_fsdp._runtime.collectives.bucket import AnyBucket, Bucket
 from composable_fsdp._runtime.collectives.extension import GatherExtension, PlainExtension, find_extension

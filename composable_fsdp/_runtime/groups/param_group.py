@@ -11,15 +11,13 @@ from torch import nn
 
 from composable_fsdp import trace
 from composable_fsdp._layout.plan import GroupPlan
-from composable_fsdp._memory.streams import CommStreams, InFlight
+from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.all_gather import launch_gather
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
-from composable_fsdp._runtime.collectives.grad_mode import without_grad
-from composable_fsdp._runtime.collectives.packing import describe_groups
 from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes, smaller_mesh_wire_bytes
 from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
 from composable_fsdp._runtime.groups.group_tensors import GroupTensors, shard_parameters
-from composable_fsdp._runtime.groups.profiling import labelled
+from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
     PARAMETER_TRANSITIONS,
     ParameterOperation,

@@ -1,18 +1,18 @@
-"""Labels in profilers and in ``TORCH_LOGS=+fsdp``, such as ``FSDP::all_gather (layers.0)``.
+"""Names of operations in profilers, in errors and in ``TORCH_LOGS=+fsdp``, such as ``FSDP::all_gather (layers.0)``.
 
-The labels are those of torch's FSDP2, which tools search for, and the logger is torch's.
+The labels in profilers are those of torch's FSDP2, which tools search for, and the logger is torch's.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from torch.autograd import profiler
 
-__all__ = ["ask_logger", "labelled"]
+__all__ = ["ask_logger", "describe_groups", "labelled"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,3 +43,8 @@ def labelled(operation: str, name_of: Callable[..., str]) -> Callable[[Callable[
         return run
 
     return decorate
+
+
+def describe_groups(names: Sequence[str]) -> str:
+    """Return the name in errors of several groups that share a collective."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} groups)"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable_fsdp._layout.pack import take_shard
 from composable_fsdp._layout.shard import TensorShards
-from composable_fsdp._memory.unsharded_buffer import contiguous_strides
+from composable_fsdp._memory.buffers import contiguous_strides
 from composable_fsdp.errors import ParameterError
 
 __all__ = [

@@ -30,12 +30,10 @@ from composable_fsdp._runtime.groups.profiling import ask_logger, labelled
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, Round, alive
 from composable_fsdp._runtime.groups.state_machine import GradientState, Key, ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
-from composable_fsdp._runtime.root.backward_tracker import Backward
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
-from composable_fsdp._runtime.root.forward_call import Call
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
 from composable_fsdp._runtime.root.model_check import check_models
-from composable_fsdp._runtime.root.passes_underway import PassesUnderway
+from composable_fsdp._runtime.root.passes_underway import Backward, Call, PassesUnderway
 from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_failed, reconnect, rendezvous
 from composable_fsdp._runtime.root.reduce_queue import Reductions
 from composable_fsdp._runtime.root.root_options import check_settings

@@ -1,17 +1,198 @@
-"""The running passes of a root, and the report of their end to other ranks."""
+"""The running passes of a root: its forward calls, the progress of its backward, and reports of both to other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from composable_fsdp import trace
 from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._runtime.groups.state import FSDPState
+from composable_fsdp._runtime.groups.gradients import AutogradRun
+from composable_fsdp._runtime.groups.state import FSDPState, Round
+from composable_fsdp._runtime.groups.state_machine import ParameterState
+from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
+from composable_fsdp._runtime.root.error_messages import unseen_output
+from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 
-__all__ = ["PassesUnderway"]
+__all__ = ["Backward", "Call", "PassesUnderway"]
+
+_MOST_FORWARDS = 256
+"""The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
+
+
+class Call:
+    """One forward call of a module, as backward sees it. The autograd graph keeps it alive."""
+
+    __slots__ = ("awaits", "entered", "is_open", "is_recomputed", "round", "state")
+
+    def __init__(self, state: FSDPState, of_round: Round, *, is_recomputed: bool) -> None:
+        self.state = state
+        self.round = of_round
+        self.is_recomputed = is_recomputed
+        """True if it ran inside a backward. That backward may never reach its inputs: some recomputations only refill.
+        """
+        self.awaits = False
+        """True if a hook reports that backward has reached the inputs."""
+        self.is_open = False
+        """True while it counts in the ``open_calls`` of its state."""
+        self.entered = -1
+        """The number of the backward in which a gradient last reached an output of this call."""
+
+    def await_inputs(self) -> None:
+        """Note that a hook will report the gradients of this call's inputs."""
+        self.round.awaited += 1
+        self.awaits = True
+        if not self.is_recomputed:
+            self.open()
+
+    def open(self) -> None:
+        """Mark the gradients of the state as incomplete until backward has reached this call's inputs."""
+        if self.awaits and not self.is_open:
+            self.is_open = True
+            self.state.open_calls += 1
+
+    def close(self) -> None:
+        """Note that backward has reached the inputs."""
+        if self.is_open:
+            self.is_open = False
+            self.state.open_calls -= 1
+
+
+class Backward:
+    """The current or last backward of one root. Final.
+
+    Args:
+        states: all FSDP states below the root.
+        steps: the step counter of the optimizers of their parameters.
+
+    Attributes:
+        number: the number of this backward. States and calls store it when backward reaches them.
+    """
+
+    def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps) -> None:
+        self.number = 0
+        self._states = states
+        self._run = AutogradRun()
+        self._steps, self._seen_steps = steps, steps.number
+        self._forwards: dict[ForwardRecord, list[FSDPState]] = {}
+        """The states that ran in each forward that may get a backward.
+
+        Equal on every rank, except for states that ranks in step skip.
+        """
+        self._reached: set[ForwardRecord] = set()
+        """The forwards that this backward has reached."""
+        self._unseen_exits: list[Call] = []
+        """Calls whose input gradients were seen before any output gradient."""
+        for state in states:
+            state.runs = 0
+            state.group.gradients.run = self._run
+
+    def begin(self) -> None:
+        """Begin a new backward."""
+        self.number += 1
+        self._run.number = torch._C._current_graph_task_id()
+
+    def end(self) -> None:
+        """End the backward.
+
+        Raises:
+            LifecycleError: gradients entered a module through an output that its hooks did not see.
+        """
+        for call in self._unseen_exits:
+            if call.entered != self.number:
+                raise unseen_output(call.state)
+        self._unseen_exits.clear()
+        self._run.number = -1
+        for record in self._reached:
+            self.forget_forward(record)
+        self._reached.clear()
+
+    def forget(self) -> None:
+        """Abandon a backward that failed."""
+        self._unseen_exits.clear()
+        self._reached.clear()
+        self._run.number = -1
+
+    # -- forwards that may get a backward
+
+    def count(self, state: FSDPState, record: ForwardRecord) -> None:
+        """Note that ``state`` ran in the forward of ``record``, which may get a backward."""
+        states = self._forwards.get(record)
+        if states is None:
+            states = self._forwards[record] = []
+            if len(self._forwards) > _MOST_FORWARDS:
+                self.forget_forward(next(iter(self._forwards)))
+        states.append(state)
+        state.runs += 1
+
+    def forget_forward(self, record: ForwardRecord) -> None:
+        """Forget the forward of ``record``: its backward has come, or will not."""
+        for state in self._forwards.pop(record, ()):
+            state.runs -= 1
+
+    def forget_forwards(self) -> None:
+        """Forget all forwards: none will get a backward."""
+        for record in list(self._forwards):
+            self.forget_forward(record)
+
+    def forget_before_step(self) -> None:
+        """Forget the forwards from before the last optimizer step: they get no backward."""
+        steps = self._steps.number
+        if steps != self._seen_steps:
+            self._seen_steps = steps
+            self.forget_forwards()
+
+    # -- progress
+
+    def enter(self, call: Call) -> None:
+        """Note that a gradient reached an output of ``call``."""
+        call.entered = self.number
+        call.open()
+        state = call.state
+        self._reached.add(call.round.record)
+        for reached in (state, *state.lenders):
+            reached.entered_backward = self.number
+
+    def leave(self, call: Call) -> None:
+        """Note that the gradients of ``call``'s inputs are complete."""
+        if not self.was_seen(call.state):  # if its output is its input, the output's hook follows at once
+            self._unseen_exits.append(call)
+        call.close()
+        call.round.awaited -= 1
+
+    def was_reached(self, state: FSDPState) -> bool:
+        """Return whether backward reached ``state`` through an output that its hooks saw."""
+        return state.entered_backward == self.number
+
+    def was_seen(self, state: FSDPState) -> bool:
+        """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
+        return (
+            state.entered_backward == self.number
+            or not state.unshard_in_backward
+            or state.group.parameter_state is ParameterState.UNSHARDED
+        )
+
+    # -- parameters it can still need
+
+    @property
+    def is_outermost(self) -> bool:
+        """True if autograd is not in a backward inside this one, as reentrant checkpoints begin."""
+        return not self._run.is_around_another
+
+    def is_over_for(self, state: FSDPState) -> bool:
+        """Return whether the rest of backward needs no parameter of ``state``, all of which have gradients.
+
+        If other states are nested inside, this holds only after backward has been through all other states.
+        """
+        if not state.frees_with_last_gradient:
+            return False
+        others = (other for other in self._states if other is not state and other.group.parameters)
+        return not state.has_nested_states or all(
+            self.was_reached(other) and other.group.parameter_state is ParameterState.SHARDED for other in others
+        )
 
 
 class PassesUnderway:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.collectives.packing import describe_groups
 from composable_fsdp._runtime.groups.gradients import PendingReduction
 from composable_fsdp._runtime.groups.param_group import ParameterGroup, unshard_together
+from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, plain_steps
