@@ -86,13 +86,12 @@ def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.behaviour("C-01")
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
-    ("task", "options"),
+    ("task", "options", "transport"),
     [
-        ("mlp", {"set_max_merged_bytes": 0}),
-        ("transformer", {"set_prefetch_limit": 3}),
-        ("transformer", {"set_max_unsharded_bytes": 1000, "set_reshard_after_backward": False}),
+        ("mlp", {"set_max_merged_bytes": 0}, "sockets"),
+        *(("transformer", {"set_prefetch_limit": 3}, transport) for transport in TRANSPORTS),
+        ("transformer", {"set_max_unsharded_bytes": 1000, "set_reshard_after_backward": False}, "in common"),
     ],
 )
 def test_results_do_not_depend_on_the_expected_order(task: str, options: dict[str, Any], transport: str) -> None:

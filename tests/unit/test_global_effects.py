@@ -76,45 +76,36 @@ def test_a_sharded_module_on_one_rank_installs_hooks_of_optimizers_and_the_expla
     assert run(SHARD) == "['excepthook', 'optimizer hooks']"
 
 
-STEP = """
+LIFETIME = f"""
+import copy
+{SHARD}
+
+
+def another():
+    return composable_fsdp.fully_shard(torch.nn.Linear(2, 2))
+
+
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
 optimizer.zero_grad()
+other = another()
+del optimizer, model
+print("one of two models is left:", changes(begin))
+del other
+print("none is left:", changes(begin))
+model = another()
+print("the next one:", changes(begin))
+clone = copy.deepcopy(model)
+del model
+print("its copy:", changes(begin))
+del clone
+print("no copy:", changes(begin))
 """
-
-
-@pytest.mark.behaviour("A-01")
-def test_the_last_sharded_model_takes_these_hooks_along() -> None:
-    assert run(f"{SHARD}{STEP}\ndel optimizer, model") == "[]"
-    assert run(f"{SHARD}\nother = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))\ndel model") == (
-        "['excepthook', 'optimizer hooks']"
-    )
-
-
-@pytest.mark.behaviour("A-01")
-def test_a_copy_of_a_dropped_model_keeps_the_hooks() -> None:
-    program = f"{SHARD}\nimport copy\nclone = copy.deepcopy(model)\ndel model"
-    assert run(program) == "['excepthook', 'optimizer hooks']"
-    assert run(f"{program}, clone") == "[]"
-
-
-@pytest.mark.behaviour("A-01")
-def test_the_hooks_come_back_with_the_next_model() -> None:
-    program = f"{SHARD}\ndel model\nmodel = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))"
-    assert run(program) == "['excepthook', 'optimizer hooks']"
-
-
-@pytest.mark.behaviour("A-01")
-def test_an_excepthook_installed_after_ours_stays() -> None:
-    program = f"{SHARD}\nsys.excepthook = theirs = lambda *_: None\ndel model\nassert sys.excepthook is theirs"
-    assert run(program) == "['excepthook']"
-
 
 DROPPED_IN_A_STEP = """
 optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-models = [model]
-del model
+models = [composable_fsdp.fully_shard(torch.nn.Linear(2, 2))]
 
 
 class Groups(list):
@@ -127,11 +118,29 @@ optimizer.param_groups = Groups(optimizer.param_groups)
 optimizer.step()
 optimizer.param_groups = list(optimizer.param_groups)
 assert not models
+print("dropped in a step:", changes(begin))
+"""
+
+OTHER_EXCEPTHOOK = """
+model = another()
+sys.excepthook = theirs = lambda *_: None
+del model
+assert sys.excepthook is theirs
+print("another excepthook:", changes(begin))
 """
 
 
+@pytest.mark.multiprocess
 @pytest.mark.behaviour("A-01")
-def test_a_model_that_ends_while_the_hooks_run_does_not_break_the_step() -> None:
-    assert run(f"{SHARD}{DROPPED_IN_A_STEP}") == "['optimizer hooks']"
-    next_model = "model = composable_fsdp.fully_shard(torch.nn.Linear(2, 2))\ndel model"
-    assert run(f"{SHARD}{DROPPED_IN_A_STEP}{next_model}") == "[]"
+def test_these_hooks_live_as_long_as_sharded_models_and_their_copies() -> None:
+    """A model may also end while its optimizer's hooks run. An excepthook installed after ours stays."""
+    assert run(f"{LIFETIME}{DROPPED_IN_A_STEP}{OTHER_EXCEPTHOOK}").splitlines() == [
+        "one of two models is left: ['excepthook', 'optimizer hooks']",
+        "none is left: []",
+        "the next one: ['excepthook', 'optimizer hooks']",
+        "its copy: ['excepthook', 'optimizer hooks']",
+        "no copy: []",
+        "dropped in a step: ['optimizer hooks']",
+        "another excepthook: ['excepthook']",
+        "['excepthook']",
+    ]
