@@ -80,14 +80,18 @@ def test_every_group_is_gathered_before_it_computes_and_every_bucket_is_reduced_
     order, specs, options = model
     plan = passes.build(order, specs, options)
     held: set[str] = set()
+    unused: set[str] = set()
     in_flight = 0
     for event, actions in plan:
+        assert event.hook not in (s.Hook.END_FORWARD, s.Hook.END_BACKWARD) or not unused, "gathered in vain"
         for action in actions:
             if isinstance(action, s.Gather):
                 assert not held.intersection(action.groups), f"{event}: gathered twice"
                 held.update(action.groups)
+                unused.update(action.groups)
             elif isinstance(action, s.Wait):
                 assert action.group in held, f"{event}: waits for what no one gathers"
+                unused.discard(action.group)
             elif isinstance(action, s.Free | s.Shrink):
                 assert action.group in held, f"{event}: frees what is free"
                 held.remove(action.group)
