@@ -1,7 +1,8 @@
 """The executor of the schedule of one root: looks up the actions of an event and performs them.
 
-It decides nothing. An event that the schedule does not expect next, as in a first forward or a changed order, is served
-eagerly: the group is gathered, waited for, and freed after. So results never depend on the schedule.
+An event that the schedule does not expect next, as in a first forward or a changed order, is served eagerly: the group
+is gathered, waited for, and freed after. So results never depend on the schedule. The runner decides one thing itself:
+with a bound on unsharded bytes, it leaves out a prefetch that does not fit beside what is in memory.
 """
 
 from __future__ import annotations
@@ -416,9 +417,10 @@ class ScheduleRunner:
             gather(self, missing)
 
     def _fitting(self, delayed: tuple[Call, ...]) -> tuple[Call, ...]:
-        """Return those of the ``delayed`` gathers that fit now, as the result must not depend on when each is launched.
+        """Return those of the ``delayed`` gathers that fit now.
 
-        Ranks may launch the reduction before them at different times: early, or at the end of backward.
+        It is decided before they are launched, because ranks may launch them at different times: after an early
+        reduction, or at the end of backward.
         """
         fitting: list[Call] = []
         ahead: list[GroupSpec] = []

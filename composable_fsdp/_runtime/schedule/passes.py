@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
@@ -33,16 +34,21 @@ __all__ = [
     "PREFETCH_LIMIT",
     "GroupSpec",
     "ScheduleOptions",
+    "Specs",
     "bound_in_flight",
     "build",
     "delay_prefetch_on_host",
+    "delayed_until",
     "eager",
     "fuse_small",
     "fusions",
+    "gathered_with",
     "is_full",
     "keep_last",
     "merge_adjacent",
     "prefetch",
+    "reshard_after_forward",
+    "unshard",
 ]
 
 PREFETCH_LIMIT = 1
@@ -69,7 +75,7 @@ class GroupSpec:
         gradient_bytes: the bytes of each bucket of gradients; 0 for a bucket without trainable parameters.
         has_parameters: False for a module whose parameters all belong to nested groups.
         is_root: True for the group of the outermost module.
-        is_foreign: it belongs to another root, which frees it at the ends of its passes.
+        is_foreign: True if it belongs to another root, which frees it at the ends of its passes.
         is_small: True if latency, not bandwidth, dominates its collectives.
         can_fuse: True if its all-gathers may be fused with those of other groups.
         can_fuse_reduction: True if its reductions may be fused with those of other groups.
@@ -143,7 +149,8 @@ class ScheduleOptions:
         return self.reductions_in_flight or (1 if self.host_waits else None)
 
 
-Specs = Mapping[str, GroupSpec]
+Specs: TypeAlias = Mapping[str, GroupSpec]
+"""The properties of all groups of a root, by name."""
 
 
 def build(
@@ -165,11 +172,11 @@ def build(
         unseen: the positions of runs whose inputs need no gradient, so that no hook shows the end of their backward. A
             position counts the post-forward events of groups with parameters.
     """
+    if fused is None:
+        fused = fusions(order, specs, options.max_fused_bytes)
     schedule = eager(order, specs, options, unsharded, unseen)
     if not options.unequal_use:
-        schedule = fuse_small(
-            schedule, specs, fusions(order, specs, options.max_fused_bytes) if fused is None else fused
-        )
+        schedule = fuse_small(schedule, specs, fused)
     schedule = keep_last(schedule, specs, options)
     schedule = prefetch(schedule, specs, options)
     if options.host_waits:
@@ -207,7 +214,7 @@ def eager(
 
 
 def unshard(spec: GroupSpec, held: Collection[str] = ()) -> tuple[Action, ...]:
-    """Return the actions that unshard ``spec`` and the owners of its tied weights, except for what is ``held``."""
+    """Return the actions that unshard ``spec`` and the owners of its tied weights, without gathers of ``held`` ones."""
     needed = (spec.name, *spec.owners)
     return (*(Gather((name,)) for name in needed if name not in held), *map(Wait, needed))
 
@@ -369,7 +376,10 @@ def fuse_small(schedule: Schedule, specs: Specs, fused: Mapping[str, tuple[str, 
 def _fuse_reduction(
     action: Reduce, specs: Specs, fused: Mapping[str, tuple[str, ...]], ready: dict[str, Reduce]
 ) -> list[Action]:
-    """Return the reductions to launch once ``action`` could be. ``ready`` has those that wait for their fusion."""
+    """Return the reductions to launch when the gradients of ``action`` are ready.
+
+    ``ready`` has those whose fusion is not complete yet.
+    """
     name = action.buckets[0].group
     members = [n for n in fused.get(name, ()) if specs[n].can_fuse and specs[n].can_fuse_reduction and specs[n].reduces]
     if name not in members:
@@ -386,9 +396,10 @@ def _fuse_reduction(
 
 
 def keep_last(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Schedule:
-    """Keep the last groups of forward, which backward needs first, where the device would be idle during their gather.
+    """Keep the last groups of forward, which backward needs first.
 
-    Where the host waits, they are freed like the others: the memory peak often comes with the loss.
+    On streams the device would be idle while they are gathered again. Where the host waits, they are freed like the
+    others: the memory peak often comes with the loss.
     """
     if options.host_waits or not options.leads_to_backward:
         return schedule
@@ -451,7 +462,7 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
             place = len(own)
         if in_backward and not specs[event.group].unshard_in_backward:
             continue
-        for name in prefetch_targets(schedule, at, specs, options):
+        for name in _prefetch_targets(schedule, at, specs, options):
             if name in held or not _fits({*held, name}, specs, options):
                 continue
             moved = Gather(_take_gather(steps, at, name, held))
@@ -462,7 +473,7 @@ def prefetch(schedule: Schedule, specs: Specs, options: ScheduleOptions) -> Sche
     return replace(schedule, steps=tuple(Step(event, tuple(actions)) for event, actions in steps))
 
 
-def prefetch_targets(schedule: Schedule, at: int, specs: Specs, options: ScheduleOptions) -> list[str]:
+def _prefetch_targets(schedule: Schedule, at: int, specs: Specs, options: ScheduleOptions) -> list[str]:
     """Return the groups to prefetch at step ``at``: the chosen ones, or the next distinct ones of the pass.
 
     Groups that are in memory already count against the limit too, so the unsharded memory stays bounded.
@@ -521,7 +532,7 @@ def delay_prefetch_on_host(
         spec = specs[event.group]
         needed = {spec.name, *spec.owners}
         ahead = [a for a in actions if isinstance(a, Gather) and not needed.intersection(a.groups)]
-        index = delayed_until(spec, prefetch_targets(schedule, at, specs, options), specs)
+        index = delayed_until(spec, _prefetch_targets(schedule, at, specs, options), specs)
         if index is None or not ahead:
             continue
         ready = Event(Hook.GRAD_READY, spec.name, index)
@@ -560,13 +571,12 @@ def bound_in_flight(schedule: Schedule, specs: Specs, options: ScheduleOptions) 
         launched: tuple[int, int] | None = None
         for action in actions:
             if isinstance(action, Reduce):
-                launched = reduction_bytes(action, specs)
+                launched = _reduction_bytes(action, specs)
                 _make_room(in_flight, launched, options.max_reductions, changed)
                 in_flight.append(launched)
             elif isinstance(action, Gather) and launched is not None:
-                _make_room(
-                    in_flight, launched, options.max_reductions, changed
-                )  # before prefetched parameters add to the gradients
+                # Gradients and prefetched parameters should not be in memory together.
+                _make_room(in_flight, launched, options.max_reductions, changed)
             changed.append(action)
         if event.hook is Hook.END_BACKWARD and in_flight and options.is_last_backward:
             changed.append(WaitReduce(len(in_flight)))
@@ -574,7 +584,7 @@ def bound_in_flight(schedule: Schedule, specs: Specs, options: ScheduleOptions) 
     return replace(schedule, steps=tuple(steps))
 
 
-def reduction_bytes(action: Reduce, specs: Specs) -> tuple[int, int]:
+def _reduction_bytes(action: Reduce, specs: Specs) -> tuple[int, int]:
     """Return the gradient bytes of ``action``, and those of all buckets of its groups."""
     groups = dict.fromkeys(bucket.group for bucket in action.buckets)
     return (

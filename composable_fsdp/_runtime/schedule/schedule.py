@@ -75,33 +75,31 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class _OnGroup:
+    """An action on one group."""
+
+    group: str
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__.lower()} {self.group}"
+
+
+class Wait(_OnGroup):
     """Wait for the all-gather of ``group`` and register its unsharded parameters."""
 
-    group: str
-
-    def __str__(self) -> str:
-        return f"wait {self.group}"
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(_OnGroup):
     """Register the sharded parameters of ``group`` and free the unsharded ones."""
 
-    group: str
-
-    def __str__(self) -> str:
-        return f"free {self.group}"
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(_OnGroup):
     """Leave ``group`` unsharded after its forward."""
 
-    group: str
-
-    def __str__(self) -> str:
-        return f"keep {self.group}"
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
