@@ -19,6 +19,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable_fsdp.errors import ConfigurationError
 from composable_fsdp.testing import RanksError, run_ranks, shutdown
@@ -398,3 +400,19 @@ def test_however_the_caller_ends_the_processes_end_too(
     assert process.wait(20) == -end
     assert eventually(lambda: not any(map(runs, pids)))
     assert eventually(lambda: not runs(int(child_file.read_text())))
+
+
+def redistribute_on_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tensor"))
+    placements = [Shard(0), Shard(0)]
+    distribute_tensor(torch.arange(4.0), mesh, placements).full_tensor()
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_process_groups_of_earlier_functions_leave_no_threads() -> None:
+    before = run_ranks(count_threads, 2)
+    run_ranks(redistribute_on_a_mesh, 2)
+    assert run_ranks(count_threads, 2) == before

@@ -57,7 +57,7 @@ def test_a_result_is_pickled() -> None:
     outcome = answer(divide, 6, 3)
     assert isinstance(outcome, Returned)
     assert pickle.loads(outcome.result) == 2.0
-    assert not outcome.group_alive  # this process has none
+    assert not outcome.reusable  # this process has none
 
 
 def test_a_traceback_begins_at_the_function_and_shows_its_source() -> None:
@@ -121,7 +121,7 @@ def test_warning_filters_survive_the_journey(action: str, message: str, module: 
             assert expected == "passed"
 
 
-DONE = Returned(b"", group_alive=True)
+DONE = Returned(b"", reusable=True)
 
 
 def test_ranks_that_returned_are_no_failure() -> None:
