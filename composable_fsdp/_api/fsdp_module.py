@@ -41,17 +41,14 @@ __all__ = ["FSDPModule", "UnshardHandle", "no_sync", "sharded_class", "share_com
 class UnshardHandle(TorchUnshardHandle):
     """Handle of an all-gather in flight, returned by ``FSDPModule.unshard(async_op=True)``."""
 
-    def __init__(self, state: FSDPState, *, is_new: bool) -> None:
+    def __init__(self, state: FSDPState) -> None:
         self._state: FSDPState | None = state
-        self._is_new = is_new
 
     def wait(self) -> None:
         """Wait for the all-gather and make the unsharded parameters usable. Further calls have no effect."""
         if self._state is not None:
             state, self._state = self._state, None
             state.group.wait()
-            if self._is_new:
-                iteration_of(state).keep_unsharded(state)
 
 
 class FSDPModule(TorchFSDPModule):
@@ -83,8 +80,8 @@ class FSDPModule(TorchFSDPModule):
         state.drain_before_changes()
         ask_logger()
         with state.group.unshard_async_op(async_op):
-            is_new = iteration_of(state).unshard_explicitly(state)
-        handle = UnshardHandle(state, is_new=is_new)
+            iteration_of(state).unshard_explicitly(state)
+        handle = UnshardHandle(state)
         if async_op:
             return handle
         handle.wait()

@@ -94,6 +94,8 @@ def _install_optimizer_hooks() -> Callable[[], None]:
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks:
             _check_optimizer(optimizer)
+            for iteration in _iterations_of(_sharded_parameters(optimizer)):
+                iteration.before_optimizer_step()
 
     def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         with optimizer_hooks:
@@ -117,12 +119,20 @@ def _note_step(optimizer: torch.optim.Optimizer) -> None:
 
     A model of another thread must not all-gather again because of it, at a time that differs between ranks.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
+    sharded = _sharded_parameters(optimizer)
     note_optimizer_step([p for p, _ in sharded])
-    states = {state for _, state in sharded}
-    for iteration in {iteration_of(state) for state in states if state.iteration is not None}:
+    for iteration in _iterations_of(sharded):
         iteration.steps.note()
+
+
+def _sharded_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, FSDPState]]:
+    """Return the sharded parameters that ``optimizer`` holds, with their states."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [(p, state) for p in parameters if (state := state_of_parameter(p)) is not None]
+
+
+def _iterations_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Iteration]:
+    return {iteration_of(state) for state in {state for _, state in sharded} if state.iteration is not None}
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -198,6 +198,60 @@ def test_no_rank_steps_while_another_still_reads() -> None:
     run_ranks(one_rank_is_late, 2)
 
 
+def layers_in_one_group() -> tuple[nn.Sequential, nn.Module]:
+    """Return two layers in one group, which stay unsharded after forward, and the second layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    return fully_shard(model, reshard_after_forward=False), model[1]
+
+
+def evaluate_late_before_a_step(is_unsharded_by_hand: bool) -> None:
+    """A forward that gathers nothing comes before the step; rank 1 is late in it."""
+    model, second = layers_in_one_group()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    inputs = torch.ones(4, 32)
+    second.register_forward_pre_hook(lambda *_: time.sleep(0.3 * dist.get_rank()))
+    for _ in range(2):
+        with torch.no_grad():
+            expected = model(inputs)
+        model(inputs).sum().backward()
+        assert isinstance(model, FSDPModule)
+        if is_unsharded_by_hand:
+            model.unshard(async_op=True)
+        else:
+            model(inputs)  # its backward never comes
+        with torch.no_grad():
+            evaluated = model(inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.reshard()
+        torch.testing.assert_close(evaluated, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_unsharded_by_hand", [True, False], ids=["by hand", "by a forward"])
+def test_no_rank_steps_while_another_evaluates_kept_parameters(is_unsharded_by_hand: bool) -> None:
+    run_ranks(evaluate_late_before_a_step, 2, is_unsharded_by_hand)
+
+
+def evaluate_on_one_rank_between_forwards() -> None:
+    model, _ = layers_in_one_group()
+    inputs = torch.ones(4, 32)
+    loss = model(inputs).sum()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(inputs)
+    for _ in range(3):
+        loss = loss + model(inputs).sum()
+    loss.backward()
+    gradient = model.get_submodule("1").get_parameter("bias").grad
+    assert gradient is not None
+    assert local(gradient).eq(4 * len(inputs)).all()
+
+
+def test_one_rank_may_evaluate_kept_parameters_between_forwards() -> None:
+    run_ranks(evaluate_on_one_rank_between_forwards, 2)
+
+
 def convert() -> None:
     task, rank = TASKS["transformer"], dist.get_rank()
     batch = task.batch_of(0, rank)

@@ -284,12 +284,13 @@ class ParameterGroup:
             self._release()
 
     def copy_out_shared(self) -> None:
-        """Continue with a private copy of full parameters that are in shared memory.
+        """Continue with a private copy of full parameters that are in shared memory, after the all-gather if needed.
 
         After the next barrier other ranks may write to their shards while modules here still use the copy.
         """
-        if self.parameter_state is not ParameterState.UNSHARDED:
+        if not self.is_gathered:
             return
+        self._end_gather()
         for bucket in self.buckets:
             bucket.copy_out_shared()
         self._has_own_copy = True

@@ -396,31 +396,45 @@ class Iteration:
         return works
 
     def _end_epoch_after_forward(self) -> None:
-        process_groups = (pgs for state in self.states.values() for pgs in state.group.process_groups)
-        awaited = {pgs.axes.shard for pgs in process_groups if pgs.awaits_epoch_end}
+        if not self._runner.runs_on_all_ranks:  # it gathered nothing, and must not change what ranks do together
+            return
         if not self._leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states.values():
                 state.group.copy_out_shared()
-            if not self._runner.runs_on_all_ranks:  # and other ranks may not run this one either
-                return
-        _wait_for(self._end_epoch("end of forward", awaited))
+        _wait_for(self._end_epoch("end of forward", self._awaited))
 
-    def unshard_explicitly(self, state: FSDPState) -> bool:
-        """Launch the all-gather of ``state``, which stays unsharded. Return whether it was sharded before."""
+    @property
+    def _awaited(self) -> set[Communicator]:
+        """The axes over which ranks may read shared memory: the same on every rank."""
+        process_groups = (pgs for state in self.states.values() for pgs in state.group.process_groups)
+        return {pgs.axes.shard for pgs in process_groups if pgs.awaits_epoch_end}
+
+    def before_optimizer_step(self) -> None:
+        """Wait until no rank reads shared memory, which the optimizer will write.
+
+        Passes end with a barrier, so this does nothing unless a forward that gathered nothing came after one that kept
+        parameters for a backward.
+        """
+        if self._aliasing and self._pass is Pass.IDLE and (awaited := self._awaited):
+            _wait_for(self._end_epoch("optimizer step", awaited))
+
+    def unshard_explicitly(self, state: FSDPState) -> None:
+        """Launch the all-gather of ``state``, which stays unsharded.
+
+        Parameters in shared memory are copied to memory of this rank at once: other ranks may change their shards, and
+        may not run the forwards that use the copy.
+        """
         self._verify_ranks()
-        return self._runner.unshard_explicitly(state)
+        is_new = self._runner.unshard_explicitly(state)
+        awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_epoch_end)
+        if is_new and awaited:
+            state.group.copy_out_shared()
+            _wait_for([cast(AliasingCommunicator, c).barrier(f"unshard() of {state.name}") for c in awaited])
+            state.group.note_epoch_end()
 
     def schedule(self) -> Schedule:
         """Return the schedule of the next iteration that trains."""
         return self._runner.expected(is_last_backward=self.is_last_backward, has_barriers=bool(self._aliasing))
-
-    def keep_unsharded(self, state: FSDPState) -> None:
-        """Copy ``state``, which the user unsharded, out of shared memory, for forwards that other ranks may not run."""
-        awaited = dict.fromkeys(c.axes.shard for c in state.group.process_groups if c.awaits_epoch_end)
-        if state.group.parameter_state is ParameterState.UNSHARDED and awaited:
-            state.group.copy_out_shared()
-            _wait_for([cast(AliasingCommunicator, c).barrier(f"unshard() of {state.name}") for c in awaited])
-            state.group.note_epoch_end()
 
     def reduce_gradients(self, state: FSDPState, *, at_end: bool = False, contributes: bool = False) -> None:
         """Reduce the gradients that autograd left on ``state``, or hold them if gradient synchronization is off.
