@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
+from composable_fsdp._runtime.lazy_init import known_iteration
 from composable_fsdp.codecs._encoder import Encoder
 from composable_fsdp.diagnostics.communication_report import states_of
 from composable_fsdp.errors import ConfigurationError
@@ -81,8 +82,9 @@ class CommunicationState:
     def _encoders(self) -> Iterator[tuple[str, AnyBucket, Encoder]]:
         module_names = {module: name for name, module in self._model.named_modules()}
         for state_name, state in states_of(self._model):
-            if state.iteration is not None:
-                state.iteration.commit_residuals()
+            iteration = known_iteration(state)
+            if iteration is not None:
+                iteration.commit_residuals()
             for bucket in state.group.buckets:
                 name = _name(bucket, module_names) or state_name
                 for leg, encoder in bucket.scatter.encoders.items():

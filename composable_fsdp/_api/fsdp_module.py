@@ -27,7 +27,7 @@ from composable_fsdp._runtime.groups.profiling import ask_logger
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
 from composable_fsdp._runtime.groups.version_check import VersionCheck
 from composable_fsdp._runtime.hooks import call_as_forward, is_being_called
-from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp._runtime.schedule.schedule import Schedule
 from composable_fsdp._torch_compat.fsdp_state import client_state
@@ -428,7 +428,7 @@ class FSDPModule(TorchFSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as ``nn.Module.zero_grad`` does; also drop accumulated gradients not reduced yet."""
         states = list(_states(self, recurse=True))
-        for iteration in {state.iteration for state in states if state.iteration is not None}:
+        for iteration in {each for state in states if (each := known_iteration(state)) is not None}:
             iteration.drain()  # reductions in flight would set gradients later
         for state in states:
             state.group.gradients.drop()

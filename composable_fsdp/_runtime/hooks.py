@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 from types import FrameType, MethodType
 from typing import Any, NamedTuple, cast
@@ -26,12 +25,10 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
 from composable_fsdp._runtime.groups.group_tensors import shard_full_tensor
-from composable_fsdp._runtime.groups.state import FSDPState, ModuleReference
+from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, InputView, ModuleReference, PassHooks
 from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part
 from composable_fsdp._runtime.pytree import map_tensors, tensors_in
-from composable_fsdp._runtime.root.iteration import Iteration
-from composable_fsdp._runtime.root.passes_underway import Call
 from composable_fsdp.errors import ConfigurationError
 
 __all__ = [
@@ -127,42 +124,16 @@ def call_as_forward(
 
 def is_being_called(state: FSDPState) -> bool:
     """Return True if a call of this state is on the Python stack. Drop calls that an interrupt left behind."""
-    frames = state.calls_under_way
-    if not frames or frames[-1].thread != threading.get_ident():
+    calls = state.calls_under_way
+    if not calls or calls[-1].thread != threading.get_ident():
         return False
     running: FrameType | None = sys._getframe()
     while running is not None:
-        if running is frames[-1].caller:
+        if running is calls[-1].caller:
             return True
         running = running.f_back
-    frames.clear()
+    calls.clear()
     return False
-
-
-class _InputView(NamedTuple):
-    """A view, made for one call, of an input that needs a gradient.
-
-    A hook on its node costs half as much as a hook on the tensor.
-    """
-
-    view: Any
-    version: int
-    """The version of the view when it was made. An in-place change gives the view another node."""
-
-
-@dataclass(slots=True)
-class _Frame:
-    """One forward call that has begun."""
-
-    handled_exception: BaseException | None
-    """The exception that was being handled when the call began. If another one is at its end, the call raised it."""
-    caller: FrameType
-    """The Python frame that runs the call."""
-    iteration: Iteration
-    is_inner: bool
-    """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
-    thread: int = field(default_factory=threading.get_ident)
-    inputs: list[_InputView] = field(default_factory=list)
 
 
 class _ModuleHooks:
@@ -198,23 +169,24 @@ class _ModuleHooks:
     def begin(self, caller: FrameType) -> None:
         """Begin a call that the frame ``caller`` runs."""
         state = self._state
-        iteration: Iteration = state.iteration or assemble(state)
+        iteration: PassHooks = state.iteration or assemble(state)
         iteration.check_thread(state)
         calls = state.calls_under_way
         is_inner = bool(calls) and is_being_called(state)
-        calls.append(_Frame(sys.exc_info()[1], caller, iteration, is_inner))
+        calls.append(ForwardCall(state, iteration, caller, sys.exc_info()[1], is_inner))
 
     def take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Unshard the parameters, and move and cast the inputs."""
-        state, frame = self._state, self._state.calls_under_way[-1]
-        iteration = frame.iteration
-        if not frame.is_inner:
-            iteration.pre_forward(state)
+        state, call = self._state, self._state.calls_under_way[-1]
+        if not call.is_inner:
+            call.iteration.pre_forward(state)
         dtype = state.precision.input_dtype
-        device = state.group.axes.device if state is iteration.root else None
-        watchdogs = torch.is_grad_enabled() and not frame.is_inner
-        if dtype is not None or device is not None or watchdogs:
-            take = _InputMap(device, dtype, frame.inputs if watchdogs else None)
+        device = state.group.axes.device if state is call.iteration.root else None
+        watched: list[InputView] | None = None
+        if torch.is_grad_enabled() and not call.is_inner:
+            watched = call.inputs = []
+        if dtype is not None or device is not None or watched is not None:
+            take = _InputMap(device, dtype, watched)
             args = map_tensors(take, args)
             if kwargs:
                 kwargs = map_tensors(take, kwargs)
@@ -222,19 +194,20 @@ class _ModuleHooks:
 
     def finish(self, module: nn.Module, output: Any) -> Any:
         """End a call that returned: reshard, and register hooks for backward."""
-        state, frame = self._state, self._state.calls_under_way.pop()
+        state, call = self._state, self._state.calls_under_way.pop()
+        inputs = call.end()
         if state.precision.output_dtype is not None:
             output = map_tensors(_cast_to(state.precision.output_dtype), output)
-        if frame.is_inner:
+        if call.is_inner or not call.iteration.post_forward(call, module):
             return output
-        call = frame.iteration.post_forward(state, module)
-        return output if call is None else _watch_backward(call, frame.iteration, frame.inputs, output)
+        return _watch_backward(call, inputs, output)
 
     def abort(self) -> None:
         """End a call that raised, while its exception is being handled."""
-        frame = self._state.calls_under_way.pop()
-        if not frame.is_inner:
-            frame.iteration.abort_forward(self._state, sys.exc_info()[1])
+        call = self._state.calls_under_way.pop()
+        call.end()
+        if not call.is_inner:
+            call.iteration.abort_forward(self._state, sys.exc_info()[1])
 
     # -- state dicts, which hold sharded parameters
 
@@ -275,9 +248,7 @@ def _is_full_tensor(value: Any, shape: tuple[int, ...]) -> bool:
 class _InputMap:
     """Moves and casts inputs, each tensor once, and records a view of those that need a gradient."""
 
-    def __init__(
-        self, device: torch.device | None, dtype: torch.dtype | None, watched: list[_InputView] | None
-    ) -> None:
+    def __init__(self, device: torch.device | None, dtype: torch.dtype | None, watched: list[InputView] | None) -> None:
         self._device = device
         self._dtype = dtype
         self._watched = watched
@@ -294,7 +265,7 @@ class _InputMap:
             mapped = mapped.to(self._dtype)
         if self._watched is not None and mapped.requires_grad:
             mapped = mapped.view_as(mapped) if mapped is tensor else mapped
-            self._watched.append(_InputView(mapped, mapped._version))
+            self._watched.append(InputView(mapped, mapped._version))
         self._mapped[id(tensor)] = mapped
         return mapped
 
@@ -303,51 +274,39 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _watch_backward(call: Call, iteration: Iteration, inputs: Sequence[_InputView], output: Any) -> Any:
+def _watch_backward(call: ForwardCall, inputs: Sequence[InputView], output: Any) -> Any:
     """Register hooks on the nodes where gradients enter ``call`` and leave it, and return the output to use.
 
     If an input was changed in place, its gradient is ready before the module's backward is done. Then, and for inputs
-    without gradients, no hook shows the end. The hooks own the FSDP state and ``iteration``, so that backward works
-    after the model was dropped.
+    without gradients, no hook shows the end. The hooks own the call, and it owns the FSDP state and the iteration, so
+    that backward works after the model was dropped.
     """
-    state = call.state
-    for view, version in inputs:
-        if view._version != version or view.grad_fn is None:
-            inputs = ()
-            break
+    input_nodes = [node for view, version in inputs if view._version == version and (node := view.grad_fn) is not None]
+    if len(input_nodes) < len(inputs):
+        input_nodes.clear()
     nodes, bases = _nodes_of(output)
     if None in nodes:
         output = map_tensors(_with_grad_fn, output)
         nodes, bases = _nodes_of(output)
-    if not nodes and not inputs:
+    if not nodes and not input_nodes:
         return output
 
-    def on_output_gradient(_: Any) -> None:
-        pre_backward = state.client_pre_backward or (state.iteration or iteration).pre_backward
-        pre_backward(call)
-
-    def on_last_input_gradient(*_: Any) -> None:
-        (state.iteration or iteration).post_backward(call)
-
-    if not inputs:
-        call.round.ends_unseen = True
-        if call.round.position >= 0:
-            call.round.record.unseen.add(call.round.position)
-    elif len(inputs) == 1:
+    if not input_nodes:
+        call.end_unseen()
+    elif len(input_nodes) == 1:
         call.await_inputs()
-        inputs[0].view.grad_fn.register_hook(on_last_input_gradient)
+        input_nodes[0].register_hook(call.on_last_input_gradient)
     else:
         call.await_inputs()
-        input_nodes = [view.grad_fn for view, _ in inputs]
-        counter = _InputGradientCounter(len(input_nodes), on_last_input_gradient)
+        counter = _InputGradientCounter(len(input_nodes), call.on_last_input_gradient)
         for node in input_nodes:
             node.register_hook(counter.on_input)
         for node in nodes.difference(input_nodes, bases):
             node.register_prehook(counter.expecting(input_nodes))
     for node in nodes:
-        node.register_prehook(on_output_gradient)
+        node.register_prehook(call.on_output_gradient)
     for node in bases - nodes if bases else ():
-        node.register_prehook(on_output_gradient)
+        node.register_prehook(call.on_output_gradient)
     return output
 
 

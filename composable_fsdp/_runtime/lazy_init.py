@@ -20,7 +20,15 @@ from composable_fsdp._runtime.root.iteration import Iteration
 from composable_fsdp._runtime.root.recovery import set_order_check
 from composable_fsdp.errors import ConfigurationError
 
-__all__ = ["ROOT_NAME", "LowPrecisionWarning", "assemble", "iteration_of", "name_states", "optimizer_hooks"]
+__all__ = [
+    "ROOT_NAME",
+    "LowPrecisionWarning",
+    "assemble",
+    "iteration_of",
+    "known_iteration",
+    "name_states",
+    "optimizer_hooks",
+]
 
 ROOT_NAME = "root"
 
@@ -29,13 +37,20 @@ _CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
 """The attribute that marks checked optimizers. Copies and pickles do not have it."""
 
 
+def known_iteration(state: FSDPState) -> Iteration | None:
+    """Return the iteration of ``state``, or ``None`` before its root is initialized."""
+    iteration = state.iteration
+    assert iteration is None or isinstance(iteration, Iteration)
+    return iteration
+
+
 def iteration_of(state: FSDPState) -> Iteration:
     """Return the iteration of ``state``. If there is none, make one with ``state`` as the root.
 
     Raises:
         LifecycleError: full parameters of the root are registered for the user.
     """
-    iteration: Iteration | None = state.iteration
+    iteration = known_iteration(state)
     if iteration is None:
         return assemble(state)
     iteration.check_not_lent()

@@ -22,13 +22,12 @@ from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, ModuleReference
+from composable_fsdp._runtime.groups.state import Accumulation, ForwardCall, FSDPState, ModuleReference
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.hooks import HookHandles, hooks_for_clients
-from composable_fsdp._runtime.lazy_init import iteration_of
+from composable_fsdp._runtime.lazy_init import iteration_of, known_iteration
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
-from composable_fsdp._runtime.root.iteration import Iteration, Pass
-from composable_fsdp._runtime.root.passes_underway import Call
+from composable_fsdp._runtime.root.iteration import Pass
 from composable_fsdp._torch_compat.torch_types import (
     ParamModuleInfo,
     ShardedState,
@@ -92,7 +91,7 @@ class ClientState:
     @property
     def _is_root(self) -> bool | None:
         """``None`` before the first forward, as with torch."""
-        iteration = _known_iteration(self._state)
+        iteration = known_iteration(self._state)
         return None if iteration is None else iteration.root is self._state
 
     @_is_root.setter
@@ -294,7 +293,7 @@ class ClientGroup:
         kind = self._state.reshard.kind
         if kind is not ReshardKind.AUTO:
             return kind is not ReshardKind.NEVER
-        iteration = _known_iteration(self._state)
+        iteration = known_iteration(self._state)
         return iteration is None or (iteration.root is not self._state and iteration.streams.block_the_host)
 
     @property
@@ -377,7 +376,7 @@ class ClientGroup:
         if self._is_of_first:
             self._state.client_post_backward = function
 
-    def _pre_backward(self, call: Call) -> None:
+    def _pre_backward(self, call: ForwardCall) -> None:
         iteration_of(self._state).pre_backward(call)
 
     def _post_backward(self, deliver: Callable[[], None] | None = None) -> None:
@@ -424,7 +423,7 @@ class ClientParameter:
     @property
     def _param_fqn(self) -> str | None:
         """The name from the root; ``None`` before the first forward, as with torch."""
-        iteration = _known_iteration(self._state)
+        iteration = known_iteration(self._state)
         if iteration is None:
             return None
         owner, name = self._parameter.owners[0]
@@ -489,14 +488,9 @@ _SHARDED_STATES = {
 }
 
 
-def _known_iteration(state: FSDPState) -> Iteration | None:
-    """Return the iteration of ``state``, or ``None`` before its root is initialized."""
-    return cast("Iteration | None", state.iteration)
-
-
 def _training_state(state: FSDPState) -> TrainingState:
     """Return the current pass in torch's terms, without the ends of a module's own forward and backward."""
-    iteration = _known_iteration(state)
+    iteration = known_iteration(state)
     if iteration is None or iteration.current_pass is Pass.IDLE:
         return TrainingState.IDLE
     computes = bool(state.calls_under_way)  # includes recomputation in backward under activation checkpointing

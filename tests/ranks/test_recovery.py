@@ -28,6 +28,7 @@ from tests._internals import (
     ParameterGroup,
     Transfer,
     disconnect,
+    iteration_of,
     reconnect,
     state_of,
 )
@@ -227,7 +228,7 @@ def unsharded_memory_stays_while_it_may_be_written_to() -> None:
     fully_shard(model)
     model(torch.ones(1, 512)).sum().backward()
     state = state_of(model)
-    group, streams = state.group, state.iteration.streams
+    group, streams = state.group, iteration_of(state).streams
     assert group.plan.unsharded_bytes == 512 * 1024 * 4
     group.unshard(streams)
     with mock.patch.object(GlooWork, "wait", Interrupted.wait), pytest.raises(KeyboardInterrupt):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from typing import Any
+from weakref import ref
 
 import pytest
+import torch
+from torch import nn
 
+from composable_fsdp import fully_shard
 from tests.helpers.dropped_models import CASES, survivors
 from tests.helpers.sharding import single_rank
 
@@ -20,3 +26,56 @@ def group() -> Iterator[None]:
 @pytest.mark.parametrize("name", CASES)
 def test_of_a_dropped_model_nothing_waits_for_the_garbage_collector(name: str) -> None:
     assert survivors(CASES[name]) == []
+
+
+class Note:
+    """An argument that is no tensor."""
+
+
+class Known(Exception):
+    """An exception that weak references may refer to."""
+
+
+class Shift(nn.Module):
+    """Adds a weight to its input, for which autograd saves neither. Lists weak references to its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor, note: Note, given: list[ref[Any]]) -> torch.Tensor:
+        given += [ref(x), ref(note)]
+        return x + self.weight
+
+
+class TwoShifts(nn.Module):
+    """Calls two modules, each with a note of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Shift(), Shift()
+
+    def forward(self, x: torch.Tensor, given: list[ref[Any]]) -> torch.Tensor:
+        shifted: torch.Tensor = self.second(self.first(x, Note(), given), Note(), given)
+        return shifted
+
+
+@pytest.mark.behaviour("C-03")
+@pytest.mark.parametrize("as_one_group", [False, True])
+def test_the_graph_keeps_no_arguments_and_no_exception_of_the_calls(as_one_group: bool) -> None:
+    model, given = TwoShifts(), list[ref[Any]]()
+    for modules in [[model.first, model.second]] if as_one_group else [[model.first], [model.second]]:
+        fully_shard(modules)
+    fully_shard(model)
+    gc.disable()
+    try:
+        try:
+            raise Known
+        except Known as error:
+            given.append(ref(error))
+            output = model(torch.ones(4, 8, requires_grad=True), given)
+        assert [alive for known in given if (alive := known()) is not None] == []
+    finally:
+        gc.enable()
+    assert len(given) == 5
+    output.sum().backward()

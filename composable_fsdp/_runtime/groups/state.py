@@ -1,4 +1,4 @@
-"""The result of one ``fully_shard`` call: modules, their parameter group, and settings.
+"""The result of one ``fully_shard`` call: modules, their parameter group, and settings; and the calls of the modules.
 
 Reference counts alone free a dropped model. A module owns its FSDP state, the modules of a root own its iteration, the
 iteration owns the states below it, and a state owns its group and its lenders. Other references are weak: from a state
@@ -8,11 +8,15 @@ to its modules, its iteration, its borrowers and the states that it prefetches, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from composable_fsdp._consistency.order_check import order_check_from
@@ -27,10 +31,13 @@ from composable_fsdp.policies import MixedPrecisionPolicy, Reshard, ReshardKind
 __all__ = [
     "ITERATION_ATTRIBUTE",
     "Accumulation",
+    "BoundActions",
     "FSDPState",
+    "ForwardCall",
+    "InputView",
     "ModuleReference",
+    "PassHooks",
     "PlainPlaces",
-    "Round",
     "alive",
     "find_state",
     "state_of",
@@ -40,6 +47,8 @@ __all__ = [
 _STATE_ATTRIBUTE = "_composable_fsdp_state"
 ITERATION_ATTRIBUTE = "_composable_fsdp_iteration"
 """The attribute of a root's modules with its iteration. A copied module has none until it runs."""
+BoundActions: TypeAlias = Sequence[tuple[Callable[..., None], object]]
+"""Scheduled actions, each a function and its target."""
 PlainPlaces = WeakKeyDictionary[nn.Module, set[str]]
 """The attributes of plain parameters, by module."""
 MERGED_BYTES = 1 << 20
@@ -87,31 +96,145 @@ def _setting() -> Any:
     return _Setting()
 
 
-_NO_RECORD = ForwardRecord()
-"""The shared record of forwards without a backward. Nothing is written to it."""
+class PassHooks(Protocol):
+    """The methods of an iteration that the hooks of its FSDP states call."""
+
+    root: FSDPState
+
+    def check_thread(self, state: FSDPState) -> None: ...
+
+    def pre_forward(self, state: FSDPState) -> None: ...
+
+    def post_forward(self, call: ForwardCall, module: nn.Module) -> bool: ...
+
+    def abort_forward(self, state: FSDPState, error: BaseException | None) -> None: ...
+
+    def pre_backward(self, call: ForwardCall) -> None: ...
+
+    def post_backward(self, call: ForwardCall) -> None: ...
+
+    def drain_before_changes(self) -> None: ...
 
 
-class Round:
-    """One run of an FSDP state in forward, from the first of its modules that begins to the last that ends.
+class InputView(NamedTuple):
+    """A view, made for one call, of an input that needs a gradient.
 
-    The autograd graph keeps it alive. ``seen`` has the versions of the parameters, if backward checks them. ``awaited``
-    counts the module calls whose input gradients are not ready yet. ``ends_unseen`` is True if a call had no input that
-    needs a gradient, so that no hook shows the end of its backward.
+    A hook on its node costs half as much as a hook on the tensor.
     """
 
-    __slots__ = ("after", "awaited", "ends_unseen", "is_recorded", "position", "record", "remaining", "seen")
+    view: torch.Tensor
+    version: int
+    """The version of the view when it was made. An in-place change gives the view another node."""
 
-    def __init__(self, module_ids: Collection[int], after: Any = None) -> None:
-        self.remaining = set(module_ids)
-        self.after = after
-        """The scheduled actions for the post-forward event, or ``None`` for eager ones."""
-        self.record = _NO_RECORD
-        self.position = -1
-        self.is_recorded = False
-        """True if the end of the run is in the record of the forward."""
-        self.awaited = 0
-        self.ends_unseen = False
-        self.seen: Seen | None = None
+
+_NO_RECORD = ForwardRecord()
+"""The record of calls to which no backward comes back. Nothing is written to it."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ForwardCall:
+    """One forward call of a module, from its beginning to the end of its backward. Final.
+
+    The state owns it while the module runs, and then the autograd graph. Calls without grad, and calls inside another
+    call of the same state, end with forward.
+
+    The modules of one group unshard and reshard it together, in one *run*: from the first of them that begins to the
+    last that ends. The first call of a run has what the run's calls share, and the others refer to it. A group of one
+    module has a run for each call, and so does every recomputation.
+    """
+
+    state: FSDPState
+    iteration: PassHooks
+
+    # Until the call ends.
+
+    caller: FrameType | None
+    """The Python frame that runs the call."""
+    handled_exception: BaseException | None
+    """The exception that was being handled when the call began. If another one is at its end, the call raised it."""
+    is_inner: bool
+    """True if the call is inside another call of the same state, e.g. ``forward`` in a registered ``generate``."""
+    thread: int = field(default_factory=threading.get_ident)
+    inputs: Sequence[InputView] = ()
+
+    # Of the run, in its first call.
+
+    first: ForwardCall | None = None
+    """The first call of the run, or ``None`` if it is this one."""
+    remaining: set[int] | None = None
+    """The ids of the modules that have not run yet; ``None`` for a group of one module."""
+    after: BoundActions | None = None
+    """The scheduled actions for the post-forward event, or ``None`` for eager ones."""
+    is_recorded: bool = False
+    """True if the end of the run is in the record of the forward."""
+    record: ForwardRecord = _NO_RECORD
+    position: int = -1
+    seen: Seen | None = None
+    """The versions of the parameters, if backward checks them."""
+    awaited: int = 0
+    """The number of calls whose input gradients are not ready yet."""
+    ends_unseen: bool = False
+    """True if a call had no input that needs a gradient, so that no hook shows the end of its backward."""
+
+    # In backward.
+
+    is_recomputed: bool = False
+    """True if it ran inside a backward. That backward may never reach its inputs: some recomputations only refill."""
+    awaits: bool = False
+    """True if a hook reports that backward has reached the inputs."""
+    is_open: bool = False
+    """True while it counts in the ``open_calls`` of its state."""
+    entered: int = -1
+    """The number of the backward in which a gradient last reached an output of this call."""
+
+    @property
+    def run(self) -> ForwardCall:
+        """The first call of the run."""
+        return self.first or self
+
+    def end(self) -> Sequence[InputView]:
+        """End the call: release what belongs to its Python frame. Return the views of its inputs."""
+        inputs, self.inputs = self.inputs, ()
+        self.caller = self.handled_exception = None
+        return inputs
+
+    # -- backward
+
+    def on_output_gradient(self, _: object) -> None:
+        """Begin the backward of this call; the hook for the nodes of its outputs."""
+        state = self.state
+        pre_backward = state.client_pre_backward or (state.iteration or self.iteration).pre_backward
+        pre_backward(self)
+
+    def on_last_input_gradient(self, *_: object) -> None:
+        """End the backward of this call; the hook for the nodes of its inputs."""
+        (self.state.iteration or self.iteration).post_backward(self)
+
+    def end_unseen(self) -> None:
+        """Note that no hook will report the gradients of this call's inputs."""
+        run = self.run
+        run.ends_unseen = True
+        run.record.unseen.add(run.position)
+
+    def await_inputs(self) -> None:
+        """Note that a hook will report the gradients of this call's inputs."""
+        self.run.awaited += 1
+        self.awaits = True
+        if not self.is_recomputed:
+            self.open()
+
+    def open(self) -> None:
+        """Mark the gradients of the state as incomplete until backward has reached this call's inputs."""
+        if self.awaits and not self.is_open:
+            self.is_open = True
+            self.state.open_calls += 1
+
+    def close(self) -> None:
+        """Note that backward has reached the inputs."""
+        self.run.awaited -= 1
+        if self.is_open:
+            self.is_open = False
+            self.state.open_calls -= 1
 
 
 class FSDPState:
@@ -184,14 +307,12 @@ class FSDPState:
         for lender in self.lenders:
             lender._lend_to(self)
         self.has_nested_states = any(find_state(m) is not None for module in modules for m in module.modules())
-        self.calls_under_way: list[Any] = []
-        """The open forward calls, innermost last. The hooks define their type."""
-        self.round: Round | None = None
-        """The current forward run of the modules."""
+        self.calls_under_way: list[ForwardCall] = []
+        """The forward calls on the Python stack, innermost last."""
+        self.run: ForwardCall | None = None
+        """The first call of the current forward run of the modules."""
         self.open_calls = 0
         """The number of forward calls whose input gradients this backward has not reached."""
-        self.entered_backward = -1
-        """The last backward that reached this state through an output with a hook."""
         self.runs = 0
         """The number of forward runs that a backward may still reach."""
         self.plain_places: PlainPlaces | None = None
@@ -205,7 +326,7 @@ class FSDPState:
         self.client_pre_backward: Callable[..., None] | None = None
         self.client_post_backward: Callable[..., None] | None = None
         """Wrappers that a client put around the iteration's pre-backward and post-backward."""
-        self._iteration: Callable[[], Any] = _no_iteration
+        self._iteration: Callable[[], PassHooks | None] = _no_iteration
         for module in modules:
             self.attach(module)
         for parameter in group.parameters:
@@ -227,15 +348,12 @@ class FSDPState:
         return tuple(module for known in self._modules if (module := known()) is not None)
 
     @property
-    def iteration(self) -> Any:
-        """The ``Iteration`` of the root, or ``None`` before it is assembled and after the root is dropped.
-
-        The type is that of ``assemble``, which this module cannot import.
-        """
+    def iteration(self) -> PassHooks | None:
+        """The iteration of the root, or ``None`` before it is assembled and after the root is dropped."""
         return self._iteration()
 
     @iteration.setter
-    def iteration(self, iteration: Any) -> None:
+    def iteration(self, iteration: PassHooks | None) -> None:
         self._iteration = _no_iteration if iteration is None else ref(iteration)
 
     def drain_before_changes(self) -> None:
@@ -278,7 +396,7 @@ class FSDPState:
     @property
     def is_running(self) -> bool:
         """True while a forward of one of the modules runs."""
-        return bool(self.calls_under_way) or self.round is not None
+        return bool(self.calls_under_way) or self.run is not None
 
     @property
     def is_lent(self) -> bool:

@@ -27,13 +27,13 @@ from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
 from composable_fsdp._runtime.groups.param_group import ParameterGroup
 from composable_fsdp._runtime.groups.profiling import ask_logger, labelled
-from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, Round, alive
+from composable_fsdp._runtime.groups.state import Accumulation, BoundActions, ForwardCall, FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import GradientState, Key, ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps, sharded_steps
 from composable_fsdp._runtime.root.error_messages import another_thread, left_by_an_exception, unseen_output
 from composable_fsdp._runtime.root.forward_order import ForwardOrder
 from composable_fsdp._runtime.root.model_check import check_models
-from composable_fsdp._runtime.root.passes_underway import Backward, Call, PassesUnderway
+from composable_fsdp._runtime.root.passes_underway import Backward, PassesUnderway
 from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_failed, reconnect, rendezvous
 from composable_fsdp._runtime.root.reduce_queue import Reductions
 from composable_fsdp._runtime.root.root_options import check_settings
@@ -138,39 +138,40 @@ class Iteration:
     def pre_forward(self, state: FSDPState) -> None:
         """Run the actions for the pre-forward of a module of ``state``."""
         self._check_alive(state)
-        if state.round is not None:
+        if state.run is not None:
             return  # another module of the same group ran before
         self._run(Hook.PRE_FORWARD, state)
 
-    @labelled("post_forward", lambda _, state, module: state.name)
-    def post_forward(self, state: FSDPState, module: nn.Module) -> Call | None:
-        """Run the actions for the post-forward of ``module``. Return the call for the autograd hooks, or ``None``."""
+    @labelled("post_forward", lambda _, call, module: call.state.name)
+    def post_forward(self, call: ForwardCall, module: nn.Module) -> bool:
+        """Run the actions for the post-forward of ``module``. Return whether a backward may come back to ``call``."""
+        state = call.state
         if self._in_step is not None and self._pass is Pass.FORWARD:
             self._in_step.end(state)
-        of_round = state.round or Round(())  # each recomputation gets a round of its own
-        call = None
-        if not of_round.is_recorded:
-            self._record_end(state, of_round)
-        if torch.is_grad_enabled():
-            call = Call(state, of_round, is_recomputed=self._pass is Pass.BACKWARD)
-        of_round.remaining.discard(id(module))
-        if not of_round.remaining or state is self._outermost:
+        run = state.run or call  # each recomputation is a run of its own
+        if run is not call:
+            call.first = run
+        if self._pass is Pass.FORWARD and not run.is_recorded:
+            self._record_end(run)
+        has_grad = torch.is_grad_enabled()
+        if has_grad:
+            call.is_recomputed = self._pass is Pass.BACKWARD
+            if run.position < 0:  # not in the record of a forward: backward serves it eagerly
+                run.record, run.position = ForwardRecord(), 0
+        if run.remaining:
+            run.remaining.discard(id(module))
+        if not run.remaining or state is self._outermost:
             self._run(Hook.POST_FORWARD, state)
-        return call
+        return has_grad
 
-    def _record_end(self, state: FSDPState, of_round: Round) -> None:
-        """Record the end of the first module of ``state`` in this run."""
-        of_round.is_recorded = True
-        in_forward, leads_to_backward = self._pass is Pass.FORWARD, self._leads_to_backward
-        if in_forward and (leads_to_backward and state.group.parameters):
-            of_round.record = self._record
-            of_round.position = self._record.end(state.group.post_forward_event, leads_to_backward=True)
-            self._backward.count(state, self._record)
-            return
-        if in_forward:
-            self._record.end(state.group.post_forward_event, leads_to_backward=False)
+    def _record_end(self, run: ForwardCall) -> None:
+        """Record the end of the first module in a run."""
+        state, run.is_recorded = run.state, True
+        leads_to_backward = self._leads_to_backward and bool(state.group.parameters)
+        run.position = self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
         if leads_to_backward:
-            of_round.record, of_round.position = ForwardRecord(), 0
+            run.record = self._record
+            self._backward.count(state, self._record)
 
     def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
         """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
@@ -179,9 +180,9 @@ class Iteration:
             self._passes.note(error, state, in_backward=in_backward, ends_forward=ends_forward)
         if self._pass is Pass.BACKWARD:
             return
-        if state.round is not None and not state.round.is_recorded:
+        if state.run is not None and not state.run.is_recorded:
             self._record.abort(state.group.pre_forward_event)
-        state.round = None
+        state.run = None
         with suppress(PeerError, DivergenceError):  # the original error is being raised already
             if state is self._outermost:
                 self._back_to_idle()
@@ -189,7 +190,7 @@ class Iteration:
             else:
                 state.group.reshard()
 
-    def pre_backward(self, call: Call) -> None:
+    def pre_backward(self, call: ForwardCall) -> None:
         """Begin the backward of ``call``: a gradient reached one of its outputs."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
@@ -197,29 +198,29 @@ class Iteration:
             self._enter_backward(call)
 
     @labelled("pre_backward", lambda _, call: call.state.name)
-    def _enter_backward(self, call: Call) -> None:
-        state = call.state
+    def _enter_backward(self, call: ForwardCall) -> None:
+        state, run = call.state, call.run
         self._passes.reach(state)
         self._backward.enter(call)
-        if state.version_check is not None and call.round.seen is not None:
-            state.version_check.in_backward(call.round.seen)
+        if state.version_check is not None and run.seen is not None:
+            state.version_check.in_backward(run.seen)
         if self._in_step is not None and state.group.parameters:
-            self._in_step.reach(call.round.record, call.round.position, self._backward.number, state)
+            self._in_step.reach(run.record, run.position, self._backward.number, state)
         if state.unshard_in_backward:
-            batches = not call.round.ends_unseen and self._sends_batches(state)
-            self._runner.in_backward(state, call.round.record, call.round.position, sends_batches=batches)
+            batches = not run.ends_unseen and self._sends_batches(state)
+            self._runner.in_backward(state, run.record, run.position, sends_batches=batches)
 
-    def post_backward(self, call: Call) -> None:
+    def post_backward(self, call: ForwardCall) -> None:
         """End the backward of ``call``: the gradients of its inputs and of its use of the parameters are complete."""
         if self._pass is not Pass.BACKWARD:
             self._begin_backward()
         state = call.state
         self._backward.leave(call)
-        if call.round.ends_unseen:
+        if call.run.ends_unseen:
             return  # the hook for the last gradient, or for the end of backward, comes later
         if state.open_calls <= 0 and self._in_step is None and not self._reductions.is_waiting(state):
             self.reduce_gradients(state)
-        if call.round.awaited <= 0:
+        if call.run.awaited <= 0:
             for done in (state, *state.lenders):
                 if done.reshard_after_backward and not done.borrowing:
                     done.group.reshard()
@@ -264,12 +265,12 @@ class Iteration:
             action(self, state)
 
     def _after_forward(self, state: FSDPState) -> None:
-        of_round, state.round = state.round, None
-        self._reshard_after_forward(state, None if of_round is None else of_round.after)
+        run, state.run = state.run, None
+        self._reshard_after_forward(state, None if run is None else run.after)
 
     def _begin_forward(self, state: FSDPState) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
-        self._passes.begin_forward(state)
+        self._passes.begin_forward(state.calls_under_way[-1])
         self._verify_ranks()
         if self.post_optimizer_event is not None:
             self.streams.gather.wait_event(self.post_optimizer_event)
@@ -285,9 +286,13 @@ class Iteration:
     def _unshard_in_forward(self, state: FSDPState) -> None:
         if self._in_step is not None:
             self._in_step.begin(state)
-        state.round = Round(state.module_ids, self._runner.in_forward(state))
+        call = state.calls_under_way[-1]
+        call.after = self._runner.in_forward(state)
+        if state.has_several_modules:
+            call.remaining = set(state.module_ids)
+        state.run = call
         if state.version_check is not None and self._leads_to_backward:
-            state.round.seen = state.version_check.in_forward()
+            call.seen = state.version_check.in_forward()
 
     def end_skipped(self, state: FSDPState) -> None:
         """Do the work of the post-forward hook for a state that only other ranks may run."""
@@ -310,11 +315,13 @@ class Iteration:
             self._in_step.check_recomputed(state)
         self._runner.for_recomputation(state)
 
-    def gather_in_backward(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
-        """Unshard ``state``, which ended its forward at ``position`` of ``record``, in step with other ranks."""
-        self._runner.in_backward(state, record, position, sends_batches=False)
+    def reach_skipped(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
+        """Do the work of the pre-backward hook for ``state``, which ended its forward at ``position`` of ``record``."""
+        self._backward.reached.add(state)
+        if state.unshard_in_backward:
+            self._runner.in_backward(state, record, position, sends_batches=False)
 
-    def _reshard_after_forward(self, state: FSDPState, after: Any = None) -> None:
+    def _reshard_after_forward(self, state: FSDPState, after: BoundActions | None = None) -> None:
         """Perform the scheduled actions ``after`` a forward of ``state``, or eager ones."""
         leads_to_backward = self._leads_to_backward
         if leads_to_backward is not self._grad_mode:
@@ -331,8 +338,8 @@ class Iteration:
         if state is self.root and self.root.order_check is not OrderCheck.OFF:
             self._order.compare(self._record.ended)
         for other in self.states.values():
-            if other.round is not None:  # some modules of the group did not run
-                other.round = None
+            if other.run is not None:  # some modules of the group did not run
+                other.run = None
                 self._reshard_after_forward(other)
         self._runner.end_forward()
         if self._aliasing:
@@ -530,7 +537,7 @@ class Iteration:
     def _back_to_idle(self) -> None:
         for state in self.states.values():
             state.group.reshard()
-            state.open_calls, state.kept_version, state.round = 0, None, None
+            state.open_calls, state.kept_version, state.run = 0, None, None
         self._backward.forget()
         self._runner.end_backward()
         self._reductions.clear_waiting()
@@ -546,7 +553,7 @@ class Iteration:
 
     def was_reached(self, state: FSDPState) -> bool:
         """Return whether the last backward reached ``state`` through an output that its hooks saw."""
-        return self._backward.was_reached(state)
+        return state in self._backward.reached
 
     def _check_alive(self, state: FSDPState) -> None:
         """Raise an error if an earlier pass ended in an exception without recovery."""

@@ -1,4 +1,4 @@
-"""The running passes of a root: its forward calls, the progress of its backward, and reports of both to other ranks."""
+"""The running passes of a root: the progress of its backward, and reports of its passes to other ranks."""
 
 from __future__ import annotations
 
@@ -11,54 +11,16 @@ from composable_fsdp import trace
 from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass
 from composable_fsdp._consistency.watchdog import job_watchdog
 from composable_fsdp._runtime.groups.gradients import AutogradRun
-from composable_fsdp._runtime.groups.state import FSDPState, Round
+from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
 from composable_fsdp._runtime.root.error_messages import unseen_output
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 
-__all__ = ["Backward", "Call", "PassesUnderway"]
+__all__ = ["Backward", "PassesUnderway"]
 
 _MOST_FORWARDS = 256
 """The maximum number of forwards kept for a later backward. There are more only if no backward is intended."""
-
-
-class Call:
-    """One forward call of a module, as backward sees it. The autograd graph keeps it alive."""
-
-    __slots__ = ("awaits", "entered", "is_open", "is_recomputed", "round", "state")
-
-    def __init__(self, state: FSDPState, of_round: Round, *, is_recomputed: bool) -> None:
-        self.state = state
-        self.round = of_round
-        self.is_recomputed = is_recomputed
-        """True if it ran inside a backward. That backward may never reach its inputs: some recomputations only refill.
-        """
-        self.awaits = False
-        """True if a hook reports that backward has reached the inputs."""
-        self.is_open = False
-        """True while it counts in the ``open_calls`` of its state."""
-        self.entered = -1
-        """The number of the backward in which a gradient last reached an output of this call."""
-
-    def await_inputs(self) -> None:
-        """Note that a hook will report the gradients of this call's inputs."""
-        self.round.awaited += 1
-        self.awaits = True
-        if not self.is_recomputed:
-            self.open()
-
-    def open(self) -> None:
-        """Mark the gradients of the state as incomplete until backward has reached this call's inputs."""
-        if self.awaits and not self.is_open:
-            self.is_open = True
-            self.state.open_calls += 1
-
-    def close(self) -> None:
-        """Note that backward has reached the inputs."""
-        if self.is_open:
-            self.is_open = False
-            self.state.open_calls -= 1
 
 
 class Backward:
@@ -69,11 +31,13 @@ class Backward:
         steps: the step counter of the optimizers of their parameters.
 
     Attributes:
-        number: the number of this backward. States and calls store it when backward reaches them.
+        number: the number of this backward. Calls store it when backward reaches them.
+        reached: the states that this backward, or the last one, reached through an output with a hook.
     """
 
     def __init__(self, states: Collection[FSDPState], steps: OptimizerSteps) -> None:
         self.number = 0
+        self.reached: set[FSDPState] = set()
         self._states = states
         self._run = AutogradRun()
         self._steps, self._seen_steps = steps, steps.number
@@ -82,9 +46,9 @@ class Backward:
 
         Equal on every rank, except for states that ranks in step skip.
         """
-        self._reached: set[ForwardRecord] = set()
+        self._reached_forwards: set[ForwardRecord] = set()
         """The forwards that this backward has reached."""
-        self._unseen_exits: list[Call] = []
+        self._unseen_exits: list[ForwardCall] = []
         """Calls whose input gradients were seen before any output gradient."""
         for state in states:
             state.runs = 0
@@ -93,6 +57,7 @@ class Backward:
     def begin(self) -> None:
         """Begin a new backward."""
         self.number += 1
+        self.reached.clear()
         self._run.number = torch._C._current_graph_task_id()
 
     def end(self) -> None:
@@ -106,14 +71,14 @@ class Backward:
                 raise unseen_output(call.state)
         self._unseen_exits.clear()
         self._run.number = -1
-        for record in self._reached:
+        for record in self._reached_forwards:
             self.forget_forward(record)
-        self._reached.clear()
+        self._reached_forwards.clear()
 
     def forget(self) -> None:
         """Abandon a backward that failed."""
         self._unseen_exits.clear()
-        self._reached.clear()
+        self._reached_forwards.clear()
         self._run.number = -1
 
     # -- forwards that may get a backward
@@ -147,30 +112,24 @@ class Backward:
 
     # -- progress
 
-    def enter(self, call: Call) -> None:
+    def enter(self, call: ForwardCall) -> None:
         """Note that a gradient reached an output of ``call``."""
         call.entered = self.number
         call.open()
-        state = call.state
-        self._reached.add(call.round.record)
-        for reached in (state, *state.lenders):
-            reached.entered_backward = self.number
+        self._reached_forwards.add(call.run.record)
+        self.reached.add(call.state)
+        self.reached.update(call.state.lenders)
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: ForwardCall) -> None:
         """Note that the gradients of ``call``'s inputs are complete."""
         if not self.was_seen(call.state):  # if its output is its input, the output's hook follows at once
             self._unseen_exits.append(call)
         call.close()
-        call.round.awaited -= 1
-
-    def was_reached(self, state: FSDPState) -> bool:
-        """Return whether backward reached ``state`` through an output that its hooks saw."""
-        return state.entered_backward == self.number
 
     def was_seen(self, state: FSDPState) -> bool:
         """Return whether backward reached ``state`` through an output that its hooks saw, or did not need to."""
         return (
-            state.entered_backward == self.number
+            state in self.reached
             or not state.unshard_in_backward
             or state.group.parameter_state is ParameterState.UNSHARDED
         )
@@ -191,7 +150,7 @@ class Backward:
             return False
         others = (other for other in self._states if other is not state and other.group.parameters)
         return not state.has_nested_states or all(
-            self.was_reached(other) and other.group.parameter_state is ParameterState.SHARDED for other in others
+            other in self.reached and other.group.parameter_state is ParameterState.SHARDED for other in others
         )
 
 
@@ -206,10 +165,10 @@ class PassesUnderway:
         self._completed = 0
         """The number of completed backwards."""
 
-    def begin_forward(self, outermost: FSDPState) -> None:
-        """Begin the forward of ``outermost``. No other pass is running."""
+    def begin_forward(self, outermost: ForwardCall) -> None:
+        """Begin the forward of which ``outermost`` is the outermost call. No other pass is running."""
         self.end()
-        self._forward = RunningPass("forward", outermost.name, outermost.calls_under_way[-1].caller)
+        self._forward = RunningPass("forward", outermost.state.name, outermost.caller)
         if self._watchdog is not None:
             self._watchdog.begin_pass(self._forward)
 

@@ -30,7 +30,7 @@ class Actions(Protocol):
 
     def end_skipped(self, state: FSDPState) -> None: ...
 
-    def gather_in_backward(self, state: FSDPState, record: ForwardRecord, position: int) -> None: ...
+    def reach_skipped(self, state: FSDPState, record: ForwardRecord, position: int) -> None: ...
 
     def reduce_gradients(self, state: FSDPState, *, contributes: bool) -> None: ...
 
@@ -117,9 +117,7 @@ class InStep:
             self._reached.append(state)
             if state is running:
                 continue
-            state.entered_backward = backward
-            if state.unshard_in_backward:
-                self._actions.gather_in_backward(state, record, each)
+            self._actions.reach_skipped(state, record, each)
             if state.reshard_after_backward and (running is None or running not in _states_beneath(state)):
                 state.group.reshard()
 
