@@ -95,7 +95,7 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read(tmp_path / "records.txt") == (known, "commit abc")
 
 
-def test_what_differs_between_two_recordings_is_compared_with_nothing() -> None:
+def test_values_that_vary_between_recordings_are_not_compared() -> None:
     first = Record({"events": "a", "labels": "b"}, {"wait": (2, 0)})
     second = Record({"events": "a", "labels": "x"}, {"wait": (3, 0)})
     key = Key("17", "sockets")

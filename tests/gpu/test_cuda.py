@@ -24,13 +24,13 @@ WORLD_SIZES = [pytest.param(n, marks=needs(n)) for n in (1, 2, 4)]
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_training_on_cuda_is_that_of_the_unsharded_model(world_size: int, reshard_after_forward: bool | None) -> None:
+def test_training_on_cuda_equals_the_unsharded_model(world_size: int, reshard_after_forward: bool | None) -> None:
     run_ranks(cases.train_with_parity, world_size, "cuda", reshard_after_forward, timeout=180)
 
 
 @pytest.mark.behaviour("C-01")
 @needs(4)
-def test_training_on_cuda_that_reshards_to_a_smaller_mesh_is_that_of_the_unsharded_model() -> None:
+def test_training_on_cuda_with_a_smaller_mesh_equals_the_unsharded_model() -> None:
     run_ranks(cases.train_with_parity, 4, "cuda", 2, timeout=180)
 
 
@@ -39,14 +39,14 @@ def test_training_on_cuda_that_reshards_to_a_smaller_mesh_is_that_of_the_unshard
     "options", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}], ids=["fp32", "bf16"]
 )
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_training_on_cuda_is_that_of_torch(world_size: int, options: dict[str, torch.dtype]) -> None:
+def test_training_on_cuda_equals_torch(world_size: int, options: dict[str, torch.dtype]) -> None:
     run_ranks(cases.compare_with_peer, world_size, "cuda", options, timeout=180)
 
 
 @pytest.mark.behaviour("D-02")
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_offloaded_training_is_that_of_the_unsharded_model(world_size: int, pin_memory: bool) -> None:
+def test_offloaded_training_equals_the_unsharded_model(world_size: int, pin_memory: bool) -> None:
     run_ranks(cases.train_offloaded, world_size, "cuda", pin_memory, timeout=180)
 
 
@@ -58,7 +58,7 @@ def test_a_model_built_on_cpu_moves_to_the_devices_of_the_mesh(world_size: int) 
 
 @pytest.mark.behaviour("A-18")
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_averages_rest_on_the_device_or_in_host_memory(world_size: int) -> None:
+def test_averages_are_kept_on_the_device_or_in_host_memory(world_size: int) -> None:
     run_ranks(cases.average_weights, world_size, "cuda", timeout=180)
 
 

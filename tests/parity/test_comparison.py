@@ -31,10 +31,10 @@ def check(name: str, library: str, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_torch_does_what_the_page_says(name: str) -> None:
+def test_torch_behaves_as_the_comparison_page_says(name: str) -> None:
     check(name, "torch", ROWS[name].torch_reports)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_this_library_does_what_the_page_says(name: str) -> None:
+def test_this_library_behaves_as_the_comparison_page_says(name: str) -> None:
     check(name, "here", ROWS[name].our_reports)

@@ -139,7 +139,7 @@ def resets_before_anything_ran_and_in_an_accumulation() -> None:
 
 
 @pytest.mark.behaviour("C-07", "H-01")
-def test_a_reset_discards_what_was_accumulated_and_is_legal_before_the_first_forward() -> None:
+def test_a_reset_discards_accumulated_gradients_and_is_legal_before_the_first_forward() -> None:
     run_ranks(resets_before_anything_ran_and_in_an_accumulation, 2)
 
 

@@ -192,7 +192,7 @@ def rounds(world_size: int) -> Iterator[Round]:
 @pytest.mark.behaviour("A-04", "A-05", "A-07", "A-10", "C-01", "C-03", "C-04", "C-05", "C-06", "C-07", "C-08", "C-10")
 @pytest.mark.behaviour("C-13", "D-01", "D-03", "A-06", "C-16", "J-02")
 @pytest.mark.parametrize("world_size", IN_CI)
-def test_programs_train_as_the_unsharded_model_does(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_train_like_the_unsharded_model(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
     def say(line: str) -> None:
         with capsys.disabled():
             sys.stdout.write(f"{line}\n")

@@ -116,11 +116,11 @@ def gradients_are_the_same() -> None:
         exactly(p.grad.to_local(), expected.grad.to_local(), name)
 
 
-def test_the_tracker_changes_no_gradient() -> None:
+def test_the_memory_tracker_changes_no_gradient() -> None:
     run_ranks(gradients_are_the_same, 2)
 
 
-def test_the_tracker_sees_of_our_model_what_it_sees_of_torchs() -> None:
+def test_the_memory_tracker_reports_as_for_fsdp2() -> None:
     run_ranks(sees_what_torch_has, 2, environment=SOCKETS)
 
 
@@ -130,7 +130,7 @@ def runs() -> None:
     assert len(modules) == BLOCKS
 
 
-def test_the_tracker_runs_with_parameters_in_shared_memory() -> None:
+def test_the_memory_tracker_runs_with_parameters_in_shared_memory() -> None:
     run_ranks(runs, 2, environment=IN_COMMON)
 
 

@@ -70,7 +70,7 @@ def compare_with_reference_and_peer(reshard_after_forward: bool | int | None) ->
     ("world_size", "reshard_after_forward"),
     [(n, reshard) for n in (2, 4) for reshard in (True, False, None)] + [(4, 2)],
 )
-def test_training_is_that_of_the_unsharded_model_and_on_two_ranks_torchs_to_the_bit(
+def test_training_equals_the_unsharded_model_and_on_two_ranks_torch_bitwise(
     world_size: int, reshard_after_forward: bool | int | None
 ) -> None:
     run_ranks(compare_with_reference_and_peer, world_size, reshard_after_forward)

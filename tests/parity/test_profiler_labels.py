@@ -85,14 +85,14 @@ fully_shard(model)(torch.ones(1, 2)).sum().backward()
 """
 
 
-def test_torch_logs_switches_it_on() -> None:
+def test_torch_logs_enables_the_fsdp_log() -> None:
     environment = os.environ | {"TORCH_LOGS": "+fsdp", "PYTHONPATH": str(Path(ours.__file__).parents[1])}
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert "FSDP::all_gather (0)" in done.stderr
 
 
-def test_what_is_switched_on_between_steps_is_written_from_the_next_one_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_enabled_between_steps_begins_with_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = chain(ours.fully_shard)
     x = torch.ones(2, 3)
     model(x).sum().backward()

@@ -251,7 +251,7 @@ def trains_as_on_the_peer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_trains_as_on_torchs_fsdp2_to_the_bit(name: str) -> None:
+def test_torchao_trains_bitwise_like_fsdp2(name: str) -> None:
     run_ranks(trains_as_on_the_peer, 2, name)
 
 
@@ -301,7 +301,7 @@ def checkpoint_and_accumulate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 weights", "nf4 with adapters"])
-def test_with_activation_checkpointing_and_microbatches(name: str) -> None:
+def test_torchao_trains_with_activation_checkpointing_and_microbatches(name: str) -> None:
     run_ranks(checkpoint_and_accumulate, 2, name)
 
 
@@ -310,7 +310,7 @@ def materialise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 mixed precision", "bitnet"])
-def test_from_the_meta_device(name: str) -> None:
+def test_torchao_parameters_are_materialised_from_the_meta_device(name: str) -> None:
     run_ranks(materialise, 2, name)
 
 
@@ -326,7 +326,7 @@ def shard_hybrid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_on_a_hybrid_mesh_and_from_a_smaller_one(name: str) -> None:
+def test_torchao_trains_on_a_hybrid_mesh_and_from_a_smaller_one(name: str) -> None:
     run_ranks(shard_hybrid, 4, name)
 
 
@@ -372,7 +372,7 @@ def save_and_load(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["float8, scales precomputed", "int8 weights", "int8 mixed precision", "bitnet"])
-def test_state_dicts_restore_what_was_saved(name: str) -> None:
+def test_torchao_state_dicts_restore_the_saved_values(name: str) -> None:
     run_ranks(save_and_load, 2, name)
 
 
@@ -395,7 +395,7 @@ def save_and_load_on_disk(folder: Path) -> None:
         assert [type(_inner(p)) for p in models[1].parameters()] == [type(_inner(p)) for p in models[0].parameters()]
 
 
-def test_checkpoints_restore_what_was_saved(tmp_path: Path) -> None:
+def test_torchao_checkpoints_restore_the_saved_values(tmp_path: Path) -> None:
     run_ranks(save_and_load_on_disk, 2, tmp_path)
 
 
@@ -419,7 +419,7 @@ def load_plain_files(folder: Path) -> None:
 
 
 @pytest.mark.behaviour("F-11")
-def test_safetensors_have_plain_values(tmp_path: Path) -> None:
+def test_torchao_safetensors_have_plain_values(tmp_path: Path) -> None:
     run_ranks(load_plain_files, 2, tmp_path)
 
 
@@ -445,5 +445,5 @@ def shard_unevenly(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["float8", "int8 weights"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_rows_need_not_divide_evenly(name: str, world_size: int) -> None:
+def test_torchao_rows_may_be_uneven(name: str, world_size: int) -> None:
     run_ranks(shard_unevenly, world_size, name)

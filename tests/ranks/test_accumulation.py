@@ -250,7 +250,7 @@ def drop_what_was_accumulated() -> None:
 
 
 @pytest.mark.behaviour("C-07", "H-01")
-def test_zero_grad_and_reset_drop_what_was_accumulated() -> None:
+def test_zero_grad_and_reset_drop_accumulated_gradients() -> None:
     run_ranks(drop_what_was_accumulated, 2)
 
 
@@ -276,7 +276,7 @@ def freeze_between_microbatches(sharded: bool) -> None:
 
 @pytest.mark.behaviour("C-07", "C-05")
 @pytest.mark.parametrize("sharded", [False, True])
-def test_freezing_between_microbatches_keeps_what_was_accumulated(sharded: bool) -> None:
+def test_freezing_between_microbatches_keeps_accumulated_gradients(sharded: bool) -> None:
     run_ranks(freeze_between_microbatches, 2, sharded)
 
 
@@ -374,5 +374,5 @@ def accumulate_over_an_evaluation_and_a_changed_mind() -> None:
 
 
 @pytest.mark.behaviour("C-07", "C-10", "H-01")
-def test_unreduced_gradients_outlive_an_evaluation_and_not_a_reset() -> None:
+def test_unreduced_gradients_survive_an_evaluation_but_not_a_reset() -> None:
     run_ranks(accumulate_over_an_evaluation_and_a_changed_mind, 2)

@@ -192,5 +192,5 @@ def train_segments() -> None:
 
 @pytest.mark.behaviour("C-13")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_gradients_of_several_segments_are_not_taken_for_those_of_several_parameters(transport: Environment) -> None:
+def test_gradients_of_several_segments_are_not_split_by_parameter(transport: Environment) -> None:
     run_ranks(train_segments, 2, environment=transport)

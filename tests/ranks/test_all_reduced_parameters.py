@@ -185,7 +185,7 @@ def compare(variant: str, *, exactly: bool) -> None:
 
 @pytest.mark.behaviour("A-04")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_travels_whole_trains_to_the_same_bits(variant: str) -> None:
+def test_all_reduced_parameters_train_to_the_same_bits(variant: str) -> None:
     """Over shared memory, where a sum in place is made in the order of ranks too."""
     run_ranks(compare, 4, variant, exactly=True, environment=COPIES)
 
@@ -239,7 +239,7 @@ def count_what_moves() -> None:
     assert communication_report(model).bytes == sum(moved) * 3 // 4
 
 
-def test_the_trace_and_the_report_say_what_moves() -> None:
+def test_the_trace_and_the_report_count_the_bytes_sent() -> None:
     run_ranks(count_what_moves, 4, environment=COPIES)
 
 

@@ -43,7 +43,7 @@ def rewrite(task: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize(("task", "shape"), [("mlp", (2,)), ("tied", (2,)), ("mlp", (2, 2)), ("mlp", (1,))], ids=str)
-def test_a_function_sees_each_parameter_whole_and_what_it_writes_stays(task: str, shape: tuple[int, ...]) -> None:
+def test_a_function_applied_to_full_params_keeps_its_writes(task: str, shape: tuple[int, ...]) -> None:
     run_ranks(rewrite, prod(shape), task, shape)
 
 
@@ -110,6 +110,6 @@ def stops_on_the_way() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_values_of_the_first_rank_gradients_and_errors() -> None:
+def test_from_full_values_of_rank_0_gradients_and_errors() -> None:
     for case in (from_the_first_rank, gradients, stops_on_the_way):
         run_ranks(case, 2)

@@ -68,7 +68,7 @@ def shrink_a_root_without_parameters() -> None:
 
 
 @pytest.mark.behaviour("C-01")
-def test_a_group_without_parameters_comes_back_from_its_smaller_mesh_too() -> None:
+def test_a_group_without_parameters_is_unsharded_from_its_smaller_mesh() -> None:
     run_ranks(shrink_a_root_without_parameters, 4)
 
 
@@ -90,5 +90,5 @@ def step_of_the_shards() -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_every_step_gathers_what_the_last_one_left(transport: Environment) -> None:
+def test_every_step_gathers_the_updated_parameters(transport: Environment) -> None:
     run_ranks(step_of_the_shards, 2, environment=transport)

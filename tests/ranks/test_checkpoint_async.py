@@ -40,7 +40,7 @@ def everything(folder: Path) -> None:
 
 
 @pytest.mark.behaviour("F-11", "F-12")
-def test_whatever_comes_next_waits_for_the_save(tmp_path: Path) -> None:
+def test_the_next_operation_waits_for_the_save(tmp_path: Path) -> None:
     run_ranks(everything, 2, tmp_path, timeout=60)
 
 
@@ -62,7 +62,7 @@ def failed(folder: Path) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_a_failure_of_the_save_is_raised_by_what_comes_next(tmp_path: Path) -> None:
+def test_a_failed_save_is_raised_by_the_next_operation(tmp_path: Path) -> None:
     run_ranks(failed, 2, tmp_path, timeout=60)
 
 
@@ -98,5 +98,5 @@ def asynchronous(folder: Path) -> None:
 
 
 @pytest.mark.behaviour("F-07", "F-12")
-def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+def test_training_continues_while_a_save_is_written(tmp_path: Path) -> None:
     run_ranks(asynchronous, 2, tmp_path)

@@ -136,7 +136,7 @@ def cannot_load_blocks(folder: Path) -> None:
 
 
 @pytest.mark.behaviour("F-07", "F-12")
-def test_inner_tensors_that_are_cut_in_another_way_are_loaded_on_the_same_mesh_only(tmp_path: Path) -> None:
+def test_inner_tensors_with_another_sharding_are_loaded_on_the_same_mesh_only(tmp_path: Path) -> None:
     run_ranks(saves_blocks, 2, tmp_path)
     run_ranks(cannot_load_blocks, 3, tmp_path)
 
@@ -171,7 +171,7 @@ def closed(folder: Path) -> None:
 
 
 @pytest.mark.behaviour("F-02", "F-12")
-def test_what_a_class_does_not_support_is_an_error_that_names_the_parameter(tmp_path: Path) -> None:
+def test_unsupported_operations_of_a_class_name_the_parameter(tmp_path: Path) -> None:
     run_ranks(closed, 2, tmp_path)
 
 

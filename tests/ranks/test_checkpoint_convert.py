@@ -42,7 +42,7 @@ MODEL_ONLY = [(Kind.SAFETENSORS, Kind.DCP), (Kind.SAFETENSORS, Kind.TORCH, Kind.
 
 @pytest.mark.behaviour("F-07", "F-09", "F-12")
 @pytest.mark.parametrize("kinds", WITH_ALL, ids=lambda kinds: " ".join(kinds))
-def test_nothing_is_lost_on_the_way_to_any_number_of_ranks(
+def test_a_conversion_loses_nothing_on_any_number_of_ranks(
     saved: Path, tmp_path: Path, kinds: tuple[Kind, ...]
 ) -> None:
     path = through(saved, tmp_path, *kinds)
@@ -58,14 +58,14 @@ def test_the_model_survives_safetensors(saved: Path, tmp_path: Path, kinds: tupl
 
 
 @pytest.mark.behaviour("F-11")
-def test_safetensors_of_it_load_into_shards(saved: Path, tmp_path: Path) -> None:
+def test_safetensors_of_a_checkpoint_load_into_shards(saved: Path, tmp_path: Path) -> None:
     path = through(saved, tmp_path, Kind.SAFETENSORS)
     assert len(list(path.glob("model-*.safetensors"))) > 2
     run_ranks(load_tensors, 3, "3", path)
 
 
 @pytest.mark.behaviour("F-04", "F-09")
-def test_a_torch_file_of_it_loads_into_an_unsharded_model(saved: Path, tmp_path: Path) -> None:
+def test_a_torch_file_of_a_checkpoint_loads_into_an_unsharded_model(saved: Path, tmp_path: Path) -> None:
     state = torch.load(through(saved, tmp_path, Kind.TORCH))
     model = zeroed(Everything())
     model.load_state_dict(state["model"])
@@ -81,7 +81,7 @@ def test_a_torch_file_of_it_loads_into_an_unsharded_model(saved: Path, tmp_path:
     assert [state["ranks"][rank]["extra"]["rank"] for rank in ("0", "1")] == [0, 1]
 
 
-def test_the_source_is_what_it_was(saved: Path, tmp_path: Path) -> None:
+def test_the_source_of_a_copy_is_unchanged(saved: Path, tmp_path: Path) -> None:
     newest = latest(saved)
     assert newest is not None
     before = {file.name: file.read_bytes() for file in newest.iterdir()}

@@ -157,7 +157,7 @@ def to_and_from_the_unsharded_model() -> None:
 
 
 @pytest.mark.behaviour("F-04")
-def test_full_dicts_go_to_and_from_the_unsharded_model() -> None:
+def test_full_state_dicts_are_interchangeable_with_the_unsharded_model() -> None:
     run_ranks(to_and_from_the_unsharded_model, 2)
 
 
@@ -199,7 +199,7 @@ def mismatches() -> list[str]:
 
 
 @pytest.mark.behaviour("F-04")
-def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_loaded() -> None:
+def test_mismatches_are_one_error_on_all_ranks_and_nothing_is_loaded() -> None:
     first, second = run_ranks(mismatches, 2)
     assert first == second
     wrong, lax, some, some_lax, parts, whole_parts, sharded, plain, no_dict, meta, alike, other, contradiction = first
@@ -244,7 +244,7 @@ def kept_unsharded() -> None:
 
 
 @pytest.mark.behaviour("F-04")
-def test_what_was_left_unsharded_computes_with_the_loaded_values() -> None:
+def test_parameters_kept_unsharded_compute_with_the_loaded_values() -> None:
     run_ranks(kept_unsharded, 2)
 
 
@@ -307,7 +307,7 @@ def method(spy: OneAtATime) -> Callable[..., Any]:
 
 @pytest.mark.behaviour("F-05")
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)], ids=str)
-def test_rank_0_alone_has_the_model_and_the_others_one_tensor_at_a_time(shape: tuple[int, ...]) -> None:
+def test_only_rank_0_has_the_model_and_others_one_tensor_at_a_time(shape: tuple[int, ...]) -> None:
     texts = run_ranks(from_rank_0, prod(shape), shape)
     assert all(text == texts[0] for text in texts)
     wrong, no_dict = texts[0]

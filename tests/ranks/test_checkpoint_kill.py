@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.behaviour("F-12", "H-05")
-def test_killed_saves_leave_the_checkpoint_before_them(tmp_path: Path) -> None:
+def test_killed_saves_leave_the_previous_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.kill_saver", str(tmp_path), "30", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr

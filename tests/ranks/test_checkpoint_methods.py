@@ -111,7 +111,7 @@ def chosen_forms() -> str:
 
 
 @pytest.mark.behaviour("F-10")
-def test_a_context_chooses_the_form_of_the_models_own_methods() -> None:
+def test_a_context_manager_chooses_the_form_of_the_models_own_state_dict() -> None:
     assert all("cannot assign=True" in text for text in run_ranks(chosen_forms, 2))
 
 

@@ -149,13 +149,13 @@ def goes_on(make: str, shape: tuple[int, ...], **options: Any) -> None:
 
 @pytest.mark.behaviour("F-09", "F-13")
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_fresh_optimizer_goes_on_from_every_form(make: str) -> None:
+def test_a_fresh_optimizer_resumes_from_every_form(make: str) -> None:
     run_ranks(goes_on, 2, make, (2,))
 
 
 @pytest.mark.behaviour("F-09", "F-13")
 @pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)], ids=str)
-def test_also_on_other_meshes_with_empty_shards(shape: tuple[int, ...]) -> None:
+def test_optimizers_resume_on_other_meshes_with_empty_shards(shape: tuple[int, ...]) -> None:
     run_ranks(goes_on, prod(shape), "local adamw", shape)
 
 
@@ -283,7 +283,7 @@ def hooked(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> st
 
 
 @pytest.mark.behaviour("F-04", "F-05", "F-08", "F-09")
-def test_what_does_not_fit_is_named_and_numbers_and_files_are_read() -> None:
+def test_mismatches_are_named_and_numbers_and_files_are_read() -> None:
     first, second = run_ranks(everything_else, 2)
     assert first == second
     wrong, fresh, fewer, local, full, one_less, numbers, empty, strange, rank0, groups, some, unknown, _, seen = first
@@ -439,7 +439,7 @@ def loads(folder: Path) -> None:
 
 
 @pytest.mark.behaviour("F-07", "F-09")
-def test_plain_state_of_the_shards_shape_is_saved_of_all_ranks(tmp_path: Path) -> None:
+def test_plain_state_with_the_shape_of_shards_is_saved_from_all_ranks(tmp_path: Path) -> None:
     run_ranks(saves, 2, tmp_path)
     for num_ranks in (2, 3):
         run_ranks(loads, num_ranks, tmp_path)

@@ -124,5 +124,5 @@ def experts() -> None:
 
 
 @pytest.mark.behaviour("F-02", "F-04", "F-05")
-def test_experts_have_a_first_rank_of_their_own_where_others_have_others() -> None:
+def test_experts_on_another_mesh_have_their_own_first_rank() -> None:
     run_ranks(experts, 4)

@@ -200,7 +200,7 @@ def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> No
 
 @pytest.mark.behaviour("F-13")
 @pytest.mark.parametrize("num_ranks", SHARDED)
-def test_round_trips_are_exact_and_ranks_read_only_what_they_hold(tmp_path: Path, num_ranks: int) -> None:
+def test_round_trips_are_exact_and_ranks_read_only_their_shards(tmp_path: Path, num_ranks: int) -> None:
     run_ranks(round_trips, num_ranks, tmp_path)
 
 
@@ -320,7 +320,7 @@ def fails(*_: object) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_what_one_rank_cannot_load_none_does(tmp_path: Path) -> None:
+def test_a_load_that_fails_on_one_rank_loads_on_none(tmp_path: Path) -> None:
     run_ranks(refuses_alike_on_load, 2, tmp_path)
 
 

@@ -97,7 +97,7 @@ def failures(folder: Path) -> None:
 
 
 @pytest.mark.behaviour("F-12", "H-05")
-def test_a_failure_of_one_rank_is_one_of_all(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(failures, 2, tmp_path / "run")
 
 
@@ -229,9 +229,7 @@ def warned() -> Iterator[list[str]]:
 
 @pytest.mark.behaviour("F-12", "H-01")
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["shared", "sockets"])
-def test_a_save_that_only_some_ranks_make_says_in_seconds_what_the_others_do(
-    tmp_path: Path, transport: Environment
-) -> None:
+def test_a_save_on_some_ranks_only_is_an_error_within_seconds(tmp_path: Path, transport: Environment) -> None:
     run_ranks(only_some, 2, tmp_path, environment=transport, lost=[1])  # rank 1 answers no other test any more
 
 
@@ -358,7 +356,7 @@ def left_out(folder: Path) -> str:
 
 
 @pytest.mark.behaviour("F-07", "F-09")
-def test_training_goes_on_exactly_in_new_processes(tmp_path: Path) -> None:
+def test_training_resumes_bitwise_in_new_processes(tmp_path: Path) -> None:
     run_ranks(first_half, 2, tmp_path)
     run_ranks(second_half, 2, tmp_path, environment={"PROCESSES": "new"})
     warnings = run_ranks(left_out, 4, tmp_path)
@@ -377,7 +375,7 @@ def quiet(ranks: int, folder: Path, steps: range) -> None:
 
 
 @pytest.mark.behaviour("F-07")
-def test_training_goes_on_within_rounding_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_training_resumes_within_rounding_on_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(quiet, 2, 2, tmp_path, range(10))
     run_ranks(quiet, 2, 2, tmp_path, range(10, 20))
     run_ranks(quiet, 4, 4, tmp_path, range(10, 20))

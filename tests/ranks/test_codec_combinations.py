@@ -94,7 +94,7 @@ def recover(leg: str, fails_in: str, partial: bool) -> None:
 
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("leg", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_after_an_exception_in_a_codec_training_goes_on(leg: str) -> None:
+def test_training_continues_after_an_exception_in_a_codec(leg: str) -> None:
     for fails_in in ("encode", "decode"):
         for partial in (False, True):
             run_ranks(recover, 2, leg, fails_in, partial)
@@ -141,7 +141,7 @@ def watch_hook() -> None:
 
 
 @pytest.mark.behaviour("E-09")
-def test_hooks_of_users_see_no_memory_that_nobody_wrote() -> None:
+def test_user_hooks_see_no_uninitialised_memory() -> None:
     run_ranks(watch_hook, 2)
 
 
@@ -212,7 +212,7 @@ def watch_gradients() -> None:
 
 
 @pytest.mark.behaviour("E-09")
-def test_gradients_are_encoded_where_they_were_made_and_let_go_before_a_lane_runs() -> None:
+def test_gradients_are_encoded_on_the_current_stream_and_freed_before_communication() -> None:
     run_ranks(watch_gradients, 2)
 
 

@@ -148,7 +148,7 @@ def replicate_by_hook() -> None:
 
 
 @pytest.mark.behaviour("C-09")
-def test_the_all_reduce_hook_changes_what_arrives() -> None:
+def test_the_all_reduce_hook_changes_the_gradient() -> None:
     run_ranks(hook_into_the_reduction, 2, (2,))
     run_ranks(hook_into_the_reduction, 4, (2, 2))
     run_ranks(replicate_by_hook, 4)
@@ -232,7 +232,7 @@ def refuse_what_is_no_collective() -> None:
 
 @pytest.mark.behaviour("C-09")
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2)])
-def test_collectives_of_ones_own_move_all_bytes_in_one_message_a_group(mesh_shape: tuple[int, ...]) -> None:
+def test_custom_collectives_get_one_message_per_group(mesh_shape: tuple[int, ...]) -> None:
     run_ranks(move_bytes_by_hand, torch.Size(mesh_shape).numel(), mesh_shape, environment=SOCKETS)
     if mesh_shape == (2,):
         run_ranks(refuse_what_is_no_collective, 2)
@@ -317,7 +317,7 @@ def train_after_an_event() -> None:
 
 
 @pytest.mark.behaviour("C-09")
-def test_groups_pools_events_and_the_number_of_reductions_in_flight() -> None:
+def test_process_groups_memory_pools_events_and_reductions_in_flight_can_be_set() -> None:
     run_ranks(trace_reductions_in_flight, 2, environment=SOCKETS)
     run_ranks(train_after_an_event, 2)
     run_ranks(separate_and_pool, 4)
@@ -385,7 +385,7 @@ def are_asked_what_torch_asks() -> None:
 
 
 @pytest.mark.behaviour("C-09", "I-01")
-def test_own_collectives_allocate_inputs_and_outputs_and_wait_where_those_of_torch_do() -> None:
+def test_custom_collectives_allocate_and_wait_like_those_of_torch() -> None:
     run_ranks(are_asked_what_torch_asks, 2)
 
 

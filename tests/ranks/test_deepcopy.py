@@ -107,7 +107,7 @@ def average_weights() -> None:
 
 @pytest.mark.behaviour("A-18")
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, None), (4, 2)])
-def test_a_copy_trains_on_by_itself(world_size: int, reshard: bool | int | None) -> None:
+def test_a_copy_trains_independently(world_size: int, reshard: bool | int | None) -> None:
     run_ranks(copy_and_train_both, world_size, reshard)
     run_ranks(average_weights, world_size)
 
@@ -230,7 +230,7 @@ def what_a_copy_lets_go() -> None:
 
 
 @pytest.mark.behaviour("A-18")
-def test_a_copy_keeps_gradients_and_choices_and_shares_nothing() -> None:
+def test_a_copy_keeps_gradients_and_settings_and_shares_no_memory() -> None:
     run_ranks(everything_is_kept, 2)
     run_ranks(copy_parts, 2)
     run_ranks(copy_on_meta_and_hybrid, 2)
@@ -282,5 +282,5 @@ def models_are_freed() -> None:
 
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_that_nobody_holds_is_freed(world_size: int) -> None:
+def test_an_unreferenced_model_is_freed(world_size: int) -> None:
     run_ranks(models_are_freed, world_size)

@@ -88,7 +88,7 @@ def test_all_ranks_write_when_one_fails(fault: str, transport: Environment, tmp_
 
 @pytest.mark.behaviour("G-01", "H-05")
 @OVER
-def test_files_show_where_ranks_parted(transport: Environment, tmp_path: Path) -> None:
+def test_records_show_where_ranks_diverged(transport: Environment, tmp_path: Path) -> None:
     run_ranks(fail, 4, "order", str(tmp_path), environment=transport)
     (found,) = sequences(read(tmp_path).dumps)
     assert found.first_difference is not None
@@ -98,7 +98,7 @@ def test_files_show_where_ranks_parted(transport: Environment, tmp_path: Path) -
 
 @pytest.mark.behaviour("H-03")
 @OVER
-def test_files_show_who_waited_for_whom(transport: Environment, tmp_path: Path) -> None:
+def test_records_show_which_rank_waited_for_which(transport: Environment, tmp_path: Path) -> None:
     run_ranks(fail, 2, "forward", str(tmp_path), environment=transport)
     assert [(wait.rank, wait.awaited) for wait in waits(read(tmp_path).dumps)] == [(0, (1,))]
 
@@ -112,7 +112,7 @@ def nothing_listens() -> None:
 
 
 @pytest.mark.behaviour("G-04")
-def test_without_being_asked_nothing_listens() -> None:
+def test_diagnostics_listen_to_nothing_until_enabled() -> None:
     run_ranks(nothing_listens, 2)
 
 
@@ -146,7 +146,7 @@ def gather_over_the_backend() -> list[tuple[str, int, tuple[int, ...]]]:
     return [(e.group, p.number - first, p.ranks) for e, p in zip(recorder, positions, strict=True) if p is not None]
 
 
-def test_collectives_of_any_backend_have_their_place() -> None:
+def test_collectives_of_any_backend_are_recorded_with_their_position() -> None:
     """NCCL among them, where this is all that there is to compare ranks by."""
     assert run_ranks(gather_over_the_backend, 2) == [[("a", 0, (0, 1)), ("b", 1, (0, 1))]] * 2
 
@@ -181,9 +181,7 @@ def ended(rank: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.behaviour("H-03", "H-05")
-def test_a_rank_that_is_ended_writes_first_and_so_do_the_others(
-    job: list[subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
     out = tmp_path / "out"
     for rank in job:
         assert rank.stdout is not None
@@ -215,7 +213,7 @@ def test_a_rank_that_is_ended_writes_first_and_so_do_the_others(
     assert shown(out).count("rank 0 waited for rank 1 in all-gather of first in forward") == 1
 
 
-def test_a_rank_that_waits_ends_on_a_signal(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_a_waiting_rank_ends_on_a_signal(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
     """Its main thread is in gloo, and would come to a handler of Python's much later."""
     for rank in job:
         assert rank.stdout is not None

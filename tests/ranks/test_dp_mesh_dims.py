@@ -189,7 +189,7 @@ def other_dims_and_smaller_meshes() -> None:
 
 
 @pytest.mark.behaviour("A-05", "A-06", "C-01")
-def test_other_dims_are_cut_and_parameters_gathered_from_fewer_ranks_in_backward() -> None:
+def test_other_dims_are_sharded_and_gathered_from_a_smaller_mesh_in_backward() -> None:
     run_ranks(other_dims_and_smaller_meshes, 4)
 
 
@@ -226,7 +226,7 @@ def gradients_are_the_peers() -> None:
 
 
 @pytest.mark.behaviour("C-16", "J-02")
-def test_gradients_are_those_of_ddp_and_of_torchs_fsdp2_for_cut_and_for_replicated_inputs() -> None:
+def test_gradients_equal_those_of_ddp_and_fsdp2_for_sharded_and_replicated_inputs() -> None:
     run_ranks(gradients_are_the_peers, 4)
 
 

@@ -15,6 +15,6 @@ def survivors_by_case() -> dict[str, list[str]]:
 
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_of_a_dropped_model_nothing_waits_for_the_garbage_collector(transport: str) -> None:
+def test_a_dropped_model_is_freed_without_the_garbage_collector(transport: str) -> None:
     for found in run_ranks(survivors_by_case, 2, environment=TRANSPORTS[transport]):
         assert found == {name: [] for name in CASES}

@@ -17,7 +17,7 @@ STEPS, SAVE_EVERY, KILL_EVERY, KILLS = 14, 3, 4, 2
 
 
 @pytest.mark.behaviour("H-05", "F-12")
-def test_a_training_whose_ranks_are_killed_ends_as_if_they_had_not_been(tmp_path: Path) -> None:
+def test_a_run_with_killed_ranks_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     restarts = ("--max-restarts", str(KILLS), "--monitor-interval", "0.1")
     often = ("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--kill-every", str(KILL_EVERY))
     flags = (*SMALL, *often, "--validation-batches", "1", "--out", str(tmp_path))
@@ -37,7 +37,7 @@ def interruptions(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("text.interruptions")
 
 
-def test_a_reader_goes_on_where_another_one_stopped(interruptions: Any) -> None:
+def test_a_reader_resumes_where_another_stopped(interruptions: Any) -> None:
     text = importlib.import_module("text.data").Text(1, torch.arange(200, dtype=torch.uint8))
 
     def reader() -> Any:
@@ -56,7 +56,7 @@ def test_a_reader_goes_on_where_another_one_stopped(interruptions: Any) -> None:
     assert torch.equal(found.targets, expected.targets)
 
 
-def test_kills_are_planned_alike_on_every_rank_and_come_as_often_as_asked(interruptions: Any) -> None:
+def test_planned_kills_are_equal_on_every_rank_and_as_frequent_as_requested(interruptions: Any) -> None:
     planned = [interruptions.planned_kill(0, attempt, 100, 12, 4) for attempt in range(400)]
     assert planned == [interruptions.planned_kill(0, attempt, 100, 12, 4) for attempt in range(400)]
     assert {kill.rank for kill in planned} == {0, 1, 2, 3}

@@ -214,7 +214,7 @@ def buffers_dtypes_and_errors() -> None:
 
 
 @pytest.mark.behaviour("A-18")
-def test_buffers_dtypes_and_what_makes_no_sense() -> None:
+def test_buffers_dtypes_and_invalid_arguments_of_averages() -> None:
     run_ranks(buffers_dtypes_and_errors, 2)
 
 

@@ -106,7 +106,7 @@ def evaluate_parts_of_the_model() -> None:
 
 
 @pytest.mark.behaviour("C-10")
-def test_layers_that_an_evaluation_left_out_are_not_stale_in_the_next_step() -> None:
+def test_layers_skipped_in_evaluation_are_not_stale_in_the_next_step() -> None:
     run_ranks(evaluate_parts_of_the_model, 2)
 
 

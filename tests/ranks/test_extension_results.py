@@ -307,7 +307,7 @@ def cut_by_what_is_known() -> None:
 
 
 @pytest.mark.behaviour("A-16", "H-02")
-def test_a_class_is_cut_by_the_operations_that_it_knows_or_named() -> None:
+def test_a_tensor_class_is_sharded_by_its_operations_or_named_in_an_error() -> None:
     run_ranks(cut_by_what_is_known, 2)
 
 
@@ -357,5 +357,5 @@ def lose_hooks() -> None:
 
 
 @pytest.mark.behaviour("E-06", "H-02")
-def test_hooks_that_are_lost_are_warned_of() -> None:
+def test_lost_hooks_give_a_warning() -> None:
     run_ranks(lose_hooks, 2)

@@ -79,14 +79,14 @@ def train_pairs(width: int, reshard: bool | int | None, replicate: int = 1) -> N
 
 @pytest.mark.behaviour("E-01", "E-03", "E-04", "E-05")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_tensor_made_of_two_trains_with_parity(world_size: int) -> None:
+def test_a_two_tensor_subclass_trains_with_parity(world_size: int) -> None:
     for width in (8, 7, 3):
         for reshard in (True, False, None):
             run_ranks(train_pairs, world_size, width, reshard)
 
 
 @pytest.mark.behaviour("E-01", "E-05")
-def test_a_tensor_made_of_two_trains_in_hybrid_sharding_and_from_a_smaller_mesh() -> None:
+def test_a_two_tensor_subclass_trains_in_hybrid_sharding_and_from_a_smaller_mesh() -> None:
     run_ranks(train_pairs, 4, 7, None, 2)
     run_ranks(train_pairs, 4, 8, 2)
     run_ranks(train_pairs, 4, 7, 2)
@@ -135,7 +135,7 @@ def train_pairs_from_meta(width: int, reshard: bool) -> None:
 @pytest.mark.behaviour("D-01", "E-01", "E-05")
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_tensor_made_of_two_trains_from_the_meta_device_in_mixed_precision(world_size: int, reshard: bool) -> None:
+def test_a_two_tensor_subclass_trains_from_the_meta_device_in_mixed_precision(world_size: int, reshard: bool) -> None:
     for width in (8, 7, 3):
         run_ranks(train_pairs_from_meta, world_size, width, reshard)
 
@@ -159,7 +159,7 @@ def evaluate_then_step() -> None:
 
 
 @pytest.mark.behaviour("E-01", "E-03")
-def test_what_stays_gathered_is_gathered_again_after_a_step() -> None:
+def test_kept_parameters_are_gathered_again_after_a_step() -> None:
     run_ranks(evaluate_then_step, 2)
 
 
@@ -180,7 +180,7 @@ def watch_hooks() -> None:
 
 
 @pytest.mark.behaviour("E-02", "E-03")
-def test_hooks_get_what_they_are_promised_and_make_the_tensor_once() -> None:
+def test_hooks_get_the_documented_arguments_and_build_the_tensor_once() -> None:
     run_ranks(watch_hooks, 2)
 
 
@@ -215,7 +215,7 @@ def _like(sharded_parameter: Any, full: torch.Tensor) -> Any:
 
 @pytest.mark.behaviour("E-04", "E-06", "E-07")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_hooks_hung_on_local_tensors_quantize_with_uneven_rows_and_scales(world_size: int) -> None:
+def test_hooks_on_local_tensors_quantize_uneven_rows_and_scales(world_size: int) -> None:
     for width, mixed in ((8, False), (7, False), (3, True)):
         run_ranks(patch_after_to_empty, world_size, width, mixed)
 
@@ -240,7 +240,7 @@ def gather_mixed() -> None:
 
 
 @pytest.mark.behaviour("E-07")
-def test_all_that_is_packed_in_a_group_shares_one_message() -> None:
+def test_all_packed_tensors_of_a_group_share_one_message() -> None:
     run_ranks(gather_mixed, 2)
 
 
@@ -323,7 +323,7 @@ def pairs_beside_tensor_parallelism() -> None:
 
 
 @pytest.mark.behaviour("A-06", "E-01", "E-02", "E-03", "E-05", "E-07")
-def test_hooks_beside_tensor_parallelism_see_the_shard_axis_and_their_ranks_part() -> None:
+def test_hooks_with_tensor_parallelism_get_the_shard_axis_and_the_local_shard() -> None:
     run_ranks(pairs_beside_tensor_parallelism, 4)
 
 
@@ -354,7 +354,7 @@ def patches_beside_tensor_parallelism() -> None:
 
 
 @pytest.mark.behaviour("A-06", "E-03", "E-06", "E-07")
-def test_hooks_hung_on_local_tensors_beside_tensor_parallelism() -> None:
+def test_hooks_on_local_tensors_compose_with_tensor_parallelism() -> None:
     run_ranks(patches_beside_tensor_parallelism, 4)
 
 
@@ -385,7 +385,7 @@ def save_local_tensors() -> None:
 
 
 @pytest.mark.behaviour("A-06", "E-03", "E-06")
-def test_local_tensors_that_autograd_saved_are_filled_again_beside_tensor_parallelism() -> None:
+def test_saved_local_tensors_are_refilled_with_tensor_parallelism() -> None:
     run_ranks(save_local_tensors, 4)
 
 
@@ -508,5 +508,5 @@ def refuse() -> None:
 
 
 @pytest.mark.behaviour("E-01", "E-02", "E-04")
-def test_hooks_that_make_no_sense_are_errors_on_every_rank() -> None:
+def test_invalid_hooks_are_errors_on_every_rank() -> None:
     run_ranks(refuse, 2)

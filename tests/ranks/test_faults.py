@@ -75,7 +75,7 @@ def test_a_rank_that_timed_out_is_named_and_gets_an_error_when_it_returns(fault:
 
 @pytest.mark.behaviour("H-03", "H-05")
 @over_both
-def test_all_that_survive_name_the_rank_that_was_killed(transport: str) -> None:
+def test_all_surviving_ranks_name_the_killed_rank(transport: str) -> None:
     for told in run_ranks(suffer, 4, "killed in backward", environment=BOTH[transport], lost=[3]):
         assert told.kind == "PeerError"
         assert "rank 3" in told.text
@@ -100,7 +100,7 @@ STAYS = {
 @over_both
 @pytest.mark.parametrize("fault", STAYS)
 @pytest.mark.filterwarnings("ignore:Forward order differs from that of the first iteration")
-def test_a_rank_that_does_something_else_is_named(fault: str, transport: str) -> None:
+def test_a_rank_with_another_operation_is_named(fault: str, transport: str) -> None:
     told, own = run_ranks(suffer, 2, fault, environment=BOTH[transport])
     check(f"{fault}, {transport}", told, LIMIT)
     if STAYS[fault] == "order":

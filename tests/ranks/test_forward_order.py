@@ -129,7 +129,7 @@ def train() -> None:
 
 @pytest.mark.behaviour("G-03", "G-04")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_compare_what_is_new_and_no_more(ranks: int) -> None:
+def test_ranks_compare_only_new_sequences(ranks: int) -> None:
     run_ranks(train, ranks, environment=SOCKETS)
     run_ranks(train_and_evaluate, ranks, environment=SOCKETS)
 
@@ -166,5 +166,5 @@ def wrong_level() -> None:
         model.set_order_check("sometimes")
 
 
-def test_a_level_that_there_is_not() -> None:
+def test_an_unknown_level_is_an_error() -> None:
     run_ranks(wrong_level, 2)

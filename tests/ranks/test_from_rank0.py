@@ -60,7 +60,7 @@ def trains(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_all_ranks_train_from_what_rank_0_had(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_all_ranks_train_from_the_values_of_rank_0(task: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     run_ranks(trains, prod(shape), task, shape, options)
 
 
@@ -112,7 +112,7 @@ def everything_comes_along() -> None:
 
 
 @pytest.mark.behaviour("A-11", "A-15")
-def test_shared_tensors_buffers_attributes_and_ignored_modules_come_along() -> None:
+def test_shard_from_rank0_keeps_shared_tensors_buffers_attributes_and_ignored_modules() -> None:
     run_ranks(everything_comes_along, 2)
 
 
@@ -199,7 +199,7 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.behaviour("A-15")
-def test_where_ranks_disagree_all_of_them_say_so() -> None:
+def test_a_disagreement_is_an_error_on_all_ranks() -> None:
     first, second = run_ranks(refusals, 2, environment=SOCKETS)
     assert first == second
     too_many, too_few, other, sharded, nothing = first

@@ -152,7 +152,7 @@ def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
     ],
     ids=["fp32", "bf16 reduced in fp32", "bf16", "fp32 reduced in bf16"],
 )
-def test_a_model_all_frozen_in_its_first_forward_can_be_thawed_and_frozen_again(
+def test_a_model_frozen_in_its_first_forward_can_be_unfrozen_and_frozen_again(
     precision: MixedPrecisionPolicy,
 ) -> None:
     run_ranks(thaw_bit_by_bit, 2, precision)
@@ -307,9 +307,7 @@ def freeze_while_gradients_are_on_their_way(summed: str, look: str) -> None:
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("summed", ["reduced", "sharded", "unsharded"])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_parameters_can_be_frozen_while_gradients_are_on_their_way(
-    transport: Environment, summed: str, look: str
-) -> None:
+def test_parameters_can_be_frozen_while_gradients_are_in_flight(transport: Environment, summed: str, look: str) -> None:
     run_ranks(freeze_while_gradients_are_on_their_way, 2, summed, look, environment=transport)
 
 

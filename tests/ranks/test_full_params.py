@@ -73,7 +73,7 @@ def shows_and_keeps(task: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize(("task", "shape"), MESHES, ids=str)
-def test_parameters_are_whole_inside_and_writes_stay_if_asked(task: str, shape: tuple[int, ...]) -> None:
+def test_unsharded_params_shows_full_parameters_and_keeps_writes_on_request(task: str, shape: tuple[int, ...]) -> None:
     run_ranks(shows_and_keeps, prod(shape), task, shape)
 
 
@@ -97,7 +97,7 @@ def trains_on() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_training_goes_on_from_the_written_values() -> None:
+def test_training_continues_from_the_written_values() -> None:
     run_ranks(trains_on, 2)
 
 
@@ -113,7 +113,7 @@ def kept_unsharded_between_passes() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_parameters_kept_unsharded_do_not_outlive_what_was_written() -> None:
+def test_written_values_replace_parameters_kept_unsharded() -> None:
     run_ranks(kept_unsharded_between_passes, 2)
 
 
@@ -161,7 +161,7 @@ def gradients(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_with_grads_full_gradients_are_shown_and_written_back(shape: tuple[int, ...]) -> None:
+def test_with_grads_shows_full_gradients_and_writes_them_back(shape: tuple[int, ...]) -> None:
     run_ranks(gradients, prod(shape), shape)
 
 
@@ -195,7 +195,7 @@ def of_the_first_rank(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.behaviour("C-14")
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_the_first_rank_alone_can_show_and_write(shape: tuple[int, ...]) -> None:
+def test_rank_0_only_shows_and_writes_full_parameters(shape: tuple[int, ...]) -> None:
     run_ranks(of_the_first_rank, prod(shape), shape)
 
 
@@ -242,7 +242,7 @@ def own_group_only() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_without_recurse_one_group_alone() -> None:
+def test_without_recurse_only_one_group_is_unsharded() -> None:
     run_ranks(own_group_only, 2)
 
 
@@ -321,7 +321,7 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.behaviour("C-14")
-def test_where_it_makes_no_sense_it_says_so() -> None:
+def test_invalid_uses_of_unsharded_params_are_errors() -> None:
     first, second = run_ranks(refusals, 2)
     assert first == second
     forward, backward_, nested, shape, meta = first
@@ -405,5 +405,5 @@ def test_uneven_shards_of_tensor_parallel_parameters_are_unsharded_and_written_b
 
 
 @pytest.mark.behaviour("C-14")
-def test_own_parts_are_those_of_torch_for_every_placement() -> None:
+def test_local_shards_equal_those_of_torch_for_every_placement() -> None:
     run_ranks(placements, 4)

@@ -59,7 +59,7 @@ def gather(numel: int, in_place: bool) -> None:
 
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_large_shards_arrive_in_their_places(world_size: int) -> None:
+def test_large_shards_are_received_at_their_offsets(world_size: int) -> None:
     for numel in (0, 1, 100, 50_000):
         run_ranks(gather, world_size, numel, False)
         run_ranks(gather, world_size, numel, True)
@@ -89,7 +89,7 @@ def overlap() -> None:
 
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_concurrent_transfers_do_not_mix(world_size: int) -> None:
+def test_concurrent_transfers_keep_their_bytes_apart(world_size: int) -> None:
     run_ranks(overlap, world_size)
 
 
@@ -110,7 +110,7 @@ def drop_one() -> None:
 
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_what_nobody_waits_for_does_not_stop_what_comes_after_it(world_size: int) -> None:
+def test_work_that_is_not_waited_for_does_not_block_later_work(world_size: int) -> None:
     run_ranks(drop_one, world_size, timeout=30.0)
 
 
@@ -135,5 +135,5 @@ def wait_again_after_a_failure() -> None:
 
 
 @pytest.mark.behaviour("H-01")
-def test_a_work_that_failed_fails_again_also_when_ranks_have_connected_anew() -> None:
+def test_failed_work_raises_again_after_ranks_reconnect() -> None:
     run_ranks(wait_again_after_a_failure, 2, timeout=20.0)

@@ -45,13 +45,13 @@ def reduce_in_batches() -> None:
     assert operations == [Operation.REDUCE, Operation.REDUCED] * 4, "one on the wire at a time"
 
 
-def test_gradients_leave_as_they_come_and_wait_for_no_others() -> None:
+def test_gradients_are_reduced_as_they_become_ready() -> None:
     run_ranks(reduce_in_batches, 2)
 
 
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_batches_train_like_the_unsharded_model(transport: Environment) -> None:
+def test_gradient_buckets_train_like_the_unsharded_model(transport: Environment) -> None:
     run_ranks(train_tower, 2, environment=transport)
 
 
@@ -77,7 +77,7 @@ def accumulate_in_batches(sharded: bool) -> None:
 
 @pytest.mark.behaviour("C-07")
 @pytest.mark.parametrize("sharded", [False, True])
-def test_batches_wait_while_gradients_are_accumulated(sharded: bool) -> None:
+def test_gradient_buckets_wait_while_gradients_are_accumulated(sharded: bool) -> None:
     run_ranks(accumulate_in_batches, 2, sharded)
 
 
@@ -110,7 +110,7 @@ def freeze_all_after_the_first_that_leaves() -> None:
 
 
 @pytest.mark.behaviour("C-05")
-def test_what_is_frozen_makes_no_batches() -> None:
+def test_frozen_parameters_are_in_no_gradient_bucket() -> None:
     run_ranks(freeze_whole_batches, 2, environment=SOCKETS)
     run_ranks(freeze_all_after_the_first_that_leaves, 2, environment=SOCKETS)
 
@@ -118,7 +118,9 @@ def test_what_is_frozen_makes_no_batches() -> None:
 @pytest.mark.behaviour("C-17")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_ranks_that_use_different_weights_reduce_the_same_batches(world_size: int, transport: Environment) -> None:
+def test_ranks_with_different_used_weights_reduce_equal_gradient_buckets(
+    world_size: int, transport: Environment
+) -> None:
     run_ranks(use_different_weights, world_size, environment=transport)
 
 
@@ -166,7 +168,9 @@ def run_twice_around_another() -> None:
 
 @pytest.mark.behaviour("C-04", "C-17")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_group_that_runs_on_both_sides_of_another_sends_its_batches_after_it(transport: Environment) -> None:
+def test_a_group_that_runs_before_and_after_another_reduces_its_gradient_buckets_after_it(
+    transport: Environment,
+) -> None:
     run_ranks(run_twice_around_another, 2, environment=transport)
 
 
@@ -221,7 +225,7 @@ def play_one(model: nn.Module, rank: int) -> None:
 
 @pytest.mark.behaviour("C-04", "C-17")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_batches_wait_where_two_forwards_have_one_backward(transport: Environment) -> None:
+def test_gradient_buckets_wait_if_two_forwards_share_one_backward(transport: Environment) -> None:
     run_ranks(run_twice_before_backward, 2, environment=transport)
 
 
@@ -263,7 +267,7 @@ def go_around_on_one_rank() -> None:
 
 @pytest.mark.behaviour("C-07", "C-17")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_what_one_rank_does_not_come_back_to_leaves_nothing_behind(transport: Environment) -> None:
+def test_a_backward_skipped_on_one_rank_leaves_no_state(transport: Environment) -> None:
     run_ranks(go_around_on_one_rank, 2, environment=transport)
 
 
@@ -277,7 +281,7 @@ def cut_where_it_is_worth_it() -> None:
     assert len(state_of(replicated).group.plan.batches) == 1, "as the all-reduce has it, not the axis of one rank"
 
 
-def test_batches_are_cut_where_they_are_worth_it_and_leave_ahead_where_ranks_cannot_part() -> None:
+def test_gradient_buckets_are_reduced_early_only_if_ranks_cannot_diverge() -> None:
     run_ranks(cut_where_it_is_worth_it, 2, environment=SOCKETS)
 
 
@@ -323,7 +327,7 @@ def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 @pytest.mark.behaviour("D-01")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_16_bit_gradients_travel_as_they_are_and_are_added_up_in_fp32(world_size: int, transport: Environment) -> None:
+def test_16_bit_gradients_are_sent_uncast_and_summed_in_fp32(world_size: int, transport: Environment) -> None:
     for microbatches in (1, 3):
         run_ranks(widen, world_size, microbatches, environment=transport)
 
@@ -370,5 +374,5 @@ def use_different_heads() -> None:
 
 @pytest.mark.behaviour("C-17")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_ranks_may_use_different_parameters_of_a_unit_with_others_inside(transport: Environment) -> None:
+def test_ranks_may_use_different_parameters_of_a_group_with_nested_groups(transport: Environment) -> None:
     run_ranks(use_different_heads, 2, environment=transport)

@@ -128,7 +128,7 @@ def three_axes() -> None:
 
 
 @pytest.mark.behaviour("C-11")
-def test_joined_meshes_and_slices_of_them() -> None:
+def test_joined_meshes_and_their_slices_train() -> None:
     run_ranks(three_axes, 4)
 
 
@@ -293,7 +293,7 @@ def kept_unsharded() -> None:
 
 @pytest.mark.behaviour("C-11")
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_a_whole_model_is_clipped_as_unsharded(shape: tuple[int, ...]) -> None:
+def test_a_sharded_model_is_clipped_like_the_unsharded_one(shape: tuple[int, ...]) -> None:
     run_ranks(whole_models, 4 if shape != (2,) else 2, shape)
 
 
@@ -313,14 +313,14 @@ def foreign_mesh() -> str | None:
     return str(error.value)
 
 
-def test_a_gradient_of_other_ranks_is_an_error() -> None:
+def test_a_gradient_on_another_mesh_is_an_error() -> None:
     _, message = run_ranks(foreign_mesh, 2)
     assert message is not None
     assert "on the mesh [0], which rank 1 is not in" in message
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -inf, nan])
-def test_orders_that_are_no_norm_are_errors(norm_type: float) -> None:
+def test_invalid_norm_orders_are_errors(norm_type: float) -> None:
     with pytest.raises(ValueError, match="must be positive or inf"):
         get_total_norm([torch.ones(2)], norm_type)
 

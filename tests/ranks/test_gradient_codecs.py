@@ -211,7 +211,7 @@ def skip() -> None:
 
 @pytest.mark.behaviour("E-09", "C-17")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_agree_on_which_parameters_were_used_beside_what_is_encoded(world_size: int) -> None:
+def test_ranks_agree_on_used_parameters_with_encoded_gradients(world_size: int) -> None:
     run_ranks(skip, world_size)
 
 
@@ -237,7 +237,7 @@ def accumulate(replicate: int) -> None:
 
 
 @pytest.mark.behaviour("E-09", "C-02")
-def test_microbatches_are_accumulated_before_and_between_encoded_legs() -> None:
+def test_microbatches_are_accumulated_before_and_between_encoded_reductions() -> None:
     run_ranks(accumulate, 2, 1)
     run_ranks(accumulate, 4, 2)
 
@@ -327,7 +327,7 @@ def communication_report_of_plain(mesh: Any, world_size: int) -> int:
 
 @pytest.mark.behaviour("E-08", "E-09")
 @pytest.mark.parametrize(("world_size", "replicate"), [(2, 1), (4, 1), (4, 2)])
-def test_the_report_says_what_is_handed_to_the_process_group(world_size: int, replicate: int) -> None:
+def test_the_report_counts_the_bytes_given_to_the_process_group(world_size: int, replicate: int) -> None:
     run_ranks(count_bytes, world_size, None, replicate, 0, environment=SOCKETS)
     run_ranks(count_bytes, world_size, None, replicate, 16 * 2 * world_size, environment=SOCKETS)
     run_ranks(
@@ -380,7 +380,7 @@ def save_and_load(folder: str) -> None:
 
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_residuals_are_saved_with_checkpoints_and_go_on(world_size: int, tmp_path: Any) -> None:
+def test_residuals_are_saved_with_checkpoints_and_resume(world_size: int, tmp_path: Any) -> None:
     run_ranks(save_and_load, world_size, str(tmp_path))
 
 
@@ -432,7 +432,7 @@ def flip() -> None:
 
 
 @pytest.mark.behaviour("E-09")
-def test_residuals_begin_anew_where_parameters_are_frozen() -> None:
+def test_freezing_parameters_resets_residuals() -> None:
     run_ranks(flip, 2)
 
 
@@ -456,5 +456,5 @@ def copies_stay_alike() -> None:
 
 
 @pytest.mark.behaviour("E-09", "A-07")
-def test_copies_of_tensor_parallel_ranks_get_equal_gradients() -> None:
+def test_replicated_parameters_on_tensor_parallel_ranks_get_equal_gradients() -> None:
     run_ranks(copies_stay_alike, 4)

@@ -90,14 +90,14 @@ def compare(width: int, dim: int, replicate: int, all_arguments: bool, codec: bo
 
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_hooks_decide_how_a_gradient_travels_with_even_and_uneven_rows(world_size: int) -> None:
+def test_hooks_choose_the_communicated_gradient_with_even_and_uneven_rows(world_size: int) -> None:
     run_ranks(compare, world_size, 8, 0, 1, False, False)
     run_ranks(compare, world_size, 7, 0, 1, True, False)
     run_ranks(compare, world_size, 7, 1, 1, False, False)
 
 
 @pytest.mark.behaviour("E-09")
-def test_hooks_go_with_hybrid_meshes_and_with_codecs_for_the_rest_of_a_group() -> None:
+def test_hooks_compose_with_hybrid_meshes_and_codecs() -> None:
     run_ranks(compare, 4, 7, 0, 2, False, False)
     run_ranks(compare, 2, 8, 0, 2, False, False)  # one shard rank, two replicas
     run_ranks(compare, 2, 8, 0, 1, False, True)
@@ -187,7 +187,7 @@ def skip() -> None:
 
 
 @pytest.mark.behaviour("E-09", "C-17")
-def test_unused_parameters_keep_no_gradient_also_where_hooks_send_it() -> None:
+def test_unused_parameters_with_hooks_keep_no_gradient() -> None:
     run_ranks(skip, 2)
 
 

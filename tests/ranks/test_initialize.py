@@ -90,7 +90,7 @@ def synchronised(shape: tuple[int, ...], message_bytes: int) -> None:
 
 @pytest.mark.behaviour("A-15", "A-11")
 @pytest.mark.parametrize(("shape", "message_bytes"), [((2,), 1 << 20), ((2,), 1), ((2, 2), 40), ((1,), 40)], ids=str)
-def test_all_ranks_start_from_the_first_ones_values(shape: tuple[int, ...], message_bytes: int) -> None:
+def test_all_ranks_start_from_the_values_of_rank_0(shape: tuple[int, ...], message_bytes: int) -> None:
     run_ranks(synchronised, prod(shape), shape, message_bytes)
 
 
@@ -108,7 +108,7 @@ def trains_from_other_seeds() -> None:
 
 
 @pytest.mark.behaviour("A-15")
-def test_ranks_that_start_apart_train_as_one() -> None:
+def test_ranks_with_different_initial_values_train_alike() -> None:
     run_ranks(trains_from_other_seeds, 2)
 
 
@@ -196,7 +196,7 @@ def emptied(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.behaviour("A-12")
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_to_empty_materialises_sharded_parameters_and_keeps_what_is_real(shape: tuple[int, ...]) -> None:
+def test_to_empty_materialises_sharded_parameters_and_keeps_real_ones(shape: tuple[int, ...]) -> None:
     run_ranks(emptied, prod(shape), shape)
 
 

@@ -34,7 +34,7 @@ def test_a_llama_trains_and_goes_back_to_transformers(tmp_path: Path) -> None:
 
 @needs("lightning")
 @pytest.mark.behaviour("I-02")
-def test_fabric_trains_saves_and_goes_on(tmp_path: Path) -> None:
+def test_fabric_trains_saves_and_resumes(tmp_path: Path) -> None:
     flags = ("--steps", "21", "--accelerator", "cpu", "--out", str(tmp_path / "checkpoint"))
     said = torchrun("examples/lightning_fabric.py", *flags)
     losses = losses_in(said)
@@ -45,7 +45,7 @@ def test_fabric_trains_saves_and_goes_on(tmp_path: Path) -> None:
 @needs("safetensors")
 @pytest.mark.behaviour("C-05")
 @pytest.mark.parametrize("keep", [False, True])
-def test_adapters_train_beside_a_frozen_base_and_are_saved_alone(keep: bool, tmp_path: Path) -> None:
+def test_adapters_train_with_a_frozen_base_and_are_saved_separately(keep: bool, tmp_path: Path) -> None:
     flags = ("--steps", "151", "--device", "cpu", "--out", str(tmp_path / "adapters.safetensors"))
     said = torchrun("examples/lora.py", *flags, *(["--keep-base"] if keep else []))
     losses = losses_in(said)

@@ -200,7 +200,7 @@ def with_two_threads(dtype: torch.dtype, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)], ids=str)
-def test_16_bits_are_not_cut_where_threads_would_round_them_elsewhere(dtype: torch.dtype, expected: int) -> None:
+def test_16_bit_updates_do_not_depend_on_the_split_between_threads(dtype: torch.dtype, expected: int) -> None:
     run_ranks(with_two_threads, 1, dtype, expected)
 
 
@@ -229,7 +229,7 @@ def variants_without_dtensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_ON_DTENSORS)
-def test_what_torch_cannot_do_on_dtensors_gives_the_bits_of_plain_shards(name: str) -> None:
+def test_optimizer_variants_without_dtensor_support_equal_plain_shards_bitwise(name: str) -> None:
     run_ranks(variants_without_dtensors, 2, name)
 
 
@@ -326,7 +326,7 @@ def bystanders() -> None:
 
 @pytest.mark.behaviour("C-01")
 @pytest.mark.filterwarnings("error")
-def test_schedulers_hooks_closures_and_groups_see_no_difference() -> None:
+def test_schedulers_hooks_closures_and_groups_work_unchanged() -> None:
     run_ranks(bystanders, 2)
 
 
@@ -372,7 +372,7 @@ def in_backward() -> None:
 
 
 @pytest.mark.behaviour("C-12")
-def test_steps_inside_backward() -> None:
+def test_a_local_optimizer_steps_inside_backward() -> None:
     run_ranks(in_backward, 2)
 
 
@@ -424,5 +424,5 @@ def replaced_memory() -> None:
 
 
 @pytest.mark.behaviour("F-04")
-def test_memory_that_was_replaced_is_followed() -> None:
+def test_a_local_optimizer_follows_replaced_memory() -> None:
     run_ranks(replaced_memory, 2)

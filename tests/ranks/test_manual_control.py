@@ -247,7 +247,7 @@ def prefetch_as_told() -> None:
 
 
 @pytest.mark.behaviour("C-08")
-def test_prefetch_lists_say_what_is_gathered_when() -> None:
+def test_prefetch_lists_determine_the_order_of_gathers() -> None:
     run_ranks(prefetch_as_told, 2, environment=SOCKETS)
 
 
@@ -295,7 +295,7 @@ def train_without_unsharding_the_embedding_in_backward() -> None:
 
 
 @pytest.mark.behaviour("C-08")
-def test_an_embedding_need_not_be_gathered_in_backward() -> None:
+def test_an_embedding_is_not_gathered_in_backward() -> None:
     run_ranks(train_without_unsharding_the_embedding_in_backward, 2)
 
 
@@ -375,7 +375,7 @@ def test_registered_forward_methods_train_like_forward(reshard_after_forward: bo
 
 @pytest.mark.behaviour("C-08")
 @pytest.mark.parametrize("reshard_after_forward", [True, None])
-def test_a_registered_method_may_call_the_module_itself(reshard_after_forward: bool | None) -> None:
+def test_a_registered_method_may_call_its_module(reshard_after_forward: bool | None) -> None:
     run_ranks(train_by_other_methods, 2, Autoencoder, ("generate",), reshard_after_forward)
 
 

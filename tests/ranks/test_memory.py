@@ -130,7 +130,7 @@ def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize("precision", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
 @pytest.mark.parametrize(("world_size", "task"), [(2, "tied"), (4, "mlp")])
-def test_the_ledger_of_the_trace_is_what_the_storages_say(
+def test_the_ledger_of_the_trace_equals_the_storage_bytes(
     world_size: int, task: str, precision: MixedPrecisionPolicy
 ) -> None:
     run_ranks(compare_ledger_with_storages, world_size, task, precision, environment=SOCKETS)
@@ -192,7 +192,7 @@ def read_a_kept_reference(how: str) -> None:
 
 
 @pytest.mark.behaviour("C-03")
-def test_what_a_kept_reference_to_an_unsharded_parameter_shows() -> None:
+def test_reading_a_kept_reference_to_an_unsharded_parameter() -> None:
     """As docs/training.md says: reading freed memory raises or ends the process, and is never another tensor's."""
     run_ranks(read_a_kept_reference, 2, "it is there")
     for environment in (COPIES, SOCKETS):

@@ -74,12 +74,12 @@ def merge_nothing() -> None:
         assert counts["reduce_scatter"] == DEPTH
 
 
-def test_with_a_limit_of_zero_each_group_travels_by_itself() -> None:
+def test_a_limit_of_zero_fuses_no_groups() -> None:
     run_ranks(merge_nothing, 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_neighbours_share_one_gather_each_way_and_one_reduction(transport: Environment) -> None:
+def test_fused_groups_share_one_gather_each_way_and_one_reduction(transport: Environment) -> None:
     run_ranks(count_collectives, 2, environment=transport)
 
 
@@ -97,7 +97,7 @@ def train_merged(task_name: str) -> None:
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_merged_groups_train_like_the_unsharded_model(world_size: int, transport: Environment) -> None:
+def test_fused_groups_train_like_the_unsharded_model(world_size: int, transport: Environment) -> None:
     for task in ("stack", "chain", "transformer"):
         run_ranks(train_merged, world_size, task, environment=transport)
 
@@ -119,7 +119,7 @@ def skip_layers() -> None:
 
 
 @pytest.mark.behaviour("C-04")
-def test_neighbours_that_take_no_part_keep_no_gradient() -> None:
+def test_unused_groups_of_a_fusion_keep_no_gradient() -> None:
     run_ranks(skip_layers, 2)
 
 
@@ -169,7 +169,7 @@ def hook_one(layers: Sequence[FSDPModule], step: int) -> None:
     [(freeze_some, (DEPTH, 1, 1, 2)), (scale_one, (DEPTH, 1, DEPTH)), (hook_one, (DEPTH, DEPTH, DEPTH))],
     ids=["one is frozen", "one is scaled", "one has a hook"],
 )
-def test_what_is_chosen_for_one_group_counts_for_it_alone(
+def test_a_setting_of_one_group_applies_to_that_group_only(
     choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int], world_size: int
 ) -> None:
     run_ranks(train_with, world_size, choose, messages)
@@ -217,7 +217,7 @@ def use_different_neighbours() -> None:
 
 
 @pytest.mark.behaviour("C-17")
-def test_ranks_may_use_different_neighbours() -> None:
+def test_ranks_may_use_different_groups_of_a_fusion() -> None:
     run_ranks(use_different_neighbours, 2)
 
 
@@ -238,5 +238,5 @@ def set_limits() -> None:
     assert state_of(model).max_unsharded_bytes == 10
 
 
-def test_limits_are_numbers() -> None:
+def test_limits_must_be_numbers() -> None:
     run_ranks(set_limits, 1)

@@ -102,7 +102,7 @@ def _sliced() -> None:
 
 
 @pytest.mark.behaviour("A-07")
-def test_two_dims_sliced_out_of_a_larger_mesh_average_over_those_alone() -> None:
+def test_a_2d_slice_of_a_larger_mesh_averages_over_its_ranks_only() -> None:
     run_ranks(_sliced, 4)
 
 

@@ -134,7 +134,7 @@ def _left_on_meta() -> list[str]:
 
 
 @pytest.mark.behaviour("A-12")
-def test_a_forward_on_meta_is_an_error_on_every_rank_from_which_one_can_go_on() -> None:
+def test_a_forward_on_meta_is_a_recoverable_error_on_every_rank() -> None:
     first, second = run_ranks(_left_on_meta, 2)
     assert first == second
     assert "['scale']" in first[0]

@@ -208,7 +208,7 @@ def compare_with_peer(reshard_after_forward: bool | None) -> None:
 
 @pytest.mark.behaviour("D-01")
 @pytest.mark.parametrize("reshard_after_forward", [True, None])
-def test_training_in_mixed_precision_is_torchs_to_the_bit(reshard_after_forward: bool | None) -> None:
+def test_training_in_mixed_precision_is_bitwise_that_of_torch(reshard_after_forward: bool | None) -> None:
     run_ranks(compare_with_peer, 2, reshard_after_forward)
 
 

@@ -224,5 +224,5 @@ def one_unit_for_all() -> None:
 
 
 @pytest.mark.behaviour("A-09", "A-01")
-def test_the_modules_of_a_list_have_one_unit_and_bad_lists_are_refused() -> None:
+def test_the_modules_of_a_list_share_one_state_and_invalid_lists_are_refused() -> None:
     run_ranks(one_unit_for_all, 2)

@@ -81,7 +81,7 @@ def compare(codec: Any, dim: int, replicate: int, param_dtype: torch.dtype | Non
 
 @pytest.mark.behaviour("E-08")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_rank_computes_with_what_came_out_of_the_codec(world_size: int) -> None:
+def test_every_rank_computes_with_decoded_values(world_size: int) -> None:
     for codec in CODECS:
         run_ranks(compare, world_size, codec, 0, 1, None, None)
     run_ranks(compare, world_size, Int8(), 1, 1, None, True)

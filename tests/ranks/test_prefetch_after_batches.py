@@ -66,7 +66,7 @@ def gather_after_a_batch() -> None:
 
 @pytest.mark.behaviour("C-08")
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_the_next_group_is_gathered_when_all_batches_but_the_last_are_reduced(transport: Environment) -> None:
+def test_the_next_group_is_gathered_after_all_gradient_buckets_but_the_last(transport: Environment) -> None:
     run_ranks(gather_after_a_batch, 2, environment=transport)
 
 
@@ -135,7 +135,7 @@ def bound_several() -> None:
         (bound_several, SOCKETS),
     ],
 )
-def test_choices_come_before_the_wait_for_batches(case: Callable[[], None], transport: Environment) -> None:
+def test_explicit_prefetches_do_not_wait_for_gradient_buckets(case: Callable[[], None], transport: Environment) -> None:
     run_ranks(case, 2, environment=transport)
 
 
@@ -164,7 +164,7 @@ def come_to_a_group_twice(outer: int, ahead: str) -> None:
 
 
 @pytest.mark.parametrize(("outer", "ahead"), [(1, "between"), (2, "first")], ids=["one module", "a list"])
-def test_a_group_to_which_backward_comes_again_has_the_next_one_gathered_at_once(outer: int, ahead: str) -> None:
+def test_a_group_with_a_second_backward_does_not_delay_the_next_gather(outer: int, ahead: str) -> None:
     run_ranks(come_to_a_group_twice, 2, outer, ahead, environment=SOCKETS)
 
 
@@ -190,7 +190,7 @@ def end_unseen() -> None:
     assert events.index("unshard first") < first_reduction_of("last", events)
 
 
-def test_where_some_batches_may_go_at_the_end_of_backward_nothing_waits_for_them() -> None:
+def test_gathers_do_not_wait_for_gradient_buckets_reduced_at_the_end_of_backward() -> None:
     run_ranks(end_unseen, 2, environment=SOCKETS)
 
 
@@ -226,7 +226,7 @@ def send_batches_at_the_end() -> None:
     assert events.count("unshard first") == 1, "not once more behind a batch that goes at the end"
 
 
-def test_batches_that_go_at_the_end_of_backward_are_followed_by_no_gather() -> None:
+def test_gradient_buckets_reduced_at_the_end_of_backward_are_followed_by_no_gather() -> None:
     run_ranks(send_batches_at_the_end, 2, environment=SOCKETS)
 
 
@@ -267,7 +267,7 @@ def use_different_parameters(route: str) -> None:
 @pytest.mark.behaviour("C-17")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_ranks_that_use_different_parameters_gather_the_next_group_at_the_same_place(
+def test_ranks_with_different_used_parameters_gather_the_next_group_at_the_same_event(
     route: str, transport: Environment
 ) -> None:
     run_ranks(use_different_parameters, 2, route, environment=transport)
@@ -311,7 +311,7 @@ def fail_while_one_waits() -> None:
 
 
 @pytest.mark.behaviour("H-01")
-def test_what_waits_for_a_batch_is_forgotten_by_a_reset() -> None:
+def test_a_reset_drops_gathers_that_wait_for_a_gradient_bucket() -> None:
     run_ranks(fail_while_one_waits, 2, environment=COPIES)
 
 
@@ -332,5 +332,5 @@ def take_over() -> None:
 
 
 @pytest.mark.behaviour("C-04")
-def test_a_layer_that_ran_by_itself_before_its_model_did_is_found_by_its_place() -> None:
+def test_a_layer_that_ran_before_its_model_is_named_by_its_path() -> None:
     run_ranks(take_over, 1)

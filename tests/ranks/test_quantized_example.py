@@ -80,7 +80,7 @@ def test_int8_with_error_feedback_must_end_within_a_percent_for_every_seed(
 
 
 @needs_extras
-def test_results_are_resumed_replaced_or_refused_never_lost(example: Any, tmp_path: Path) -> None:
+def test_benchmark_results_are_resumed_replaced_or_refused(example: Any, tmp_path: Path) -> None:
     files = example.Files(tmp_path / "new", "name")
     empty, first = comparison_of({}, 300), comparison_of({"fp32": [2.0, 2.5]}, 300)
     assert files.prepare(first, resume=True, overwrite=False) is first

@@ -92,7 +92,7 @@ def fail_and_go_on(plan: Plan) -> None:
 
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_step_that_failed_leaves_nothing_behind(transport: Environment) -> None:
+def test_a_failed_step_leaves_no_state(transport: Environment) -> None:
     examples = int(os.environ.get("COMPOSABLE_FSDP_FAULT_EXAMPLES", "12"))
 
     @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -106,9 +106,7 @@ def test_a_step_that_failed_leaves_nothing_behind(transport: Environment) -> Non
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
 @pytest.mark.parametrize("point", ["gradient", "encode", "operation"])
-def test_a_step_that_failed_where_shards_are_replicated_leaves_nothing_behind(
-    point: str, transport: Environment
-) -> None:
+def test_a_failed_step_in_hybrid_sharding_leaves_no_state(point: str, transport: Environment) -> None:
     for alone, index in ((False, 1), (True, -1)):
         plan = Plan(point, index, 0, 1, alone, True, False, False, point != "gradient", hybrid=True, feedback=alone)
         run_ranks(fail_and_go_on, 4, plan, environment=transport)
@@ -133,7 +131,7 @@ NAMED = {
 
 @pytest.mark.behaviour("H-01", "H-05", "J-03")
 @pytest.mark.parametrize("plan", NAMED.values(), ids=NAMED)
-def test_what_the_peer_keeps_of_a_failed_step_is_dropped(plan: Plan) -> None:
+def test_reductions_kept_by_fsdp2_after_a_failed_step_are_dropped(plan: Plan) -> None:
     run_ranks(fail_and_go_on, 2, plan, environment=COPIES)
     run_ranks(fail_and_go_on, 2, plan, environment=SOCKETS)
 
@@ -251,7 +249,7 @@ def gloo_writes_to_no_freed_memory() -> None:
 
 
 @pytest.mark.behaviour("H-01", "H-05")
-def test_memory_of_an_abandoned_operation_is_kept_until_gloo_cannot_write_to_it() -> None:
+def test_memory_of_an_abandoned_operation_is_kept_until_gloo_has_finished() -> None:
     run_ranks(gloo_writes_to_no_freed_memory, 2, environment=SOCKETS)
 
 
@@ -303,7 +301,7 @@ GOES_ON: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
 @pytest.mark.behaviour("H-01", "H-05")
 @pytest.mark.parametrize(("point", "alone"), GOES_ON)
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["in common", "sockets"])
-def test_to_go_on_without_recovery_is_right_or_an_error(point: str, alone: bool, transport: Environment) -> None:
+def test_continuing_without_recovery_is_correct_or_an_error(point: str, alone: bool, transport: Environment) -> None:
     plan = Plan(point, 1, 0, 1, alone, True, False, False)
     run_ranks(go_on_at_once, 2, plan, environment=transport)
 
@@ -353,7 +351,7 @@ def fail_at_the_very_end(agree: bool) -> None:
 @pytest.mark.behaviour("H-01", "H-05")
 @pytest.mark.parametrize("agree", [False, True], ids=["steps at once", "meets first"])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
-def test_a_step_that_only_some_ranks_took_is_an_error(agree: bool, transport: Environment) -> None:
+def test_a_step_on_some_ranks_only_is_an_error(agree: bool, transport: Environment) -> None:
     run_ranks(fail_at_the_very_end, 2, agree, environment=transport)
 
 
@@ -401,7 +399,7 @@ def test_two_hundred_failed_steps_leak_nothing(transport: Environment) -> None:
 
 @pytest.mark.behaviour("H-01")
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
-def test_connections_that_were_given_up_are_freed(transport: Environment) -> None:
+def test_abandoned_connections_are_freed(transport: Environment) -> None:
     for memory, files, threads in run_ranks(fail_often, 2, 20, alone=True, environment=transport):
         assert memory <= 1 << 20
         assert files == 0

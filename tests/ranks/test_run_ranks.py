@@ -174,7 +174,7 @@ def test_results_come_in_rank_order_and_arguments_arrive() -> None:
     assert run_ranks(place, 1) == [(0, 1, (), {})]
 
 
-def test_ranks_talk_to_each_other() -> None:
+def test_ranks_communicate_with_each_other() -> None:
     assert [tensor.item() for tensor in run_ranks(sum_of_ranks, 2)] == [1.0, 1.0]
 
 
@@ -186,7 +186,7 @@ def test_processes_are_kept_for_the_next_call_of_the_same_size() -> None:
     assert run_ranks(pid, 2) == pids
 
 
-def test_a_function_finds_nothing_changed_by_those_before_it() -> None:
+def test_functions_run_by_ranks_are_isolated_from_each_other() -> None:
     before = run_ranks(surroundings, 2)
     assert before[0] == before[1]
     assert before[0][:7] == ("gloo", 1, 1, torch.float32, torch.device("cpu"), True, False)
@@ -251,7 +251,7 @@ def test_adjacent_ranks_hash_text_differently() -> None:
     assert first != second
 
 
-def test_an_interrupt_while_processes_start_does_no_harm_to_those_after_it() -> None:
+def test_an_interrupt_while_processes_start_does_not_affect_later_calls() -> None:
     def interrupt(number: int, frame: object) -> None:
         raise RuntimeError("enough")
 
@@ -267,7 +267,7 @@ def test_an_interrupt_while_processes_start_does_no_harm_to_those_after_it() -> 
     assert len(set(run_ranks(pid, 2))) == 2
 
 
-def test_what_the_caller_has_in_its_environment_reaches_later_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_processes_get_the_environment_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(destroy_default_group, 1)
     monkeypatch.setenv("SET_LATER", "2")
     assert run_ranks(variable, 1, "SET_LATER") == ["2"]
@@ -329,7 +329,7 @@ def test_processes_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatc
     gc.collect()  # would warn of what nobody closed
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpicklable_functions_and_arguments_are_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"test_run_ranks.*<lambda>.* top of a module"):
         run_ranks(lambda: None, 2)
     with pytest.raises(ConfigurationError, match=r"place and its arguments.* arguments must be picklable"):
@@ -389,7 +389,7 @@ def test_the_end_of_the_interpreter_ends_the_processes(script: Callable[..., sub
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_however_the_caller_ends_the_processes_end_too(
+def test_processes_end_with_their_caller(
     script: Callable[..., subprocess.Popen[str]], tmp_path: Path, end: signal.Signals
 ) -> None:
     child_file = tmp_path / "child"

@@ -88,7 +88,7 @@ def trace_the_first_iterations() -> None:
 
 
 @pytest.mark.behaviour("C-01", "C-08")
-def test_the_second_iteration_prefetches_what_the_first_one_ran_and_backward_goes_the_other_way() -> None:
+def test_the_second_iteration_prefetches_in_recorded_order_and_backward_in_reverse() -> None:
     run_ranks(trace_the_first_iterations, 2, environment=SOCKETS)
 
 
@@ -194,7 +194,7 @@ def free_the_root_last() -> None:
 
 
 @pytest.mark.behaviour("C-03")
-def test_a_root_is_freed_before_its_reduction_where_backward_has_been_through_everything_else() -> None:
+def test_a_root_is_freed_before_its_reduction_if_all_other_backwards_are_done() -> None:
     run_ranks(free_the_root_last, 2, environment=SOCKETS)
 
 
@@ -223,7 +223,7 @@ def bound_what_is_gathered_ahead() -> None:
 
 
 @pytest.mark.behaviour("C-08")
-def test_what_is_gathered_ahead_can_be_bounded() -> None:
+def test_the_prefetch_depth_can_be_bounded() -> None:
     run_ranks(bound_what_is_gathered_ahead, 2, environment=SOCKETS)
 
 

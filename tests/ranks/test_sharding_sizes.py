@@ -62,7 +62,7 @@ def _odd() -> None:
 
 @pytest.mark.behaviour("A-02", "A-10", "A-17")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_odd_parameters_are_sharded_and_train_with_parity(ranks: int) -> None:
+def test_unusual_parameters_are_sharded_and_train_with_parity(ranks: int) -> None:
     run_ranks(_odd, ranks)
 
 
@@ -96,7 +96,7 @@ def _unsharded_values(task: str) -> None:
 
 @pytest.mark.behaviour("A-02")
 @pytest.mark.parametrize(("task", "ranks"), [("mlp", 2), ("mlp", 4), ("tied", 2), ("adapters", 4), ("wide", 3)])
-def test_values_and_everything_about_parameters_survive_sharding_and_unsharding(task: str, ranks: int) -> None:
+def test_values_and_attributes_of_parameters_survive_sharding_and_unsharding(task: str, ranks: int) -> None:
     run_ranks(_unsharded_values, ranks, task)
 
 
@@ -200,7 +200,7 @@ def _no_rows() -> None:
 
 @pytest.mark.behaviour("A-04")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_group_of_nothing_but_empty_parameters_trains_with_parity(ranks: int) -> None:
+def test_a_group_with_only_empty_parameters_trains_with_parity(ranks: int) -> None:
     run_ranks(_no_rows, ranks)
 
 
@@ -247,7 +247,7 @@ def _scalar() -> str:
 
 @pytest.mark.behaviour("A-04")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_scalar_is_the_same_error_on_every_rank_and_the_way_out_works(ranks: int) -> None:
+def test_a_scalar_is_the_same_error_on_every_rank_and_the_remedy_works(ranks: int) -> None:
     messages = set(run_ranks(_scalar, ranks))
     assert len(messages) == 1
     message = messages.pop()

@@ -139,7 +139,7 @@ def write_below_autograd() -> None:
     assert not communicator.share(64).is_inference()
 
 
-def test_outputs_are_written_below_autograd() -> None:
+def test_outputs_are_written_without_autograd() -> None:
     run_ranks(write_below_autograd, 2)
 
 
@@ -236,7 +236,7 @@ def write_in_common() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_shared_memory_is_one_for_all_ranks(world_size: int) -> None:
+def test_all_ranks_map_the_same_shared_memory(world_size: int) -> None:
     run_ranks(write_in_common, world_size)
 
 
@@ -250,7 +250,7 @@ def fail_to_share() -> None:
             communicator.share(1 << 62)
 
 
-def test_all_ranks_hear_of_memory_that_cannot_be_had() -> None:
+def test_a_failed_memory_allocation_is_reported_on_all_ranks() -> None:
     run_ranks(fail_to_share, 2)
 
 
@@ -307,7 +307,7 @@ def choose_in_a_mesh() -> None:
     assert shared(new_group()).size == 4
 
 
-def test_one_rank_can_switch_it_off_for_all() -> None:
+def test_one_rank_disables_shared_memory_for_all() -> None:
     run_ranks(choose_where_one_rank_says_no, 2)
 
 
@@ -315,11 +315,11 @@ def test_ranks_on_several_hosts_use_gloo_between_them() -> None:
     run_ranks(choose_on_two_hosts, 4)
 
 
-def test_where_it_cannot_be_set_up_all_ranks_use_gloo() -> None:
+def test_all_ranks_use_gloo_if_shared_memory_fails() -> None:
     run_ranks(choose_where_memory_fails, 2)
 
 
-def test_meshes_smaller_meshes_and_doubles_use_it() -> None:
+def test_hybrid_and_smaller_meshes_and_doubles_use_shared_memory() -> None:
     run_ranks(choose_in_a_mesh, 4)
 
 
@@ -338,7 +338,7 @@ def lose_a_rank(numel: int) -> None:
 
 @pytest.mark.behaviour("H-03")
 @pytest.mark.parametrize("numel", [10, LARGE])
-def test_a_rank_that_dies_is_named_by_all_others_at_once(numel: int) -> None:
+def test_a_killed_rank_is_named_by_all_others_at_once(numel: int) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(lose_a_rank, 4, numel, timeout=30)
     failures = caught.value.failures
@@ -374,7 +374,7 @@ def wait_in_vain(switch: str) -> None:
 
 @pytest.mark.behaviour("H-03")
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(switch: str) -> None:
+def test_a_missing_rank_is_an_error_after_the_timeout(switch: str) -> None:
     run_ranks(wait_in_vain, 2, switch)
 
 
@@ -421,7 +421,7 @@ def interrupt_a_wait() -> None:
     assert torch.equal(output, torch.cat([own(peer, LARGE) for peer in range(communicator.size)]))
 
 
-def test_a_wait_can_be_interrupted_and_taken_up_again() -> None:
+def test_an_interrupted_wait_can_be_resumed() -> None:
     run_ranks(interrupt_a_wait, 2)
 
 
@@ -455,7 +455,7 @@ def leave_nothing_open() -> None:
         assert ours() == before
 
 
-def test_a_process_group_that_goes_leaves_nothing_open() -> None:
+def test_a_destroyed_process_group_leaves_no_open_files() -> None:
     run_ranks(leave_nothing_open, 2)
 
 

@@ -38,7 +38,7 @@ def gather_nothing() -> None:
     assert sum(bucket.unsharded_bytes for bucket in buckets_of(model)) == 0
 
 
-def test_a_gather_moves_nothing() -> None:
+def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
     run_ranks(gather_nothing, 2)
 
 
@@ -66,9 +66,7 @@ def test_each_shard_is_a_storage_of_its_own() -> None:
 @pytest.mark.behaviour("C-01", "A-04", "A-05")
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_training_is_that_of_the_unsharded_model_whichever_way_ranks_reach_each_other(
-    world_size: int, transport: Environment
-) -> None:
+def test_training_equals_the_unsharded_model_on_every_transport(world_size: int, transport: Environment) -> None:
     for task, optimizer in (("mlp", "adamw-fused"), ("transformer", "adamw-foreach"), ("tied", "sgd"), ("wide", "sgd")):
         run_ranks(train, world_size, task, optimizer, environment=transport)
 
@@ -93,7 +91,7 @@ def losses_and_shards() -> tuple[list[float], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ways_give_the_same_bits_and_again_the_next_time(world_size: int) -> None:
+def test_all_transports_give_the_same_bits_repeatedly(world_size: int) -> None:
     first = run_ranks(losses_and_shards, world_size)
     others = [run_ranks(losses_and_shards, world_size, environment=e) for e in (*TRANSPORTS.values(), {})]
     for other in others:
@@ -149,7 +147,7 @@ def write_what_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_such_writes_are_dropped_without_shared_memory(transport: Environment) -> None:
+def test_writes_to_unsharded_parameters_are_dropped_without_shared_memory(transport: Environment) -> None:
     run_ranks(write_what_is_dropped, 2, environment=transport)
 
 
@@ -303,7 +301,7 @@ def leave_out() -> None:
     task.loss(hybrid, task.batch_of(0, dist.get_rank())).backward()
 
 
-def test_only_parameters_that_can_be_shared_are() -> None:
+def test_only_suitable_parameters_are_shared() -> None:
     run_ranks(leave_out, 4)
 
 
@@ -323,5 +321,5 @@ def materialise() -> None:
 
 
 @pytest.mark.behaviour("A-12")
-def test_what_was_on_the_meta_device_finds_its_place() -> None:
+def test_meta_parameters_are_materialised_in_shared_memory() -> None:
     run_ranks(materialise, 2)

@@ -55,7 +55,7 @@ def gather_nothing() -> None:
     assert bucket.buffer.region(0, 8).tolist() == [3] * 8, "there is one copy"
 
 
-def test_a_gather_moves_nothing() -> None:
+def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
     run_ranks(gather_nothing, 2)
 
 
@@ -147,7 +147,9 @@ def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Te
     ("name", "world_size", "reshard"),
     [("transformer", 2, True), ("routed", 2, True), ("mlp", 4, False), ("routed", 4, 2), ("wide", 3, True)],
 )
-def test_training_has_the_bits_that_it_has_over_sockets(name: str, world_size: int, reshard: bool | int) -> None:
+def test_training_over_shared_memory_is_bitwise_that_over_sockets(
+    name: str, world_size: int, reshard: bool | int
+) -> None:
     own, copies, sockets = (
         run_ranks(losses_and_shards, world_size, name, reshard, environment=e) for e in ({}, COPIES, SOCKETS)
     )
@@ -220,7 +222,7 @@ def read_by_hand() -> None:
         expected = expected * 2
 
 
-def test_nor_where_it_was_unsharded_by_hand() -> None:
+def test_no_rank_casts_into_a_buffer_unsharded_by_hand() -> None:
     run_ranks(read_by_hand, 2)
 
 
@@ -304,7 +306,7 @@ def leave_out() -> None:
         own_loss(model, task, 0).backward()
 
 
-def test_only_what_gains_by_it_has_a_common_copy() -> None:
+def test_only_cast_parameters_have_a_shared_unsharded_buffer() -> None:
     run_ranks(leave_out, 4)
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.behaviour("H-01", "H-03", "H-05", "F-12")
-def test_training_survives_fault_after_fault(tmp_path: Path) -> None:
+def test_training_survives_repeated_faults(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     command = [sys.executable, "benchmarks/soak.py", "--quick", "--ranks", "2", "--timeout", "6", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}

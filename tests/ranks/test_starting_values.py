@@ -129,7 +129,7 @@ def tensor_parallel_starts() -> None:
 
 
 @pytest.mark.behaviour("J-01", "A-06")
-def test_starts_are_compared_along_data_parallel_axes_only() -> None:
+def test_initial_values_are_compared_on_data_parallel_axes_only() -> None:
     run_ranks(tensor_parallel_starts, 4)
 
 

@@ -85,7 +85,7 @@ def refuse() -> None:
 
 
 @pytest.mark.behaviour("B-02")
-def test_what_a_mesh_cannot_serve_is_refused_before_anything_changes() -> None:
+def test_an_unsuitable_mesh_is_refused_before_changes() -> None:
     run_ranks(refuse, 2)
 
 

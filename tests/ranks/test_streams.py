@@ -81,7 +81,7 @@ def reduce_on_streams() -> None:
     assert most == 4, "as many as a group has, of whichever groups"
 
 
-def test_on_streams_no_more_is_on_the_wire_than_a_group_has() -> None:
+def test_bytes_in_flight_on_streams_are_bounded_by_one_group() -> None:
     run_ranks(reduce_on_streams, 2, environment=SOCKETS)
 
 
@@ -101,7 +101,7 @@ def reduce_whole_groups_on_streams() -> None:
         assert operations == [Operation.REDUCE] * 4 + [Operation.REDUCED] * 4, "unless all of them are little"
 
 
-def test_on_streams_groups_in_one_batch_follow_each_other() -> None:
+def test_fused_groups_on_streams_are_reduced_one_after_the_other() -> None:
     run_ranks(reduce_whole_groups_on_streams, 2, environment=SOCKETS)
 
 
@@ -121,7 +121,7 @@ def reduce_a_small_group_after_a_large_one() -> None:
     assert events[:6] == ["reduce 2"] * 4 + ["reduce 1", "reduced 2"], events
 
 
-def test_on_streams_a_small_group_does_not_wait_for_a_large_one() -> None:
+def test_small_groups_on_streams_do_not_wait_for_large_ones() -> None:
     run_ranks(reduce_a_small_group_after_a_large_one, 2, environment=SOCKETS)
 
 
@@ -132,7 +132,7 @@ def use_different_weights_on_streams() -> None:
 
 @pytest.mark.behaviour("C-17")
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
-def test_on_streams_ranks_that_use_different_weights_reduce_the_same_batches(transport: Environment) -> None:
+def test_ranks_with_different_used_weights_on_streams_reduce_equal_gradient_buckets(transport: Environment) -> None:
     run_ranks(use_different_weights_on_streams, 2, environment=transport)
 
 
@@ -158,5 +158,5 @@ def keep_for_backward() -> None:
             assert kept() == expected, (ahead, most)
 
 
-def test_on_streams_as_many_groups_stay_for_backward_as_it_would_gather_ahead() -> None:
+def test_streams_keep_as_many_groups_for_backward_as_the_prefetch_depth() -> None:
     run_ranks(keep_for_backward, 2, environment=SOCKETS)

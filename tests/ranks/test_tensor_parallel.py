@@ -117,7 +117,7 @@ def cut_on_the_last_dim() -> None:
 
 
 @pytest.mark.behaviour("A-05", "A-06")
-def test_another_dim_may_be_cut_of_what_tensor_parallelism_cut_before() -> None:
+def test_a_tensor_parallel_parameter_may_be_sharded_on_another_dim() -> None:
     run_ranks(cut_on_the_last_dim, 4)
 
 
@@ -303,7 +303,7 @@ def is_as_with_the_peer() -> None:
 
 
 @pytest.mark.behaviour("A-06", "C-02", "D-01")
-def test_placements_and_training_are_torchs_to_the_bit_also_in_mixed_precision() -> None:
+def test_placements_and_training_are_bitwise_those_of_torch() -> None:
     run_ranks(is_as_with_the_peer, 4)
 
 

@@ -25,7 +25,7 @@ def flags(out: Path, *more: str) -> tuple[str, ...]:
 
 @needs_extras
 @pytest.mark.behaviour("F-07", "F-12")
-def test_it_trains_verifies_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_text_example_trains_verifies_and_resumes(tmp_path: Path) -> None:
     said = torchrun(PROGRAM, *flags(tmp_path, "--steps", "7", "--verify"))
     assert "resumed at step 2: parameters and AdamW state equal to those saved" in said
     assert "sharded against unsharded: ok" in said

@@ -88,7 +88,7 @@ def exactly(found: object, expected: object) -> None:
 
 
 @pytest.mark.behaviour("J-04", "H-06")
-def test_models_of_eight_threads_are_what_those_of_one_are(alone: None, tmp_path: Path) -> None:
+def test_eight_threads_train_the_same_models_as_one(alone: None, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (1,))
     expected = [live(100 * i, mesh, tmp_path / f"one-{i}") for i in range(THREADS)]
     calls = [partial(live, 100 * i, mesh, tmp_path / f"of-several-{i}") for i in range(THREADS)]

@@ -189,7 +189,7 @@ def encode_on_some_ranks(reshard: bool | int | None) -> None:
 
 @pytest.mark.behaviour("C-17")
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_an_encoder_without_gradients_and_containers_without_parameters_may_be_skipped(world_size: int) -> None:
+def test_frozen_encoders_and_containers_without_parameters_may_be_skipped(world_size: int) -> None:
     for reshard in (None, False, *([2] if world_size == 4 else [])):
         run_ranks(encode_on_some_ranks, world_size, reshard)
 
@@ -219,7 +219,7 @@ def list_in_step() -> None:
 
 
 @pytest.mark.behaviour("C-17")
-def test_what_cannot_be_kept_in_step_is_an_error() -> None:
+def test_unsupported_models_for_unused_modules_are_an_error() -> None:
     run_ranks(recompute_a_container, 2)
     run_ranks(list_in_step, 2)
 
@@ -307,7 +307,7 @@ def bound_memory_while_one_rank_skips() -> None:
 
 
 @pytest.mark.behaviour("C-17")
-def test_ranks_in_step_gather_alike_under_a_bound_of_memory() -> None:
+def test_ranks_with_unused_modules_gather_alike_under_a_memory_bound() -> None:
     run_ranks(bound_memory_while_one_rank_skips, 2, environment=SOCKETS)
 
 

@@ -111,7 +111,7 @@ def train_unequally(mesh_shape: tuple[int, ...], width: int, steps: int) -> None
 
 @pytest.mark.behaviour("C-17", "C-04")
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2), (2, 1)])
-def test_what_any_rank_used_has_one_gradient_everywhere(mesh_shape: tuple[int, ...]) -> None:
+def test_parameters_used_on_any_rank_have_the_same_gradient_on_all(mesh_shape: tuple[int, ...]) -> None:
     run_ranks(train_unequally, torch.Size(mesh_shape).numel(), mesh_shape, 8, 5)
 
 

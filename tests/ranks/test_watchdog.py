@@ -137,7 +137,7 @@ def busy_while_others_give_up() -> tuple[str, str]:
 
 @pytest.mark.behaviour("H-01", "H-05")
 @both_transports
-def test_a_rank_that_was_busy_gets_the_error_too(transport: Environment) -> None:
+def test_a_rank_busy_during_a_failure_gets_the_error_later(transport: Environment) -> None:
     *told, failed = run_ranks(busy_while_others_give_up, 3, environment=transport)
     assert failed == ("ArithmeticError", "no luck")
     for kind, text in told:

@@ -60,7 +60,7 @@ def train_by_policy(task: str) -> None:
 
 @pytest.mark.behaviour("B-01", "A-10")
 @pytest.mark.parametrize("task", ["transformer", "tied"])
-def test_every_policy_trains_with_parity_also_where_groups_share_a_weight(task: str) -> None:
+def test_every_policy_trains_with_parity_including_shared_weights(task: str) -> None:
     run_ranks(train_by_policy, 2, task)
 
 
@@ -160,5 +160,5 @@ def train_tied_by_hand() -> None:
 
 
 @pytest.mark.behaviour("A-10")
-def test_groups_declared_tied_share_their_weight_in_whatever_order_they_are_made() -> None:
+def test_groups_declared_tied_share_their_weight_in_any_order() -> None:
     run_ranks(train_tied_by_hand, 2)

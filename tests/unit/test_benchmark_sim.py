@@ -32,7 +32,7 @@ def _network() -> ModuleType:
     return importlib.import_module("sim.network")
 
 
-def test_a_stream_waits_for_what_an_event_recorded_and_for_nothing_after_it(sim: ModuleType) -> None:
+def test_a_stream_waits_only_for_work_before_the_event(sim: ModuleType) -> None:
     device = sim.Device(flops=1.0, bandwidth=1.0)
     first, second = sim.Stream(device), sim.Stream(device)
     first.run(10.0)
@@ -43,7 +43,7 @@ def test_a_stream_waits_for_what_an_event_recorded_and_for_nothing_after_it(sim:
     assert (first.end, second.end) == (20.0, 11.0)
 
 
-def test_the_host_launches_later_what_it_launches_after_a_synchronize(sim: ModuleType) -> None:
+def test_a_synchronize_delays_later_launches(sim: ModuleType) -> None:
     device = sim.Device(flops=1.0, bandwidth=1.0)
     stream = sim.Stream(device)
     stream.run(10.0)
@@ -55,7 +55,7 @@ def test_the_host_launches_later_what_it_launches_after_a_synchronize(sim: Modul
     assert device.finish() == 0.0
 
 
-def test_torch_cpu_is_the_device_only_inside(sim: ModuleType) -> None:
+def test_the_current_device_is_cpu_only_inside(sim: ModuleType) -> None:
     device, real = sim.Device(flops=1.0, bandwidth=1.0), torch.cpu.current_stream()
     with device.installed():
         side: Any = torch.cpu.Stream()
@@ -65,7 +65,7 @@ def test_torch_cpu_is_the_device_only_inside(sim: ModuleType) -> None:
     assert torch.cpu.current_stream() is real
 
 
-def test_products_take_their_operations_views_nothing_and_the_rest_its_bytes(sim: ModuleType) -> None:
+def test_costs_are_operations_for_products_bytes_for_others_and_zero_for_views(sim: ModuleType) -> None:
     device = sim.Device(flops=100.0, bandwidth=10.0)
     a, b = torch.ones(4, 8), torch.ones(8, 2)
     with sim.Charging(device):
@@ -81,7 +81,7 @@ def test_products_take_their_operations_views_nothing_and_the_rest_its_bytes(sim
 
 
 @pytest.mark.parametrize(("shared", "expected"), [(False, 70.0), (True, 120.0)])
-def test_collectives_share_a_wire_within_a_group_and_if_so_chosen_between_groups(
+def test_collectives_of_one_process_group_share_bandwidth(
     sim: ModuleType, network: ModuleType, shared: bool, expected: float
 ) -> None:
     wires = network.Network(sim.Device(flops=1.0, bandwidth=1e9), bandwidth=10.0, latency=10.0, shared=shared)
@@ -95,7 +95,7 @@ def test_collectives_share_a_wire_within_a_group_and_if_so_chosen_between_groups
     assert wires.finish() == expected
 
 
-def test_ranks_that_do_not_exist_take_their_time(sim: ModuleType, network: ModuleType) -> None:
+def test_simulated_collectives_take_their_modelled_time(sim: ModuleType, network: ModuleType) -> None:
     wires = network.Network(sim.Device(flops=1.0, bandwidth=1e9), bandwidth=100.0)
     with network.simulated_ranks(wires, 1000) as mesh:
         assert mesh.size() == dist.get_world_size() == 1000
@@ -137,7 +137,7 @@ def test_memory_events_are_exact() -> None:
     assert memory.Timeline.of(action).held(memory.STEP) == (4000, 8000, 4040)
 
 
-def test_a_ledger_counts_what_lives_after_each_operation_and_what_storages_have_then(sim: ModuleType) -> None:
+def test_a_memory_ledger_counts_live_bytes_and_storage_bytes_after_each_operation(sim: ModuleType) -> None:
     ledger = importlib.import_module("sim.ledger").Ledger()
     kept = torch.empty(1000)
     with ledger:
@@ -151,7 +151,7 @@ def test_a_ledger_counts_what_lives_after_each_operation_and_what_storages_have_
         assert (ledger.peak, ledger.count()) == (40, 0)
 
 
-def test_on_streams_large_groups_take_less_memory_than_the_peer_has() -> None:
+def test_large_groups_on_streams_take_less_memory_than_fsdp2() -> None:
     memory, models = importlib.import_module("memory"), importlib.import_module("models")
     case = models.Case(
         "", lambda: models.Chain([models.FusedBlock(4096, 14336, 1024) for _ in range(4)]), models._features(512, 4096)
@@ -161,7 +161,7 @@ def test_on_streams_large_groups_take_less_memory_than_the_peer_has() -> None:
     assert row["peak, ours/fsdp2"] < 0.99
 
 
-def test_gradients_that_leave_early_are_hidden_and_in_16_bits_only_the_first_gather_and_the_last_reduction_are_not(
+def test_early_reductions_overlap_and_16_bits_expose_only_the_first_gather_and_last_reduction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exposure: Any = importlib.import_module("exposure")

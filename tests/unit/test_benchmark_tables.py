@@ -46,7 +46,7 @@ def document(**changes: Any) -> dict[str, Any]:
 
 
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=30))
-def test_the_median_lies_in_its_interval_and_the_interval_within_the_samples(samples: list[float]) -> None:
+def test_the_interval_contains_the_median_and_is_within_the_samples(samples: list[float]) -> None:
     found = _script("tables").spread(samples)
     assert found["median"] == statistics.median(samples)
     assert min(samples) <= found["low"] <= found["median"] <= found["high"] <= max(samples)
@@ -58,7 +58,7 @@ def test_equal_samples_give_equal_intervals(tables: ModuleType) -> None:
     assert tables.spread(samples) == tables.spread(samples)
 
 
-def test_the_interval_holds_the_true_median_about_as_often_as_it_says(tables: ModuleType) -> None:
+def test_the_interval_covers_the_true_median_at_its_confidence(tables: ModuleType) -> None:
     import random
 
     draw = random.Random(1)
@@ -88,13 +88,13 @@ def test_a_table_shows_intervals_three_digits_and_dashes(tables: ModuleType) -> 
     ]
 
 
-def test_the_newest_of_each_benchmark_and_settings_counts(results: ModuleType) -> None:
+def test_the_newest_result_of_each_benchmark_and_settings_is_used(results: ModuleType) -> None:
     old, new = document(file="old"), document(file="new", date="2026-01-02T10:00:00+00:00")
     four = document(file="four", settings={"ranks": 4})
     assert [found["file"] for found in results.newest([new, four, old])] == ["new", "four"]
 
 
-def test_files_of_other_forms_are_passed_over(results: ModuleType, tmp_path: Path) -> None:
+def test_files_of_other_formats_are_skipped(results: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(document()))
     (tmp_path / "b.json").write_text(json.dumps({"settings": {}, "runs": []}))
     (tmp_path / "c.json").write_text(json.dumps([1, 2]))

@@ -121,7 +121,7 @@ def test_payloads_that_do_not_fit_one_message_are_refused(other: CachedPart) -> 
     assert repeated_gather([part, other], [communicator] * 2) is None
 
 
-def test_memory_of_messages_comes_from_where_was_chosen_since(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_allocated_by_the_latest_chosen_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     pooled: list[bool] = []
     allocate = ProcessGroupCommunicator.allocate
 

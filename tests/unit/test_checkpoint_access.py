@@ -59,7 +59,7 @@ def test_a_public_operation_prepares_the_model_once(tmp_path: Path, monkeypatch:
     assert set(found.values()) == {1}, found
 
 
-def test_swapping_averages_prepares_the_model_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapping_averages_prepares_the_model_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fully_shard(nn.Linear(3, 3), reshard_after_forward=False)
     averages = sharded_ema(model, 0.5)
 

@@ -44,7 +44,7 @@ def test_a_checkpoint_is_shown_as_a_table(tmp_path: Path) -> None:
     assert str(saved.path) in shown.stdout
 
 
-def test_a_folder_lists_its_checkpoints_and_what_kills_left(tmp_path: Path) -> None:
+def test_a_folder_lists_checkpoints_and_partial_saves(tmp_path: Path) -> None:
     for step in (3, 12):
         save(tmp_path, *trained(), step=step)
     (tmp_path / "step-00000013.partial").mkdir()
@@ -64,7 +64,7 @@ def test_a_folder_lists_its_checkpoints_and_what_kills_left(tmp_path: Path) -> N
 
 
 @pytest.mark.behaviour("F-12")
-def test_damage_is_shown_beside_the_newest_that_is_intact(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_shown_with_the_newest_intact_one(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, *trained(), step=step)
     (tmp_path / "step-00000004" / "manifest.json").unlink()
@@ -180,7 +180,7 @@ def test_verify_checks_all_files_of_a_folder(tmp_path: Path) -> None:
     ]
 
 
-def test_of_safetensors_it_says_what_cannot_be_known(tmp_path: Path) -> None:
+def test_verify_says_that_safetensors_have_no_checksums(tmp_path: Path) -> None:
     found = run("verify", _tensors(tmp_path / "st"))
     assert found.stderr == "note: safetensors have no checksums: bytes that changed within a tensor go unseen\n"
 
@@ -188,7 +188,7 @@ def test_of_safetensors_it_says_what_cannot_be_known(tmp_path: Path) -> None:
 # -- convert
 
 
-def test_converts_there_and_back(tmp_path: Path) -> None:
+def test_conversion_round_trips(tmp_path: Path) -> None:
     model, optimizer = trained()
     save(tmp_path / "run", model, optimizer)
     done = run("convert", tmp_path / "run", tmp_path / "all.pt")
@@ -235,7 +235,7 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("absent", ["typer", "rich"])
-def test_says_what_is_not_installed(absent: str) -> None:
+def test_a_missing_package_is_named(absent: str) -> None:
     script = f"import sys; sys.modules[{absent!r}] = None\nfrom composable_fsdp.checkpoint.__main__ import main\nmain()"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1

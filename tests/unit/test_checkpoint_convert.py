@@ -80,7 +80,7 @@ def test_tensors_without_elements_are_converted(tmp_path: Path, to: Kind) -> Non
     assert_same(torch.load(tmp_path / "back.pt"), state)
 
 
-def test_averages_become_a_torch_file_and_come_back(tmp_path: Path) -> None:
+def test_averages_round_trip_through_a_torch_file(tmp_path: Path) -> None:
     model, _ = trained()
     averages = sharded_ema(model, 0.5)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_dtypes_change_for_the_model_only(tmp_path: Path) -> None:
         assert {spec.dtype for path, spec in specs.items() if path[0] == "model"} == {torch.float32}
 
 
-def test_says_what_safetensors_cannot_hold(tmp_path: Path) -> None:
+def test_data_not_supported_by_safetensors_are_named(tmp_path: Path) -> None:
     save(tmp_path / "run", *trained(), {"step": 1})
     assert convert(tmp_path / "run", tmp_path / "st", Kind.SAFETENSORS) == [
         "extra and random number generators",
@@ -147,7 +147,7 @@ def test_says_what_safetensors_cannot_hold(tmp_path: Path) -> None:
 # -- what is refused
 
 
-def test_a_target_that_is_there_is_replaced_only_with_force(tmp_path: Path) -> None:
+def test_an_existing_target_is_replaced_only_with_force(tmp_path: Path) -> None:
     old, new = Tied(), trained()
     for name, kind in (("dcp", Kind.DCP), ("file.pt", Kind.TORCH), ("st", Kind.SAFETENSORS)):
         save(tmp_path / "old", old, step=0)
@@ -163,7 +163,7 @@ def test_a_target_that_is_there_is_replaced_only_with_force(tmp_path: Path) -> N
     assert left == []
 
 
-def test_what_is_no_target(tmp_path: Path) -> None:
+def test_invalid_conversion_targets_are_refused(tmp_path: Path) -> None:
     saved = save(tmp_path / "run", *trained())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "work.txt").write_text("dear")
@@ -189,7 +189,7 @@ def test_what_is_no_target(tmp_path: Path) -> None:
         convert(tmp_path / "run", tmp_path / "x", Kind.DCP, max_file_bytes=0)
 
 
-def test_what_is_no_source(tmp_path: Path) -> None:
+def test_invalid_conversion_sources_are_refused(tmp_path: Path) -> None:
     model, optimizer = trained()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "by_number.pt")
     torch.save(model, tmp_path / "module.pt")
@@ -213,7 +213,7 @@ def test_what_is_no_source(tmp_path: Path) -> None:
 
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("to", [Kind.DCP, Kind.TORCH, Kind.SAFETENSORS])
-def test_a_conversion_that_fails_leaves_what_was_there(
+def test_a_failed_conversion_leaves_the_target_unchanged(
     tmp_path: Path, to: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = trained()
@@ -247,7 +247,7 @@ def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("to", [Kind.DCP, Kind.TORCH, Kind.SAFETENSORS])
-def test_a_killed_conversion_leaves_what_was_there_and_the_next_one_tidies(tmp_path: Path, to: Kind) -> None:
+def test_a_killed_conversion_leaves_the_target_and_the_next_one_cleans_up(tmp_path: Path, to: Kind) -> None:
     model, optimizer = trained()
     saved = save(tmp_path / "run", model, optimizer)
     target = tmp_path / "target"

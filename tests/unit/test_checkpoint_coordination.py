@@ -27,7 +27,7 @@ from tests._internals import (
 from tests._internals import rank_group as ranks
 
 
-def test_one_text_of_all_ranks_is_said_once_and_others_say_whose_they_are() -> None:
+def test_equal_errors_are_shown_once_and_others_name_their_ranks() -> None:
     assert join_rank_texts({0: "bad", 1: "bad"}, 2) == "bad"
     assert join_rank_texts({0: "bad", 1: "bad"}, 3) == "ranks 0, 1: bad"
     assert join_rank_texts({1: "worse", 2: "bad", 3: "worse"}, 4) == "ranks 1, 3: worse; rank 2: bad"
@@ -66,7 +66,7 @@ def test_errors_are_printed_in_full_without_colors_or_stacks() -> None:
     )
 
 
-def test_long_lists_are_cut() -> None:
+def test_long_lists_are_truncated() -> None:
     lines = mismatch_text({0: Mismatch(missing={f"layers.{i}.weight": "float32 (2,)" for i in range(33)})}).splitlines()
     assert lines[0] == "  missing (33):"
     assert lines[1:3] == ["    layers.0.weight: float32 (2,)", "    layers.1.weight: float32 (2,)"]

@@ -30,7 +30,7 @@ def write(folder: Path, step: int, **options: int) -> None:
     writing.commit(**options)
 
 
-def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_has_the_highest_step(tmp_path: Path) -> None:
     for step in (2, 10, 123456789):
         write(tmp_path, step)
     make(tmp_path, "step-00000200", finished=False)
@@ -41,7 +41,7 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_the_old_one_counts_while_the_new_one_is_not_in_place(tmp_path: Path) -> None:
+def test_the_old_checkpoint_is_used_until_the_new_one_is_complete(tmp_path: Path) -> None:
     make(tmp_path, "step-00000001")
     old = make(tmp_path, "step-00000002.old")
     make(tmp_path, "step-00000002.partial")
@@ -65,7 +65,7 @@ def test_leftovers_are_removed_by_the_next_save(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("F-12")
-def test_what_another_process_writes_is_left_alone(tmp_path: Path) -> None:
+def test_a_partial_checkpoint_of_another_process_is_not_removed(tmp_path: Path) -> None:
     writing = PartialCheckpoint(tmp_path, 1)
     script = (
         "import sys; from pathlib import Path\n"

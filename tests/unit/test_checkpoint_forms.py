@@ -33,13 +33,13 @@ from tests._internals import lacking, plain_name, restored
         (Full, "offload", "offload is no option of any form, not of Full, which has"),
     ],
 )
-def test_an_option_of_another_form_names_that_form(form: Callable[..., object], option: str, message: str) -> None:
+def test_an_option_of_another_form_names_the_form(form: Callable[..., object], option: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         form(**{option: True})
 
 
 @pytest.mark.behaviour("F-01")
-def test_names_are_plain() -> None:
+def test_names_have_no_wrapper_prefixes() -> None:
     assert plain_name("a._checkpoint_wrapped_module.b._orig_mod.weight") == "a.b.weight"
     assert plain_name("_orig_mod.a") == "a"
 
@@ -89,7 +89,7 @@ def test_optimizers_of_a_module_that_is_not_sharded() -> None:
 
 
 @pytest.mark.behaviour("F-09")
-def test_saved_settings_count_and_tensors_go_to_the_device_of_the_group() -> None:
+def test_saved_settings_take_precedence_and_tensors_move_to_the_device_of_the_group() -> None:
     group = {
         "params": [torch.zeros(2)],
         "param_names": ["own"],
@@ -103,7 +103,7 @@ def test_saved_settings_count_and_tensors_go_to_the_device_of_the_group() -> Non
 
 
 @pytest.mark.behaviour("F-09")
-def test_only_what_the_optimizer_has_defaults_for_can_be_lacking() -> None:
+def test_only_options_with_optimizer_defaults_may_be_missing() -> None:
     optimizer = torch.optim.SGD([torch.zeros(2)])
     saved = dict(optimizer.param_groups[0])
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.multiprocess
-def test_the_package_itself_imports_nothing_that_only_checkpoints_need() -> None:
+def test_importing_the_package_imports_no_checkpoint_dependencies() -> None:
     script = (
         "import sys, torch, torch.distributed.tensor\n"
         "names = {'torch.distributed.checkpoint', 'rich', 'safetensors'} - set(sys.modules)\n"

@@ -50,7 +50,7 @@ def test_files_are_no_larger_than_asked_and_aligned_and_keep_the_order(tensors, 
 
 
 @given(specs())
-def test_the_library_reads_what_the_layout_says(tmp_path_factory, tensors) -> None:
+def test_the_safetensors_library_reads_files_of_this_layout(tmp_path_factory, tensors) -> None:
     (file,) = TensorFiles.of(tensors, {"other": tensors[0].name} if tensors else {}, 10**6).files
     data = bytes(i % 251 for i in range(file.nbytes - len(file.header)))
     path = tmp_path_factory.mktemp("layout") / file.name
@@ -155,7 +155,7 @@ def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.mark.behaviour("F-12")
-def test_what_is_damaged_or_missing_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_damaged_or_missing_files_are_named_and_nothing_is_loaded(tmp_path: Path) -> None:
     model = nn.Module()
     model.x = nn.Parameter(torch.zeros(100))
     for path, message in damaged(tmp_path):
@@ -180,7 +180,7 @@ def test_a_model_that_is_not_sharded_round_trips_with_its_ties(tmp_path: Path) -
     assert other.head.weight is other.embed.weight
 
 
-def test_a_model_that_ties_nothing_gets_what_was_tied_twice(tmp_path: Path) -> None:
+def test_an_untied_model_loads_tied_values_into_both_parameters(tmp_path: Path) -> None:
     for limit in (1, 10**9):
         save_safetensors(filled(1), tmp_path, max_file_bytes=limit)
         other = filled(2)
@@ -189,7 +189,7 @@ def test_a_model_that_ties_nothing_gets_what_was_tied_twice(tmp_path: Path) -> N
         assert_alike(other, filled(1))
 
 
-def test_ties_that_the_files_break_are_an_error_unless_the_first_name_is_to_count(tmp_path: Path) -> None:
+def test_broken_ties_in_files_are_an_error_unless_the_first_name_is_used(tmp_path: Path) -> None:
     model, other = filled(1), filled(2)
     values = {name: value.clone() for name, value in model.state_dict().items()}
     library.save_file(values, tmp_path / "model.safetensors")
@@ -205,7 +205,7 @@ def test_ties_that_the_files_break_are_an_error_unless_the_first_name_is_to_coun
     assert_alike(other, model)
 
 
-def test_names_go_from_the_model_to_the_files(tmp_path: Path) -> None:
+def test_file_names_are_those_of_the_model(tmp_path: Path) -> None:
     model = filled(1)
     save_safetensors(model, tmp_path, key_map=lambda name: f"model.{name}")
     assert "model.norm.weight" in library.load_file(tmp_path / "model.safetensors")
@@ -250,7 +250,7 @@ def test_a_file_of_another_model_raises_one_error_with_all_differences(tmp_path:
     assert_alike(model, filled(2))
 
 
-def test_what_is_on_one_side_only_is_returned_if_not_strict(tmp_path: Path) -> None:
+def test_missing_and_unexpected_names_are_returned_if_not_strict(tmp_path: Path) -> None:
     library.save_file({"norm.weight": torch.full((3,), 4.0), "other": torch.ones(1)}, tmp_path / "model.safetensors")
     model = filled(2)
     missing, unexpected = load_safetensors(model, tmp_path, strict=False)
@@ -274,7 +274,7 @@ def test_dtypes_are_converted_on_request_both_ways(tmp_path: Path) -> None:
         save_safetensors(model, tmp_path, dtype=torch.int8)
 
 
-def test_the_error_for_a_model_on_meta_says_what_to_call(tmp_path: Path) -> None:
+def test_the_error_for_a_model_on_meta_names_the_function_to_call(tmp_path: Path) -> None:
     save_safetensors(filled(1), tmp_path)
     with torch.device("meta"):
         model = Small()
@@ -364,7 +364,7 @@ def test_a_save_that_is_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one
 
 @pytest.mark.behaviour("F-12")
 @pytest.mark.parametrize("limit", [60, 10**9])
-def test_a_first_save_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, limit: int) -> None:
+def test_a_killed_first_save_leaves_no_checkpoint(tmp_path, limit: int) -> None:
     new, complete = filled(2), 0
     for calls in range(1000):
         with pytest.MonkeyPatch.context() as patch:

@@ -42,7 +42,7 @@ def refused(path: Path, **options: Any) -> str:
 
 
 @pytest.mark.behaviour("F-12")
-def test_what_is_in_the_folder(tmp_path: Path) -> None:
+def test_the_files_of_a_checkpoint_folder(tmp_path: Path) -> None:
     model, optimizer = trained()
     saved = save(tmp_path / "deep" / "run", model, optimizer, {"step": 20})
     folder = tmp_path / "deep" / "run" / "step-00000020"
@@ -119,7 +119,7 @@ def test_a_damaged_newest_checkpoint_says_which_is_intact_and_can_be_left_out(
 
 
 @pytest.mark.behaviour("F-12")
-def test_none_is_intact(tmp_path: Path) -> None:
+def test_a_folder_without_an_intact_checkpoint_is_an_error(tmp_path: Path) -> None:
     assert latest(tmp_path, verify=True) is None
     paths = saved_steps(tmp_path, 1.0, 2.0)
     flip(paths[1] / "__0_0.distcp")
@@ -132,7 +132,7 @@ def test_none_is_intact(tmp_path: Path) -> None:
     assert str(raised.value).startswith(f"no checkpoint in {tmp_path} {expected}")
 
 
-def test_a_newer_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_format_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_steps(tmp_path, 1.0)
     monkeypatch.setattr(manifest, "FORMAT", 2)
     save(tmp_path, *trained(), step=2)
@@ -158,7 +158,7 @@ def damage_last_item(path: Path) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_what_only_reading_finds_out_says_that_the_model_is_loaded_in_part(tmp_path: Path) -> None:
+def test_damage_found_while_reading_says_that_the_model_is_partly_loaded(tmp_path: Path) -> None:
     model, optimizer = trained()
     saved = save(tmp_path, model, optimizer)
     damage_last_item(saved.path)
@@ -197,7 +197,7 @@ def test_a_checkpoint_of_a_newer_format(tmp_path: Path, monkeypatch: pytest.Monk
     assert text.endswith("this one reads versions up to 1. Update composable_fsdp.")
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     assert latest(tmp_path / "none") is None
     assert "none is not a checkpoint, and it does not exist." in refused(tmp_path / "none")
     assert "is not a checkpoint, and no complete checkpoint is in it." in refused(tmp_path)
@@ -245,7 +245,7 @@ def test_state_without_groups_is_loaded_if_not_strict(tmp_path: Path) -> None:
     assert fresh.param_groups[0]["lr"] == 9.0
 
 
-def test_what_is_in_both_is_loaded_if_not_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_common_parameters_are_loaded_if_not_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = trained()
     save(tmp_path, model, optimizer)
     other = nn.ModuleDict({"second": nn.Linear(3, 3, dtype=torch.float64), "third": nn.Linear(2, 2)})
@@ -258,7 +258,7 @@ def test_what_is_in_both_is_loaded_if_not_strict(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.behaviour("F-09")
-def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     model, _ = trained()
     save(tmp_path / "without", model)
     assert "the checkpoint has no param_groups of an optimizer." in refused(tmp_path / "without")
@@ -272,7 +272,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.behaviour("F-09")
-def test_settings_of_another_optimizer_do_not_fit(tmp_path: Path) -> None:
+def test_settings_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     model, optimizer = trained()
     model.register_parameter("scale", nn.Parameter(torch.ones(1)))
     optimizer.add_param_group({"params": [model.get_parameter("scale")], "lr": 0.5})
@@ -311,7 +311,7 @@ def test_parameters_on_the_meta_device(tmp_path: Path) -> None:
         ("AdamW", {"lr": torch.tensor(0.1), "fused": False, "foreach": False}),
     ],
 )
-def test_optimizers_go_on_exactly(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+def test_optimizers_resume_bitwise(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     make = getattr(torch.optim, kind)
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -362,7 +362,7 @@ def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.behaviour("F-12")
-def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_existing_files_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained()
     before = state_of(model)
     save(tmp_path, model, optimizer, step=4)
@@ -419,7 +419,7 @@ def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_no_code_runs_that_metadata_asks_for(tmp_path: Path) -> None:
+def test_reading_metadata_runs_no_code_from_it(tmp_path: Path) -> None:
     model, _ = trained()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
@@ -467,7 +467,7 @@ def test_a_tied_checkpoint_fits_an_untied_model(tmp_path: Path) -> None:
     assert_same(state_of(other), state_of(model))
 
 
-def test_wrappers_leave_no_trace(tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_removed_from_names(tmp_path: Path) -> None:
     model, _ = trained()
     save(tmp_path, torch.compile(model, backend="eager"))  # type: ignore[arg-type]
     other = Tied()
@@ -476,7 +476,7 @@ def test_wrappers_leave_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, found: bool) -> None:
+def test_checkpoint_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, found: bool) -> None:
     model, _ = trained()
     if not found:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -49,7 +49,7 @@ class Short(Int8):
         return 4 + super().payload_bytes(numel)
 
 
-def test_a_codec_must_make_what_it_says() -> None:
+def test_a_codec_must_return_payloads_of_the_declared_shape_and_dtype() -> None:
     with pytest.raises(
         ConfigurationError, match=r"^Short\(.*\.encode made a tensor of \(2, 104\), torch\.uint8, out of one of \(2, 1"
     ):
@@ -64,7 +64,7 @@ def test_rows_are_encoded_in_runs_with_the_same_outcome(monkeypatch: pytest.Monk
 
 @pytest.mark.behaviour("E-09")
 @given(st.sampled_from((Int8(), Int4(), Float8())), st.integers(1, 300), st.integers(1, 12))
-def test_what_was_sent_and_the_residual_make_up_what_was_to_be_sent(codec: Int8, numel: int, steps: int) -> None:
+def test_sent_values_plus_the_residual_equal_the_gradient(codec: Int8, numel: int, steps: int) -> None:
     encoder = Encoder(ErrorFeedback(codec, keep=EXACT), 2, numel)
     sent = torch.zeros(2, numel)
     wanted = torch.zeros(2, numel)
@@ -79,7 +79,7 @@ def test_what_was_sent_and_the_residual_make_up_what_was_to_be_sent(codec: Int8,
 
 
 @pytest.mark.behaviour("E-09")
-def test_errors_of_a_constant_gradient_cancel_with_feedback_and_pile_up_without() -> None:
+def test_errors_of_a_constant_gradient_cancel_only_with_feedback() -> None:
     gradient = values(1, 4096)
     errors = {}
     for codec in (
@@ -111,7 +111,7 @@ def test_a_residual_is_dropped_after_so_many_rounds() -> None:
 
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite_arrives_so_and_is_not_remembered(bad: float) -> None:
+def test_a_nonfinite_value_is_sent_and_leaves_no_residual(bad: float) -> None:
     encoder = Encoder(ErrorFeedback(Int8(block=16)), 1, 64)
     rows = values(1, 64)
     rows[0, 3] = bad
@@ -121,9 +121,7 @@ def test_a_value_that_is_not_finite_arrives_so_and_is_not_remembered(bad: float)
 
 @pytest.mark.behaviour("J-03")
 @given(st.integers(1, 3), st.integers(0, 5), st.sampled_from([None, 2]))
-def test_a_step_that_is_rolled_back_leaves_the_residual_of_the_steps_before(
-    per_step: int, failed: int, reset_every: int | None
-) -> None:
+def test_a_rolled_back_step_restores_the_residual(per_step: int, failed: int, reset_every: int | None) -> None:
     codec = ErrorFeedback(Int4(), reset_every=reset_every)
     encoder, undisturbed = Encoder(codec, 2, 100), Encoder(codec, 2, 100)
     for step in range(6):
@@ -141,7 +139,7 @@ def test_a_step_that_is_rolled_back_leaves_the_residual_of_the_steps_before(
         assert not torch.equal(before[0], encoder.residual(torch.device("cpu"))) or before[1] == 0 == encoder.rounds
 
 
-def test_a_restored_encoder_goes_on_as_the_one_that_was_saved() -> None:
+def test_a_restored_encoder_continues_like_the_saved_one() -> None:
     codec = ErrorFeedback(Int4(), reset_every=4)
     encoder, restored = Encoder(codec, 2, 100), Encoder(codec, 2, 100)
     for step in range(3):
@@ -152,7 +150,7 @@ def test_a_restored_encoder_goes_on_as_the_one_that_was_saved() -> None:
         assert torch.equal(encoded(encoder, values(2, 100, step)), encoded(restored, values(2, 100, step)))
 
 
-def test_what_is_kept_may_depend_on_the_parameter_too() -> None:
+def test_the_residual_codec_may_depend_on_the_parameter() -> None:
     codec = ErrorFeedback(Int4(), keep=Float8(per_row=True)).for_parameter((3, 7))
     assert codec == ErrorFeedback(Int4(), keep=Float8(block=7))
 
@@ -188,6 +186,6 @@ class Unhashable:
         (lambda: ErrorFeedback(Int8(), keep=ErrorFeedback(Int8())), r"keep=\.\.\.\) takes a codec, .*, not ErrorF"),  # type: ignore[arg-type]
     ],
 )
-def test_nonsense_is_refused(make: object, message: str) -> None:
+def test_invalid_codec_options_are_refused(make: object, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()  # type: ignore[operator]

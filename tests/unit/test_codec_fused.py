@@ -14,9 +14,7 @@ from tests._internals import _compiled as fused
 @pytest.mark.behaviour("E-08")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler, about itself
 @pytest.mark.parametrize("codec", [Int4(block=16), Float8(block=64)], ids=repr)
-def test_what_the_compiler_makes_of_a_codec_gives_the_same_bits(
-    codec: Int4 | Float8, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_codec_is_bitwise_equal(codec: Int4 | Float8, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = ((3, 77), (3, 77))
     rows = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(100) for shape in shapes]
     rows[0][2, 3], rows[1][0, 5] = torch.nan, torch.inf
@@ -38,7 +36,7 @@ def test_what_the_compiler_makes_of_a_codec_gives_the_same_bits(
     assert len(compiled) == 2 * len(rows)
 
 
-def test_on_cpu_and_for_rotations_codecs_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codecs_on_cpu_and_rotations_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_compiled", lambda method: pytest.fail("compiled"))
     Int8().encode(torch.randn(1, 10))
     monkeypatch.setattr(fused, "_is_compiled_for", lambda device_type: True)

@@ -33,7 +33,7 @@ def test_other_codecs_do_not_depend_on_the_parameter(codec: Any) -> None:
 
 @pytest.mark.behaviour("E-08")
 @given(num_rows=st.integers(1, 5), length=st.integers(1, 9), seed=st.integers(0, 100))
-def test_each_row_of_the_parameter_has_the_error_that_it_has_alone(num_rows: int, length: int, seed: int) -> None:
+def test_the_error_of_a_row_does_not_depend_on_other_rows(num_rows: int, length: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     magnitudes = 10.0 ** torch.randint(-20, 20, (num_rows, 1), generator=generator)
     parameter = torch.randn(num_rows, length, generator=generator) * magnitudes
@@ -44,7 +44,7 @@ def test_each_row_of_the_parameter_has_the_error_that_it_has_alone(num_rows: int
     assert payload.numel() == -(-parameter.numel() // 4) * 4 + 4 * num_rows
 
 
-def test_before_it_knows_the_parameter_it_encodes_nothing() -> None:
+def test_a_per_row_codec_without_a_parameter_encodes_nothing() -> None:
     codec = Float8(per_row=True)
     uses = (
         lambda: codec.encode(torch.ones(1, 4)),
@@ -56,6 +56,6 @@ def test_before_it_knows_the_parameter_it_encodes_nothing() -> None:
             use()
 
 
-def test_a_block_and_rows_are_not_both_possible() -> None:
+def test_block_and_per_row_scales_exclude_each_other() -> None:
     with pytest.raises(ConfigurationError, match=re.escape("Float8 takes block=4 or per_row=True, not both.")):
         Float8(block=4, per_row=True)

@@ -60,7 +60,7 @@ def test_the_error_of_any_finite_values_is_bounded(codec: Any, rows: torch.Tenso
 @scaling
 @settings(max_examples=30)
 @given(rows=finite_rows(), data=st.data())
-def test_a_block_with_nan_or_infinity_is_nan_and_others_are_what_they_were(
+def test_a_block_with_nan_or_infinity_is_nan_and_others_are_unchanged(
     codec: Any, rows: torch.Tensor, data: st.DataObject
 ) -> None:
     if not rows.numel():
@@ -87,7 +87,7 @@ def test_a_cast_keeps_nan_and_infinity_where_they_are(codec: Cast) -> None:
 @codecs
 @settings(max_examples=40)
 @given(rows=finite_rows())
-def test_rows_are_encoded_by_themselves_so_that_no_block_straddles_ranks(codec: Any, rows: torch.Tensor) -> None:
+def test_blocks_do_not_span_rows_of_several_ranks(codec: Any, rows: torch.Tensor) -> None:
     payload, numel = codec.encode(rows), rows.size(1)
     assert torch.equal(payload, torch.cat([codec.encode(row.unsqueeze(0)) for row in rows]))
     decoded = codec.decode(payload, numel)
@@ -104,7 +104,7 @@ def test_decoded_values_are_encoded_again_without_loss(codec: Any) -> None:
 
 @pytest.mark.behaviour("E-08")
 @codecs
-def test_payloads_may_be_columns_of_a_larger_message_and_values_of_other_precision(codec: Any) -> None:
+def test_payloads_may_be_columns_and_values_may_have_another_dtype(codec: Any) -> None:
     rows = torch.randn(2, 37, generator=torch.Generator().manual_seed(0))
     payload = codec.encode(rows)
     wide = torch.zeros(2, payload.size(1) + 24, dtype=torch.uint8)
@@ -117,7 +117,7 @@ def test_payloads_may_be_columns_of_a_larger_message_and_values_of_other_precisi
 
 
 @pytest.mark.behaviour("E-08")
-def test_sizes_on_the_wire_are_those_of_the_bits() -> None:
+def test_encoded_sizes_follow_from_the_number_of_bits() -> None:
     assert Int8(block=256).payload_bytes(1024) == 1024 + 4 * 4
     assert Int4(block=128).payload_bytes(1024) == 512 + 4 * 8
     assert Float8().payload_bytes(1024) == 1024 + 4
@@ -127,7 +127,7 @@ def test_sizes_on_the_wire_are_those_of_the_bits() -> None:
 
 
 @pytest.mark.parametrize("kind", [Int8, Int4, Float8])
-def test_a_block_of_nothing_is_refused(kind: Any) -> None:
+def test_an_empty_block_is_refused(kind: Any) -> None:
     with pytest.raises(ConfigurationError, match="a block is a whole number of elements, at least one, not 0"):
         kind(block=0)
 

@@ -44,7 +44,7 @@ def mean_squared_error(codec: Any, rows: torch.Tensor) -> float:
 @pytest.mark.parametrize("block", [1, 2, 4, 8, 64, 512])
 @given(rows=st.integers(1, 3), blocks=st.integers(0, 3), seed=st.integers(0, 100))
 @settings(max_examples=10)
-def test_the_transform_is_that_of_the_matrix_and_twice_is_as_before(
+def test_the_hadamard_transform_equals_the_matrix_and_is_its_own_inverse(
     block: int, rows: int, blocks: int, seed: int
 ) -> None:
     integers = torch.randint(-127, 128, (rows, blocks * block), generator=torch.Generator().manual_seed(seed)).float()
@@ -78,7 +78,7 @@ def test_rotation_leaves_a_quarter_of_the_squared_error_of_heavy_tailed_values(k
 
 
 @pytest.mark.behaviour("E-08")
-def test_one_outlier_no_longer_costs_its_block_the_rest() -> None:
+def test_one_outlier_does_not_spoil_its_block() -> None:
     rows = torch.ones(1, 128)
     rows[0, 5] = 100.0
     others = torch.arange(128) != 5

@@ -39,7 +39,7 @@ def eight_ranks() -> Iterator[None]:
 
 
 @pytest.mark.behaviour("B-01", "A-10")
-def test_a_row_says_all_there_is_to_say_of_a_group() -> None:
+def test_a_table_row_describes_one_group() -> None:
     with torch.device("meta"):
         model = Transformer(tied=True)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("host", "local"))
@@ -74,7 +74,7 @@ def test_a_row_says_all_there_is_to_say_of_a_group() -> None:
 
 @pytest.mark.behaviour("B-02")
 @pytest.mark.parametrize("strategy", ShardingStrategy)
-def test_strategies_are_recognised_by_what_they_come_to(
+def test_strategies_are_recognised_from_the_resulting_settings(
     strategy: ShardingStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -100,7 +100,7 @@ def test_the_error_for_parameters_on_several_meshes_shows_all_of_them() -> None:
     assert len(group.placements) == 2
 
 
-def test_lists_are_one_row_and_several_roots_are_all_named() -> None:
+def test_a_list_is_one_row_and_all_roots_are_named() -> None:
     model = nn.ModuleDict({"a": Chain(depth=3), "b": Chain(depth=3)})
     fully_shard(model["a"], policy=balanced(2 * 72 * 4))
     fully_shard(model["b"])
@@ -131,7 +131,7 @@ def test_the_table_folds_equal_adjacent_rows_and_shows_common_settings_once() ->
     assert str(describe(model)) == TABLE
 
 
-def test_one_group_with_most_of_the_bytes_is_warned_of_and_what_is_left_out_is_named() -> None:
+def test_a_group_with_most_bytes_gives_a_warning_and_omitted_modules_are_named() -> None:
     model = nn.Sequential(nn.Linear(100, 100), *[nn.Linear(2, 2) for _ in range(7)])
     fully_shard(model[1])
     fully_shard(model, ignored_modules=list(model)[2:])
@@ -174,7 +174,7 @@ def test_describing_a_model_that_is_being_sharded_changes_nothing() -> None:
 
 
 @pytest.mark.behaviour("B-01")
-def test_a_large_model_on_a_thousand_ranks_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_a_large_model_on_a_thousand_ranks_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.destroy_process_group()
     monkeypatch.syspath_prepend(BENCHMARKS)
     benchmark: Any = importlib.import_module("describe")

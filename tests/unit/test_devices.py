@@ -36,7 +36,7 @@ def test_parameters_on_a_device_that_is_not_the_meshs_are_all_named() -> None:
 
 
 @pytest.mark.behaviour("A-13")
-def test_only_what_is_on_cpu_or_meta_is_moved_unasked() -> None:
+def test_only_cpu_and_meta_parameters_are_moved_by_default() -> None:
     devices = {name: torch.device(name) for name in ("cpu", "meta", "cuda:0", "cuda:1", "xpu:0")}
     assert on_other_accelerators(devices, torch.device("cuda:1")) == {"cuda:0": "cuda:0", "xpu:0": "xpu:0"}
 

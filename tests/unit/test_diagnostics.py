@@ -80,7 +80,7 @@ def labels(launched: str, connection: int = 0) -> list[TraceEvent]:
 # -- the form
 
 
-def test_what_is_written_is_read() -> None:
+def test_records_round_trip_through_files() -> None:
     position = Position("group", (0, 1), 0, 3)
     plain = TraceEvent(Operation.UNSHARD, "a", 8, "gather", 1.0, 2.0)
     fault = Fault("PeerError", "two\nlines", "here", 5.0, position, ("frame",))
@@ -105,12 +105,12 @@ def test_what_is_written_is_read() -> None:
         ('{"kind": "ra', "Unterminated string"),
     ],
 )
-def test_what_is_no_file_of_ours_is_refused(text: str, message: str) -> None:
+def test_files_of_another_format_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode(text.splitlines())
 
 
-def test_a_folder_tells_whose_files_are_missing_damaged_or_old(tmp_path: Path) -> None:
+def test_a_folder_lists_missing_damaged_and_old_files(tmp_path: Path) -> None:
     store(tmp_path, by_rank(made_up(0, world_size=4, attempt=1), made_up(2, world_size=4)))
     (tmp_path / file_name(3)).write_text("{")
     found = read(tmp_path)
@@ -138,32 +138,32 @@ def test_the_first_difference_is_found(
         assert tuple(found.rows[number].labels.values()) == cells
 
 
-def test_what_is_no_longer_kept_is_no_difference() -> None:
+def test_forgotten_events_are_no_difference() -> None:
     (found,) = sequences(by_rank(made_up(0, *labels("abc")), made_up(1, *labels("abc")[2:])))
     assert [row.labels[1] for row in found.rows] == [FORGOTTEN, FORGOTTEN, "c"]
     assert found.first_difference is None
 
 
-def test_a_new_connection_is_counted_from_its_own_beginning() -> None:
+def test_operation_numbers_restart_with_a_new_connection() -> None:
     both = by_rank(made_up(0, *labels("ab"), *labels("x", 1)), made_up(1, *labels("abcd"), *labels("x", 1)))
     (found,) = sequences(both)
     assert [row.labels for row in found.rows] == [{0: "x", 1: "x"}]
 
 
-def test_a_rank_waits_for_those_that_have_not_come() -> None:
+def test_a_rank_waits_for_late_ranks() -> None:
     place = OperationId((0, 1), 2, "c")
     told = waits(by_rank(made_up(0, *labels("abc"), waiting=place), made_up(1, *labels("ab"))))
     assert [(wait.rank, wait.label, wait.number, wait.awaited) for wait in told] == [(0, "c", 2, (1,))]
 
 
-def test_a_rank_that_came_and_failed_was_waited_for() -> None:
+def test_a_rank_that_arrived_and_failed_is_shown_as_awaited() -> None:
     given_up = Fault("PeerError", "rank 1 failed", "c", 2.0, Position("group", (0, 1), 0, 2))
     own = Fault("ArithmeticError", "no luck", "the forward of b", 1.0)
     told = waits(by_rank(made_up(0, *labels("abc"), faults=[given_up]), made_up(1, *labels("abc"), faults=[own])))
     assert [(wait.rank, wait.awaited) for wait in told] == [(0, (1,))]
 
 
-def test_the_command_shows_ranks_side_by_side(tmp_path: Path) -> None:
+def test_the_diagnostics_command_shows_ranks_side_by_side(tmp_path: Path) -> None:
     testing = pytest.importorskip("typer.testing")
     from tests._internals import _commands as commands
 
@@ -222,7 +222,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_error(
     assert f"diagnostics could not be written to {tmp_path / 'file'}" in caplog.text
 
 
-def test_what_ends_the_program_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uncaught_exception_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, stack: seen.append(error))
     before = sys.excepthook
@@ -266,7 +266,7 @@ def test_a_forked_process_is_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [0, -1])
-def test_nothing_to_keep_is_refused(tmp_path: Path, last: int) -> None:
+def test_a_record_length_below_one_is_refused(tmp_path: Path, last: int) -> None:
     with pytest.raises(ConfigurationError, match=f"last must be at least 1, not {last}"):
         diagnostics.enable(tmp_path, last=last)
 

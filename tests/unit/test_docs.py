@@ -73,7 +73,7 @@ def test_there_are_examples_to_run() -> None:
 
 
 @pytest.mark.parametrize("test", [pytest.param(test, id=test.name) for test in PAGES + DOCSTRINGS])
-def test_examples_hold(test: doctest.DocTest) -> None:
+def test_docs_examples_pass(test: doctest.DocTest) -> None:
     assert not failures(test), failures(test)
 
 
@@ -106,7 +106,7 @@ def test_a_broken_example_is_reported_with_its_line() -> None:
     assert re.search(r'"page\.md", line 4.*Expected:\s+3\s+Got:\s+2', failures(test), re.DOTALL)
 
 
-def test_a_page_is_one_session() -> None:
+def test_a_docs_page_is_one_session() -> None:
     page = "```python\n>>> x = 1\n```\n\nText.\n\n```python\n>>> x\n1\n```\n"
     (test,) = page_examples(page, "page.md")
     assert failures(test) == ""

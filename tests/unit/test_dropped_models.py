@@ -24,7 +24,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.behaviour("C-03")
 @pytest.mark.parametrize("name", CASES)
-def test_of_a_dropped_model_nothing_waits_for_the_garbage_collector(name: str) -> None:
+def test_a_dropped_model_is_freed_without_the_garbage_collector(name: str) -> None:
     assert survivors(CASES[name]) == []
 
 

@@ -89,7 +89,7 @@ def test_the_default_mesh_is_one_1d_unnamed_cpu_mesh_for_all_modules() -> None:
 
 @pytest.mark.behaviour("A-04")
 @pytest.mark.parametrize("nested", [False, True], ids=["own", "of a child"])
-def test_a_scalar_is_named_with_the_way_out(nested: bool) -> None:
+def test_a_scalar_is_named_with_the_remedy(nested: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), WithScalar()) if nested else WithScalar()
     name = r"'1\.scale'" if nested else "'scale'"
     match = rf"(?s){name}.*scalar \(0-d\).*reshape\(1\).*ignored_params"
@@ -97,7 +97,7 @@ def test_a_scalar_is_named_with_the_way_out(nested: bool) -> None:
 
 
 @pytest.mark.behaviour("A-04", "A-11")
-def test_both_ways_out_of_a_scalar_work() -> None:
+def test_both_remedies_for_a_scalar_work() -> None:
     ignoring, reshaped = WithScalar(), WithScalar()
     scale = ignoring.scale
     fully_shard(ignoring, ignored_params={scale})
@@ -110,7 +110,7 @@ def test_both_ways_out_of_a_scalar_work() -> None:
 
 
 @pytest.mark.behaviour("A-17")
-def test_a_parameter_that_has_no_shape_yet_is_named_with_the_way_out() -> None:
+def test_an_uninitialized_parameter_is_named_with_the_remedy() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4))
     assert_refused(ParameterError, r"'1\.weight' of Sequential has no shape yet.*a forward before fully_shard", model)
     model(torch.ones(2, 3))
@@ -130,7 +130,7 @@ def test_a_dim_out_of_range_is_named_with_those_in_range(dim: int) -> None:
 
 @pytest.mark.behaviour("A-05")
 @pytest.mark.parametrize("answer", [0, "Shard(0)", Replicate(), Partial(), (Shard(0),)], ids=repr)
-def test_another_answer_than_a_shard_is_shown(answer: object) -> None:
+def test_a_placement_other_than_shard_is_shown_in_the_error(answer: object) -> None:
     match = r"shard_placement_fn returned .*'bias'.*must return Shard\(dim\), a ShardPlacementResult, or None"
     assert_refused(
         ConfigurationError, match, nn.Linear(3, 4), shard_placement_fn=lambda p: answer if p.ndim == 1 else None
@@ -146,7 +146,7 @@ def test_an_exception_of_the_placement_function_passes_through() -> None:
 
 
 @pytest.mark.behaviour("A-07")
-def test_a_3d_mesh_is_refused_with_the_way_to_slice_it() -> None:
+def test_a_3d_mesh_is_refused_and_the_error_shows_how_to_slice_it() -> None:
     mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "replicate", "shard"))
     match = r"1-d \(shard\) or 2-d \(replicate, shard\), not 3-d \(1, 1, 1\).*mesh\['replicate', 'shard'\]"
     assert_refused(MeshError, match, nn.Linear(3, 4), mesh=mesh)
@@ -155,14 +155,14 @@ def test_a_3d_mesh_is_refused_with_the_way_to_slice_it() -> None:
 
 @pytest.mark.behaviour("A-07")
 @pytest.mark.parametrize("mesh", ["cpu", (2, 2), "the process group"])
-def test_what_is_no_mesh_is_refused_by_its_type(mesh: object) -> None:
+def test_a_mesh_of_a_wrong_type_is_refused(mesh: object) -> None:
     mesh = dist.group.WORLD if mesh == "the process group" else mesh
     match = rf"mesh must be a torch\.distributed\.DeviceMesh, not {type(mesh).__name__}.*init_device_mesh"
     assert_refused(ArgumentTypeError, match, nn.Linear(3, 4), mesh=mesh)
 
 
 @pytest.mark.behaviour("A-08")
-def test_twice_is_refused() -> None:
+def test_a_second_fully_shard_of_a_module_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     fully_shard(model[0])
     fully_shard(model)
@@ -172,7 +172,7 @@ def test_twice_is_refused() -> None:
 
 @pytest.mark.behaviour("A-08")
 @pytest.mark.parametrize("value", [None, torch.ones(2), nn.Parameter(torch.ones(2)), "model", nn.Linear], ids=type)
-def test_what_is_no_module_is_refused_by_its_type(value: object) -> None:
+def test_a_module_of_a_wrong_type_is_refused(value: object) -> None:
     assert_refused(ConfigurationError, f"takes an nn.Module or a list of them, not {type(value).__name__}", value)
 
 
@@ -193,7 +193,7 @@ def test_a_container_without_forward_is_refused(container: nn.Module) -> None:
 
 
 @pytest.mark.behaviour("A-08")
-def test_a_container_with_a_forward_of_its_own_is_fine() -> None:
+def test_a_container_with_its_own_forward_is_accepted() -> None:
     class Chain(nn.ModuleList):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for module in self:
@@ -261,7 +261,7 @@ def test_a_child_while_its_parent_is_unsharded_is_refused() -> None:
 
 
 @pytest.mark.behaviour("A-08")
-def test_a_parent_takes_what_no_earlier_call_took() -> None:
+def test_a_parent_group_has_the_parameters_of_no_earlier_call() -> None:
     innermost = nn.Linear(3, 3)
     inner = nn.Sequential(innermost, nn.Linear(3, 3))
     model = nn.Sequential(nn.Linear(3, 3), inner, nn.Linear(3, 3))
@@ -324,7 +324,7 @@ def test_a_parameter_shared_between_separate_models_is_refused() -> None:
 
 
 @pytest.mark.behaviour("A-06", "A-08")
-def test_a_dtensor_on_a_mesh_that_is_no_slice_of_the_same_one_is_refused_with_the_way_out() -> None:
+def test_a_dtensor_on_an_unrelated_mesh_is_refused_with_the_remedy() -> None:
     second = nn.Linear(3, 3)
     second.weight = nn.Parameter(distribute_tensor(second.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
     model = nn.Sequential(nn.Linear(3, 3), second)
@@ -350,7 +350,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], match: str) -> None:
 
 
 @pytest.mark.behaviour("A-01", "A-08")
-def test_a_class_that_cannot_be_derived_from_fails_without_a_trace() -> None:
+def test_a_final_class_is_refused_without_side_effects() -> None:
     assert_refused(TypeError, "no subclasses of Unwilling", Unwilling(3, 3))
 
 

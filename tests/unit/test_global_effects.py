@@ -71,7 +71,7 @@ def test_an_import_installs_nothing() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("A-01")
-def test_a_sharded_module_on_one_rank_installs_hooks_of_optimizers_and_the_explanation_of_uncaught_errors() -> None:
+def test_a_sharded_module_on_one_rank_installs_optimizer_hooks_and_error_explanations() -> None:
     """Neither a thread nor a function at exit or at fork: there is no other rank to answer or to lose."""
     assert run(SHARD) == "['excepthook', 'optimizer hooks']"
 
@@ -132,7 +132,7 @@ print("another excepthook:", changes(begin))
 
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("A-01")
-def test_these_hooks_live_as_long_as_sharded_models_and_their_copies() -> None:
+def test_global_hooks_live_as_long_as_sharded_models_and_their_copies() -> None:
     """A model may also end while its optimizer's hooks run. An excepthook installed after ours stays."""
     assert run(f"{LIFETIME}{DROPPED_IN_A_STEP}{OTHER_EXCEPTHOOK}").splitlines() == [
         "one of two models is left: ['excepthook', 'optimizer hooks']",

@@ -17,13 +17,13 @@ def grad_mode_within(fails: bool = False) -> bool:
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_nothing_is_recorded_within_and_the_mode_is_as_before_afterwards(outside: bool) -> None:
+def test_operations_inside_are_not_recorded_and_the_mode_is_restored(outside: bool) -> None:
     with torch.set_grad_enabled(outside):
         assert not grad_mode_within()
         assert torch.is_grad_enabled() == outside
 
 
-def test_the_mode_is_as_before_after_an_exception() -> None:
+def test_the_mode_is_restored_after_an_exception() -> None:
     with torch.enable_grad():
         with pytest.raises(ValueError, match="on purpose"):
             grad_mode_within(fails=True)

@@ -42,7 +42,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.behaviour("A-12")
-def test_to_empty_fills_meta_keeps_values_and_sharing_and_names_what_nobody_fills() -> None:
+def test_to_empty_keeps_values_and_sharing_and_names_unfilled_parameters() -> None:
     module = Tied()
     with pytest.warns(UserWarning, match="not persistent") as caught:
         assert to_empty(module, device="cpu") is module
@@ -103,7 +103,7 @@ def test_the_init_function_runs_once_per_module_with_something_on_meta() -> None
 
 
 @pytest.mark.behaviour("A-12")
-def test_shared_parameters_do_not_come_to_be_initialised_twice() -> None:
+def test_shared_parameters_are_initialised_once() -> None:
     module, init = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).to("meta"), Init()
     module[1].weight = module[0].weight
     fully_shard(module, param_init_fn=init)
@@ -123,7 +123,7 @@ def test_nested_groups_and_ignored_modules_are_not_initialised_again() -> None:
 
 
 @pytest.mark.behaviour("A-12")
-def test_what_the_init_function_leaves_on_meta_is_named() -> None:
+def test_parameters_left_on_meta_by_the_init_function_are_named() -> None:
     with pytest.raises(ParameterError) as error:
         fully_shard(Tied(), param_init_fn=Init(nn.Linear))
     assert "these parameters and buffers of Tied are still on meta: ['cache', 'norm.weight', 'norm.bias'," in str(
@@ -135,7 +135,7 @@ def test_what_the_init_function_leaves_on_meta_is_named() -> None:
 
 
 @pytest.mark.behaviour("A-11")
-def test_ignored_modules_stay_as_and_where_they_are() -> None:
+def test_ignored_modules_are_unchanged() -> None:
     inner = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.BatchNorm1d(2))
     module = nn.Sequential(nn.Linear(2, 2), inner)
     module[0].weight = inner[0].weight  # shared with an ignored one: ignored as well
@@ -160,7 +160,7 @@ def test_ignored_modules_stay_as_and_where_they_are() -> None:
         ([nn.Parameter(torch.ones(1)), nn.ReLU()], "must contain modules only, not Parameter."),
     ],
 )
-def test_what_is_no_set_of_modules_is_an_error(ignored: Any, message: str) -> None:
+def test_ignored_modules_of_a_wrong_type_are_an_error(ignored: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=f"ignored_modules {message}"):
         fully_shard(nn.Linear(1, 1), ignored_modules=ignored)
 

@@ -52,7 +52,7 @@ def current() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_what_is_imported_from_torch_while_patched_is_ours_and_trains(client: ModuleType, name: str) -> None:
+def test_names_imported_from_torch_while_patched_are_ours_and_train(client: ModuleType, name: str) -> None:
     with patch_torch():
         imports(client, f"from {name} import fully_shard as shard, register_fsdp_forward_method as register")
         model = client.shard(nn.Linear(3, 3), mp_policy=torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -105,7 +105,7 @@ def test_an_exception_inside_undoes_the_patch() -> None:
     assert current() == ORIGINAL
 
 
-def test_a_model_that_torch_has_sharded_is_in_the_way_as_long_as_it_lives() -> None:
+def test_patching_is_refused_while_a_model_sharded_by_torch_is_alive() -> None:
     model = torch_fsdp.fully_shard(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(
         ours.ConfigurationError, match=r"sharded 1 modules that are still in use \(Sequential\).*Call patch_torch\(\)"
@@ -117,7 +117,7 @@ def test_a_model_that_torch_has_sharded_is_in_the_way_as_long_as_it_lives() -> N
         pass
 
 
-def test_a_part_that_torch_has_sharded_is_refused() -> None:
+def test_a_submodule_sharded_by_torch_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     torch_fsdp.fully_shard(model[0])
     with pytest.raises(ours.ConfigurationError, match=r"torch's own fully_shard has sharded '0' of the Sequential"):
@@ -143,7 +143,7 @@ print(__name__, *sys.argv[1:], *[base.__module__ for base in type(model).__mro__
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("flags", [("program.py",), ("-m", "program")])
-def test_a_program_runs_on_ours_without_a_change(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_an_unchanged_torch_program_runs_on_this_library(tmp_path: Path, flags: tuple[str, ...]) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, "-m", "composable_fsdp.interop", *flags, "--steps", "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=ENVIRONMENT)

@@ -43,7 +43,7 @@ def chain() -> Any:
     return fully_shard(model)
 
 
-def test_the_state_is_where_torch_looks_for_it() -> None:
+def test_torch_finds_the_state_of_a_sharded_module() -> None:
     model = chain()
     for module in model.modules():
         assert (torch_state(module) is None) is not isinstance(module, FSDPModule)
@@ -52,7 +52,7 @@ def test_the_state_is_where_torch_looks_for_it() -> None:
     assert fully_shard.state(model) is torch_state(model)  # type: ignore[attr-defined]
 
 
-def test_all_states_are_those_of_the_root_each_group_once() -> None:
+def test_all_states_of_the_root_are_listed_once_per_group() -> None:
     model = chain()
     model(torch.ones(2, 3))
     states = torch_state(model)._state_ctx.all_states
@@ -102,7 +102,7 @@ def sharded_parameters(model: nn.Module) -> list[Any]:
     return [parameter.sharded for state in states for parameter in state.group.parameters]
 
 
-def test_gradients_that_a_client_put_on_unsharded_parameters_are_reduced() -> None:
+def test_gradients_assigned_to_unsharded_parameters_are_reduced() -> None:
     model: Any = fully_shard(nn.Linear(3, 3), reshard_after_forward=False)
     out = model(torch.ones(2, 3)).sum()
     unsharded = list(model.parameters())
@@ -115,7 +115,7 @@ def test_gradients_that_a_client_put_on_unsharded_parameters_are_reduced() -> No
     assert torch.equal(model.weight.grad.to_local(), torch.full((3, 3), 2.0))
 
 
-def test_hooks_come_off_and_go_on_again_with_something_around_them() -> None:
+def test_hooks_can_be_removed_and_registered_again_with_a_wrapper() -> None:
     model: Any = fully_shard(nn.Linear(3, 3))
     state, calls = torch_state(model), []
     state._pre_forward_hook_handle.remove()
@@ -184,7 +184,7 @@ def test_a_copy_has_a_state_of_its_own() -> None:
     assert len(clone[0]._forward_pre_hooks) == 0
 
 
-def test_torchs_contract_knows_that_a_module_is_sharded() -> None:
+def test_the_contract_of_torch_registers_sharded_modules() -> None:
     model = chain()
     assert "fully_shard" in (_get_registry(model[0]) or {})
     with pytest.raises(RuntimeError, match=r"Module already managed by `fully_shard`"):
@@ -255,7 +255,7 @@ def test_a_model_is_moved_to_the_host_between_rollouts() -> None:
         torch_state(model[0])._fsdp_param_group._training_state = TrainingState.FORWARD
 
 
-def test_whether_parameters_stay_after_forward_can_be_set_through_mesh_infos() -> None:
+def test_reshard_after_forward_can_be_set_through_mesh_infos() -> None:
     """As verl's ``set_reshard_after_forward`` and DINOv3 do it."""
     model = chain()
     for stays in (True, False, True):
@@ -285,7 +285,7 @@ def test_whether_parameters_stay_after_forward_can_be_set_through_mesh_infos() -
     assert state_of(root).group.parameter_state is ParameterState.SHARDED
 
 
-def test_gradient_choices_are_read_and_set_on_groups() -> None:
+def test_gradient_settings_are_read_and_set_on_groups() -> None:
     model = chain()
     group = torch_state(model[0])._fsdp_param_group
     for name in ("reshard_after_backward", "reduce_grads", "all_reduce_grads"):

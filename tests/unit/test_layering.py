@@ -173,7 +173,7 @@ def test_every_import_of_the_package_keeps_to_the_layers() -> None:
     assert not found, "\n".join(found)
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         targets = {
@@ -189,13 +189,13 @@ def test_no_layer_has_two_rows_and_each_has_files() -> None:
     assert {longest(module, ROW) for module in MODULES} == set(ROW)
 
 
-def test_the_page_on_the_architecture_draws_the_rows() -> None:
+def test_the_architecture_page_shows_the_layers() -> None:
     page = (ROOT.parent / "docs" / "architecture.md").read_text()
     drawn = [tuple(line.split("│")[1].strip().split(", ")) for line in page.splitlines() if line.endswith(" │")]
     assert tuple(drawn) == ROWS
 
 
-def test_the_tests_have_one_door_to_private_names() -> None:
+def test_tests_import_private_names_only_through_internals() -> None:
     tests = ROOT.parent / "tests"
     found = []
     for path in sorted(tests.rglob("*.py")):
@@ -210,12 +210,12 @@ def is_private(name: str) -> bool:
     return within(name, (PACKAGE,)) and any(part.startswith("_") and part[:2] != "__" for part in name.split("."))
 
 
-def test_no_file_name_stands_twice_in_the_package() -> None:
+def test_file_names_in_the_package_are_unique() -> None:
     names = Counter(path.name for path in MODULES.values() if path.name not in ("__init__.py", "__main__.py"))
     assert [name for name, times in names.items() if times > 1] == []
 
 
-def test_no_folder_is_crowded() -> None:
+def test_no_folder_has_too_many_files() -> None:
     entries = Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")
     entries.update(folder.parent for folder in {path.parent for path in MODULES.values()} - {ROOT})
     assert {folder.relative_to(ROOT): count for folder, count in entries.items() if count > MOST_ENTRIES} == {}
@@ -244,7 +244,7 @@ def test_no_folder_is_crowded() -> None:
         ("__init__.py", "from composable_fsdp._api.fully_shard import fully_shard"),
     ],
 )
-def test_imports_from_above_are_fine(path: str, source: str) -> None:
+def test_imports_from_above_are_accepted(path: str, source: str) -> None:
     assert violations(source, path) == []
 
 
@@ -282,7 +282,7 @@ def test_imports_from_above_are_fine(path: str, source: str) -> None:
         ),
     ],
 )
-def test_an_arrow_up_is_caught(path: str, source: str, message: str) -> None:
+def test_an_upward_import_is_found(path: str, source: str, message: str) -> None:
     (found,) = violations(source, path)
     assert message in found
 
@@ -302,7 +302,7 @@ def test_an_arrow_up_is_caught(path: str, source: str, message: str) -> None:
         "import torch.distributed as dist\ndist.fsdp",
     ],
 )
-def test_the_peer_is_known_to_the_compat_folder_only(source: str) -> None:
+def test_only_torch_compat_imports_torchs_fsdp(source: str) -> None:
     (found,) = violations(source, "_runtime/hooks.py")
     assert "which only files of _torch_compat may" in found
     assert violations(source, "_torch_compat/torch_types.py") == []
@@ -327,6 +327,6 @@ def test_pure_modules_stay_pure(path: str, source: str) -> None:
     assert violations(source, "_runtime/groups/param_group.py") == []
 
 
-def test_a_new_file_at_the_top_must_be_given_a_layer() -> None:
+def test_a_new_top_level_file_must_have_a_layer() -> None:
     (found,) = violations("", "novel.py")
     assert found == "composable_fsdp/novel.py is in no layer. Add 'novel' to ROWS in tests/unit/test_layering.py"

@@ -18,7 +18,7 @@ def spec(rows: int, **options: object) -> ParameterSpec:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 2000))
-def test_batches_begin_with_the_last_parameters_and_each_is_worth_a_launch(rows: list[int], least: int) -> None:
+def test_gradient_buckets_begin_with_the_last_parameters_and_have_the_minimum_size(rows: list[int], least: int) -> None:
     plan = plan_group(tuple(map(spec, rows)), (PlanOptions(2, 0, 0, batch_bytes=least),))
     batch_of = {i: bucket.batch for bucket in plan.buckets for i in bucket.indices}
     last = len(plan.batches) - 1
@@ -35,13 +35,13 @@ def test_batches_begin_with_the_last_parameters_and_each_is_worth_a_launch(rows:
     assert sum(plan.batches) == plan.num_trainable == len(rows)
 
 
-def test_what_is_encoded_stays_in_one_batch() -> None:
+def test_encoded_parameters_stay_in_one_gradient_bucket() -> None:
     options = (PlanOptions(2, 0, 0, batch_bytes=16),)
     assert len(plan_group((spec(8), spec(8)), options).batches) == 2
     assert len(plan_group((spec(8), spec(8, codec=Int8())), options).batches) == 1
 
 
-def test_what_a_batch_is_worth_is_the_most_that_any_of_the_axes_asks() -> None:
+def test_the_minimum_gradient_bucket_size_is_the_largest_of_all_axes() -> None:
     of_one_rank, of_many = (PlanOptions(size, 0, 0, batch_bytes=least) for size, least in ((1, 16), (2, 1 << 20)))
     specs = (spec(8, axes=0), spec(8, axes=1), spec(8, axes=1))
     assert len(plan_group(specs, (of_one_rank, of_many)).batches) == 1

@@ -50,7 +50,7 @@ def all_ranks(axes: list[tuple[int, int, int]]) -> list[list[Cut]]:
 
 @given(cut_tensors())
 @pytest.mark.behaviour("F-07")
-def test_each_part_is_what_chunks_of_chunks_are(drawn) -> None:
+def test_each_local_shard_is_a_chunk_of_chunks(drawn) -> None:
     shape, axes = drawn
     for cuts in all_ranks(axes):
         extent, expected = Extent.after(shape, cuts), by_chunks(shape, cuts)
@@ -75,7 +75,7 @@ def test_the_boxes_of_all_ranks_tile_the_tensor(drawn) -> None:
     assert bool((seen == 1).all())
 
 
-def test_a_part_in_one_block_is_a_view() -> None:
+def test_a_local_shard_in_one_block_is_a_view() -> None:
     whole = numbered((6, 4))
     part = Extent.after((6, 4), [Cut(0, 2, 1), Cut(1, 2, 0)]).take(whole)
     assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

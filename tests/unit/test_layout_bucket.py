@@ -44,7 +44,7 @@ def test_the_store_has_disjoint_aligned_segments_with_the_packed_ones_in_front(
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
-def test_the_places_are_disjoint_and_aligned_and_hold_the_padded_gather_of_every_tensor(
+def test_offsets_are_disjoint_and_aligned_and_fit_the_padded_gather_of_every_tensor(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
     layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
@@ -76,7 +76,7 @@ def test_a_tensor_is_zero_copy_if_it_concatenates_and_its_full_size_reaches_the_
 
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES)
-def test_threshold_zero_packs_only_what_cannot_land_in_place_and_a_huge_one_packs_all(
+def test_threshold_zero_packs_only_unaligned_tensors_and_a_huge_one_packs_all(
     shards: tuple[TensorShards, ...], itemsize: int
 ) -> None:
     nothing_small = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=0)
@@ -88,7 +88,7 @@ def test_threshold_zero_packs_only_what_cannot_land_in_place_and_a_huge_one_pack
 
 @FEWER
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES)
-def test_a_gather_moves_every_shard_of_every_rank_once_and_only_alignment_beside(
+def test_an_all_gather_sends_each_shard_once_plus_alignment(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int
 ) -> None:
     layout = plan_gather(shards, itemsize=itemsize, zero_copy_min_bytes=zero_copy_min_bytes)
@@ -151,7 +151,7 @@ def test_all_reduced_parameters_send_no_more_bytes_and_others_would_send_more(
 
 
 @given(shards_of_one_bucket(), ITEMSIZES, DIRECT_BYTES, st.data())
-def test_spans_cover_all_reduced_parameters_and_nothing_else(
+def test_spans_cover_only_all_reduced_parameters(
     shards: tuple[TensorShards, ...], itemsize: int, zero_copy_min_bytes: int, data: st.DataObject
 ) -> None:
     all_reduced = sorted(data.draw(st.sets(st.sampled_from(range(len(shards))))))
@@ -205,7 +205,7 @@ def test_all_reduced_gradients_and_flags_share_one_message(
     assert layout.wire_numel <= without.wire_numel + alignment + 2 * layout.num_flags
 
 
-def test_a_reduction_of_nothing_is_empty() -> None:
+def test_a_reduction_without_gradients_is_empty() -> None:
     layout = plan_reduce([TensorShards((4,), 0, 2)], [], itemsize=4, zero_copy_min_bytes=0)
     assert (layout.zero_copy, layout.packed, layout.packed_numel, layout.output.numel) == ((), (), 0, 0)
     assert not layout.has_padding

@@ -36,7 +36,7 @@ def test_the_divisors_of_a_sum_multiply_to_the_factor_exactly(
 
 
 @given(st.sampled_from([*WIDE, *NARROW]), NUM_RANKS, st.booleans(), FACTORS, st.booleans())
-def test_the_communicator_averages_exactly_where_it_can_and_may_and_the_result_is_the_mean(
+def test_the_communicator_averages_if_supported_and_the_result_is_the_mean(
     dtype: torch.dtype, num_ranks: int, averages: bool, factor: float | None, sum_only: bool
 ) -> None:
     reduction = plan_reduction(dtype, num_ranks, averages=averages, divide_factor=factor, sum_only=sum_only)
@@ -47,7 +47,7 @@ def test_the_communicator_averages_exactly_where_it_can_and_may_and_the_result_i
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-def test_wide_dtypes_are_divided_once_after_the_sum_when_there_is_less_to_divide(dtype: torch.dtype) -> None:
+def test_wide_dtypes_are_divided_once_after_the_reduce_scatter(dtype: torch.dtype) -> None:
     assert plan_reduction(dtype, 8, averages=False) == Reduction(ReduceOp.SUM, 1.0, 8.0)
     assert plan_reduction(dtype, 8, averages=True, divide_factor=3.0) == Reduction(ReduceOp.SUM, 1.0, 3.0)
 
@@ -87,7 +87,7 @@ def test_the_reduction_is_the_sum_divided_by_the_factor(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 16, 32, 4096])
-def test_on_powers_of_two_the_halves_are_the_ones_of_fsdp2(num_ranks: int) -> None:
+def test_divisors_for_powers_of_two_are_those_of_fsdp2(num_ranks: int) -> None:
     first = 1.0
     while num_ranks % first == 0 and num_ranks / first > first:
         first *= 2
@@ -101,7 +101,7 @@ DIVISORS = st.integers(-130, 130).map(lambda k: 2.0**k) | st.floats(0.25, 5000) 
 
 @given(st.sampled_from(list(BITS)), DIVISORS, st.booleans(), st.integers(0, 2**32))
 @example(torch.float32, 2.0**-130, False, 0)  # whose reciprocal is more than fp32 can hold
-def test_what_is_divided_has_the_bits_of_a_division(
+def test_divided_values_are_bitwise_those_of_a_division(
     dtype: torch.dtype, divisor: float, negative: bool, seed: int
 ) -> None:
     # Any bits at all: numbers of all sizes, denormal ones, infinities. Those that are none are all alike.

@@ -80,7 +80,7 @@ def test_a_rank_takes_its_elements_in_order_and_zeros_behind_them(
 
 
 @given(tensor_shards(), FLOATS, st.data())
-def test_packing_puts_the_piece_of_rank_r_in_row_r_and_touches_nothing_else(
+def test_packing_writes_the_piece_of_rank_r_to_row_r_only(
     shards: TensorShards, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     gradient = data.draw(laid_out(numbered(shards.shape, torch.float32) % 128))
@@ -95,9 +95,7 @@ def test_packing_puts_the_piece_of_rank_r_in_row_r_and_touches_nothing_else(
 
 
 @given(tensor_shards(), FLOATS)
-def test_what_all_ranks_put_in_place_sums_up_to_the_bits_of_the_tensor(
-    shards: TensorShards, dtype: torch.dtype
-) -> None:
+def test_the_placed_shards_of_all_ranks_sum_to_the_tensor_bitwise(shards: TensorShards, dtype: torch.dtype) -> None:
     full = numbered(shards.shape, torch.int32).sub(40).div(3).to(dtype)
     full.view(-1)[:3] = torch.tensor([-0.0, float("nan"), float("-inf")])[: shards.numel]
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -137,7 +135,7 @@ def test_a_gradient_expanded_from_one_element_is_packed_like_any_other(shards: T
 
 
 @given(tensor_shards(), st.integers(0, 9))
-def test_unpacking_restores_the_tensor_and_touches_nothing_beyond_its_region(shards: TensorShards, spare: int) -> None:
+def test_unpacking_restores_the_tensor_and_writes_nothing_else(shards: TensorShards, spare: int) -> None:
     full = numbered(shards.shape)
     _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
     for rank in range(shards.num_shards):
@@ -166,7 +164,7 @@ class CountKernels(TorchDispatchMode):
 
 @FEWER
 @given(tensor_shards())
-def test_packing_takes_one_copy_where_the_cut_is_even_and_never_more_than_two(shards: TensorShards) -> None:
+def test_packing_takes_one_copy_for_even_shards_and_at_most_two(shards: TensorShards) -> None:
     gradient = numbered(shards.shape)
     _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
     with CountKernels() as kernels:
@@ -177,7 +175,7 @@ def test_packing_takes_one_copy_where_the_cut_is_even_and_never_more_than_two(sh
 
 @FEWER
 @given(tensor_shards())
-def test_unpacking_takes_one_copy_where_pieces_concatenate_or_the_cut_is_even_and_never_more_than_two(
+def test_unpacking_takes_one_copy_for_contiguous_or_even_pieces_and_at_most_two(
     shards: TensorShards,
 ) -> None:
     _, rows = column_block(shards.num_shards, shards.padded_numel, 0.0)
@@ -196,7 +194,7 @@ CASES = [TensorShards(s, d, 4) for s, d in [((8, 3), 0), ((7, 3), 0), ((3, 8), 1
 
 @pytest.mark.parametrize("shards", CASES, ids=str)
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=lambda guard: guard.__name__)
-def test_copies_work_where_autograd_is_off(shards: TensorShards, guard: type[AbstractContextManager[None]]) -> None:
+def test_copies_work_without_autograd(shards: TensorShards, guard: type[AbstractContextManager[None]]) -> None:
     message = torch.zeros(4, shards.padded_numel)
     place = torch.empty(shards.full_numel)
     leaf = numbered(shards.shape).requires_grad_()
@@ -266,7 +264,7 @@ def test_gathering_the_shards_of_all_ranks_gives_back_the_parameters(
 
 
 @given(st.data(), st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
-def test_gathering_from_a_smaller_mesh_gives_back_the_parameters_in_the_same_places(
+def test_gathering_from_a_smaller_mesh_restores_the_parameters_at_the_same_offsets(
     data: st.DataObject, sizes: tuple[int, int], zero_copy_min_bytes: int
 ) -> None:
     larger, smaller = sizes

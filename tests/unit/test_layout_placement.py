@@ -51,7 +51,7 @@ def test_the_last_mesh_axis_shards_and_the_others_replicate() -> None:
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_every_rank_owns_what_dtensor_gives_it(mesh_shape: tuple[int, ...]) -> None:
+def test_every_rank_owns_the_shard_of_its_dtensor(mesh_shape: tuple[int, ...]) -> None:
     world_size, num_shards = torch.Size(mesh_shape).numel(), mesh_shape[-1]
     for rank in range(world_size):
         with process_group("fake", rank, world_size):
@@ -85,7 +85,7 @@ def test_a_dtensor_of_the_only_shard_is_the_full_tensor() -> None:
                 assert torch.equal(DTensor.from_local(piece.view(shape), mesh, placements).full_tensor(), full)
 
 
-def test_an_axis_is_strided_where_one_to_its_right_cut_the_same_dim_before() -> None:
+def test_an_axis_is_strided_if_an_inner_axis_shards_the_same_dim() -> None:
     assert shard_within(0, [], []) == Shard(0)
     assert shard_within(0, [Replicate(), Shard(1)], [4, 2]) == Shard(0)
     assert shard_within(0, [Shard(0)], [1]) == Shard(0)
@@ -96,7 +96,7 @@ def test_an_axis_is_strided_where_one_to_its_right_cut_the_same_dim_before() -> 
     assert not cuts(_StridedShard(1, split_factor=2), 0)
 
 
-def test_inner_placements_stay_and_come_last() -> None:
+def test_inner_placements_are_kept_last() -> None:
     inner, sizes = (Shard(0), Replicate(), Shard(1)), (2, 3, 5)
     assert data_parallel_placements(1, 2, inner, sizes) == (Shard(2), *inner)
     assert data_parallel_placements(2, 0, inner, sizes) == (Replicate(), _StridedShard(0, split_factor=2), *inner)
@@ -125,7 +125,7 @@ axis_sizes = st.integers(1, 6)
 
 
 @given(st.integers(0, 60), axis_sizes, axis_sizes, st.integers(1, 2))
-def test_dtensor_reads_from_the_placements_what_each_rank_holds(length: int, data: int, inner: int, ndim: int) -> None:
+def test_the_placements_describe_the_shards_of_all_ranks(length: int, data: int, inner: int, ndim: int) -> None:
     """The other axis cut first, then the data-parallel one cut what was left."""
     assume(is_told_truly(length, data, inner))
     placements = data_parallel_placements(ndim, 0, (Shard(0),), (inner,))
@@ -152,6 +152,6 @@ def is_told_truly(length: int, data: int, inner: int) -> bool:
     return True
 
 
-def test_up_to_two_ranks_on_either_axis_the_placements_always_tell_the_truth() -> None:
+def test_placements_are_exact_for_up_to_two_ranks_per_axis() -> None:
     assert all(is_told_truly(n, data, inner) for n in range(200) for data in (1, 2) for inner in (1, 2))
     assert not is_told_truly(7, 3, 2)

@@ -68,9 +68,7 @@ def test_every_parameter_is_in_exactly_one_bucket_and_that_has_its_dtypes(
 
 @FEWER
 @given(SPECS, OPTIONS)
-def test_a_bucket_cuts_its_parameters_as_their_specs_say(
-    specs: tuple[ParameterSpec, ...], options: PlanOptions
-) -> None:
+def test_a_bucket_shards_its_parameters_by_their_specs(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     for bucket in plan_group(specs, (options,)).buckets:
         expected = tuple(TensorShards(specs[i].shape, specs[i].dim, options.num_shards) for i in bucket.indices)
         assert bucket.gather.shards == expected
@@ -119,7 +117,7 @@ def test_a_gradient_in_the_dtype_of_the_reduction_is_zero_copy_if_possible(specs
 
 @FEWER
 @given(SPECS, ALIASING)
-def test_an_axis_of_one_rank_aliases_exactly_the_buckets_that_need_no_cast(
+def test_an_axis_of_one_rank_aliases_exactly_the_buckets_without_cast(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
 ) -> None:
     for bucket in plan_group(specs, (options,)).buckets:
@@ -150,9 +148,7 @@ def test_ranks_with_shared_memory_cast_into_it_unless_it_holds_their_shards(
 
 @FEWER
 @given(SPECS, OPTIONS)
-def test_sizes_in_bytes_are_elements_times_the_dtype_in_that_place(
-    specs: tuple[ParameterSpec, ...], options: PlanOptions
-) -> None:
+def test_sizes_in_bytes_are_elements_times_the_itemsize(specs: tuple[ParameterSpec, ...], options: PlanOptions) -> None:
     plan = plan_group(specs, (options,))
     for bucket in plan.buckets:
         assert not bucket.aliased
@@ -168,7 +164,7 @@ def test_sizes_in_bytes_are_elements_times_the_dtype_in_that_place(
 
 @FEWER
 @given(SPECS, OPTIONS)
-def test_freezing_parameters_moves_no_shard_and_no_place(
+def test_freezing_parameters_changes_no_shard_and_no_offset(
     specs: tuple[ParameterSpec, ...], options: PlanOptions
 ) -> None:
     frozen = tuple(dataclasses.replace(spec, trainable=False) for spec in specs)
@@ -179,7 +175,7 @@ def test_freezing_parameters_moves_no_shard_and_no_place(
 
 @FEWER
 @given(SPECS, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (9, 3), (4, 2), (5, 1)]), DIRECT_BYTES)
-def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
+def test_a_smaller_mesh_gathers_to_the_offsets_of_the_full_mesh(
     specs: tuple[ParameterSpec, ...], sizes: tuple[int, int], zero_copy_min_bytes: int
 ) -> None:
     larger, smaller = sizes
@@ -199,7 +195,7 @@ def test_a_smaller_mesh_gathers_into_the_places_laid_out_for_the_larger(
         assert_packed_first(layout, itemsize)
 
 
-def test_asking_for_the_same_plan_again_returns_the_one_that_is_there() -> None:
+def test_equal_plans_are_cached() -> None:
     def ask(trainable: bool) -> GroupPlan:
         dtype = torch.float32
         return plan_group(
@@ -278,7 +274,7 @@ def batches_of(sizes: dict[str, int], least: int) -> list[list[str]]:
     return found
 
 
-def test_batches_begin_with_the_last_parameters_and_wait_for_no_small_one() -> None:
+def test_gradient_buckets_begin_with_the_last_parameters_and_skip_small_ones() -> None:
     block = {"q": 25, "o": 17, "up": 117, "down": 59, "norm": 1}
     block = {name: numel * 1024 for name, numel in block.items()}
     assert batches_of(block, least=128 << 10) == [["down"], ["up"], ["q", "o", "norm"]]

@@ -21,7 +21,7 @@ def test_the_ranges_of_all_ranks_in_order_tile_the_dim(length: int, n: int) -> N
 
 
 @given(st.integers(0, 200), st.integers(1, 17))
-def test_every_rank_owns_at_most_the_padded_shard_and_none_after_a_short_one_owns_any(length: int, n: int) -> None:
+def test_ranks_own_at_most_the_padded_shard_and_nothing_after_a_short_one(length: int, n: int) -> None:
     layout = ShardLayout(length, n)
     sizes = [len(layout.owned_by(r)) for r in range(n)]
     whole = sizes.count(layout.padded_shard)
@@ -54,7 +54,7 @@ def test_the_shards_of_all_ranks_are_the_chunks_of_the_tensor(shards: TensorShar
 
 
 @given(tensor_shards())
-def test_every_piece_has_room_for_what_its_rank_owns(shards: TensorShards) -> None:
+def test_every_piece_holds_the_elements_of_its_rank(shards: TensorShards) -> None:
     assert shards.padded_numel == prod(shards.padded_shape)
     assert shards.shard_shape(0) == shards.padded_shape  # so no piece could be smaller
     for rank in range(shards.num_shards):
@@ -62,7 +62,7 @@ def test_every_piece_has_room_for_what_its_rank_owns(shards: TensorShards) -> No
 
 
 @given(tensor_shards())
-def test_where_pieces_concatenate_they_are_the_memory_of_the_tensor_and_then_padding(shards: TensorShards) -> None:
+def test_contiguous_pieces_are_the_memory_of_the_tensor_plus_padding(shards: TensorShards) -> None:
     full = torch.arange(shards.numel).view(shards.shape)
     owned = [full.narrow(shards.dim, r.start, len(r)) for r in map(shards.layout.owned_by, range(shards.num_shards))]
     if shards.concatenates:
@@ -74,7 +74,7 @@ def test_where_pieces_concatenate_they_are_the_memory_of_the_tensor_and_then_pad
 
 @given(tensor_shards())
 @example(TensorShards((1, 5), 1, 2))
-def test_pieces_concatenate_exactly_where_every_dim_before_the_cut_has_one_index(shards: TensorShards) -> None:
+def test_pieces_concatenate_only_if_all_dims_before_the_sharded_one_have_size_one(shards: TensorShards) -> None:
     assert shards.concatenates == all(length == 1 for length in shards.shape[: shards.dim])
 
 
@@ -85,7 +85,7 @@ def test_a_dim_counted_from_either_end_resolves_to_the_same_one(shape: list[int]
     assert resolve_dim(dim - len(shape), shape, "w") == dim
 
 
-def test_a_scalar_has_no_dim_and_the_error_says_the_way_out() -> None:
+def test_a_scalar_has_no_dim_and_the_error_names_the_remedy() -> None:
     message = (
         "parameter 'scale' is a scalar (0-d) and has no dim to shard. Make it 1-d with one element "
         "(for example nn.Parameter(value.reshape(1))), or pass it in ignored_params."

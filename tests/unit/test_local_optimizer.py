@@ -64,13 +64,13 @@ class Sign(Optimizer):
         return "done"
 
 
-def test_the_object_itself_comes_back() -> None:
+def test_local_optimizer_returns_the_same_object() -> None:
     optimizer = torch.optim.AdamW(sharded(3))
     assert local_optimizer(optimizer) is optimizer
     assert type(optimizer) is torch.optim.AdamW
 
 
-def test_a_user_s_own_optimizer_runs_on_shards_if_it_promises() -> None:
+def test_a_custom_optimizer_runs_on_shards_if_declared_elementwise() -> None:
     parameters = sharded(3, 4)
     optimizer = local_optimizer(Sign(parameters), elementwise=True)
     assert optimizer.step() == "done"
@@ -91,7 +91,7 @@ def test_a_user_s_own_optimizer_runs_on_shards_if_it_promises() -> None:
     assert len(optimizer.state) == 3
 
 
-def test_a_step_that_fails_leaves_sharded_parameters_and_what_it_did() -> None:
+def test_a_failed_step_keeps_its_updates_and_reshards() -> None:
     parameters = sharded(3, 4)
     optimizer = local_optimizer(Sign(parameters, fail_at=4), elementwise=True)
     with pytest.raises(RuntimeError, match="too many"):
@@ -121,7 +121,7 @@ def test_copies_and_pickles_are_ordinary_optimizers_with_the_same_state() -> Non
         assert torch.equal(buffer.full_tensor(), torch.ones(3))
 
 
-def test_an_optimizer_and_its_state_go_with_the_last_reference() -> None:
+def test_an_optimizer_is_freed_with_the_last_reference() -> None:
     optimizer = local_optimizer(torch.optim.AdamW(sharded(3)))
     optimizer.step()
     gc.disable()
@@ -148,7 +148,7 @@ def test_an_optimizer_and_its_state_go_with_the_last_reference() -> None:
     ],
     ids=["LBFGS", "Muon", "Adafactor", "SparseAdam"],
 )
-def test_what_looks_beyond_an_element_is_refused_even_if_promised(make: Any, message: str) -> None:
+def test_an_optimizer_that_is_not_elementwise_is_refused_even_if_declared(make: Any, message: str) -> None:
     mesh = init_device_mesh("cpu", (1,))
     optimizer = make([nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))])
     for promise in (False, True):
@@ -157,7 +157,7 @@ def test_what_looks_beyond_an_element_is_refused_even_if_promised(make: Any, mes
 
 
 @pytest.mark.behaviour("H-02")
-def test_what_is_not_known_is_refused() -> None:
+def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"Sign is not known to be element-wise\. .* pass elementwise=True; otherwise"
     ):
@@ -171,7 +171,7 @@ def test_differentiable_steps_are_refused() -> None:
 
 
 @pytest.mark.behaviour("H-02")
-def test_a_step_that_others_have_replaced_is_refused() -> None:
+def test_a_step_replaced_by_another_process_is_refused() -> None:
     scheduled, twice = torch.optim.AdamW(sharded(3)), local_optimizer(torch.optim.AdamW(sharded(3)))
     torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
     for optimizer in (scheduled, twice):
@@ -182,7 +182,7 @@ def test_a_step_that_others_have_replaced_is_refused() -> None:
 
 
 @pytest.mark.behaviour("H-02")
-def test_an_optimizer_from_before_fully_shard_is_found_all_the_same() -> None:
+def test_an_optimizer_made_before_fully_shard_is_found() -> None:
     model = nn.Linear(3, 2)
     optimizer = local_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     fully_shard(model)

@@ -46,14 +46,14 @@ def run(tree: Tree, runs: set[str]) -> list[str]:
 
 
 @given(trees(), st.data())
-def test_ranks_that_run_different_groups_go_through_the_same_turns(tree: Tree, data: st.DataObject) -> None:
+def test_ranks_that_run_different_groups_perform_the_same_actions(tree: Tree, data: st.DataObject) -> None:
     names = [name for name, _ in tree]
     skipped = data.draw(st.sets(st.sampled_from(names[1:]))) if len(names) > 1 else set()
     runs = {name for name in names if not any(name == s or name.startswith(f"{s}.") for s in skipped)}
     assert run(tree, runs) == run(tree, set(names))
 
 
-def test_a_group_whose_turn_is_over_is_late() -> None:
+def test_a_group_passed_without_running_is_late() -> None:
     lockstep = Lockstep([("root", 2), ("a", 0), ("b", 0)])
     lockstep.before("root")
     assert [turn.group for turn in lockstep.before("b")] == ["a", "a"]
@@ -63,7 +63,7 @@ def test_a_group_whose_turn_is_over_is_late() -> None:
 
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 7), max_size=8))
-def test_backward_comes_to_every_position_once_and_to_later_ones_first(length: int, entered: list[int]) -> None:
+def test_backward_visits_every_position_once_in_reverse_order(length: int, entered: list[int]) -> None:
     record = ForwardRecord()
     for _ in range(length):
         record.end(schedule.Event(schedule.Hook.POST_FORWARD, "group"), leads_to_backward=True)

@@ -68,7 +68,7 @@ def test_a_name_that_counts_twice_is_refused() -> None:
 
 @pytest.mark.behaviour("A-06")
 @pytest.mark.parametrize("dims", ["dp", ("dp",), 0, Dims], ids=repr)
-def test_dims_of_another_type_are_refused(dims: object) -> None:
+def test_dims_of_a_wrong_type_are_refused(dims: object) -> None:
     match = rf"dp_mesh_dims must be a DataParallelMeshDims, not {type(dims).__name__}"
     assert_refused(ConfigurationError, match, nn.Linear(3, 4), mesh=mesh_of("dp"), dp_mesh_dims=dims)
 
@@ -113,7 +113,7 @@ def test_parameters_that_are_not_replicated_on_data_parallel_dims_are_named(dims
 
 
 @pytest.mark.behaviour("A-06")
-def test_meshes_that_are_no_slices_of_one_are_shown_with_the_way_out() -> None:
+def test_unrelated_meshes_are_shown_with_the_remedy() -> None:
     mesh = mesh_of("dp", "tp")
     match = r"slices of one mesh.*mesh\['dp'\] and mesh\['tp'\] of init_device_mesh.*Got .* and "
     assert_refused(MeshError, match, placed(mesh["tp"], Shard(0)), mesh=init_device_mesh("cpu", (1,)))
@@ -170,7 +170,7 @@ def test_several_names_are_one_axis_and_unnamed_ones_are_left_out() -> None:
 
 
 @pytest.mark.behaviour("C-16")
-def test_a_gradient_that_is_placed_as_its_parameter_is_passed_on_without_a_copy() -> None:
+def test_a_gradient_with_the_placement_of_its_parameter_is_not_copied() -> None:
     mesh = mesh_of("tp")
     inner = ModelParallel(mesh, (Shard(0),), (4, 3))
     local = torch.randn(4, 3)

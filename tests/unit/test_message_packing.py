@@ -39,14 +39,14 @@ def test_every_gather_gets_its_payloads_from_every_rank(shapes: list[list[tuple[
                 assert torch.equal(rows, sent)
 
 
-def test_one_payload_is_sent_from_where_it_lies() -> None:
+def test_a_single_payload_is_sent_without_a_copy() -> None:
     payload = torch.ones(3)
     (transfer,) = pack_messages([AllGatherBuffers([], [payload])], FakeWorld(2).communicator(0), HOST)
     assert transfer.input is payload
 
 
 @given(st.lists(st.integers(0, 3)))
-def test_members_with_equal_keys_go_together_in_the_order_of_the_first(keys: list[int]) -> None:
+def test_items_with_equal_keys_are_grouped_in_order_of_first_occurrence(keys: list[int]) -> None:
     found = group_by_key(keys, range(len(keys)))
     assert [key for key, _ in found] == list(dict.fromkeys(keys))
     for key, members in found:

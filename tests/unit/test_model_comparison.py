@@ -23,23 +23,23 @@ def test_the_first_difference_is_shown_for_all_ranks_and_the_rest_for_two() -> N
     ]
 
 
-def test_of_many_differences_some_are_shown() -> None:
+def test_many_differences_are_truncated() -> None:
     text = difference_text("a model", {0: [f"a{i}" for i in range(50)], 1: [f"b{i}" for i in range(50)]})
     assert "\n  and 88 lines more\n" in text
 
 
-def test_of_many_ranks_some_are_named() -> None:
+def test_many_ranks_are_truncated() -> None:
     text = difference_text("a model", {rank: ["usual" if rank else "other"] for rank in range(100)})
     assert "\n  ranks 1, 2, 3, 4, 5, 6, 7, 8, ...: usual\n  rank 0: other\n" in text
 
 
 @pytest.mark.behaviour("H-02")
-def test_a_single_rank_has_nobody_to_compare_with() -> None:
+def test_a_single_rank_compares_nothing() -> None:
     verify_same(["a"], (LoopbackCommunicator(), LoopbackCommunicator()), torch.device("cpu"), "a model")
 
 
 @pytest.mark.behaviour("H-02")
-def test_lines_that_were_gathered_already_are_compared_in_full() -> None:
+def test_gathered_lines_are_compared_in_full() -> None:
     verify_same_lines("a model", {0: ["a", "b"], 1: ("a", "b")})
     with pytest.raises(DivergenceError, match=r"The first difference in a model:\n  rank 0: b\n  rank 1: nothing more"):
         verify_same_lines("a model", {0: ["a", "b"], 1: ["a"]})

@@ -44,7 +44,7 @@ def test_reshard_after_forward_is_parsed_to_a_kind(value: object, shard_size: in
 
 
 @given(st.sampled_from([None, True, False]) | st.integers(1, 64), st.integers(1, 64))
-def test_a_smaller_mesh_is_kept_exactly_where_it_is_a_true_divisor(value: int | None, shard_size: int) -> None:
+def test_a_smaller_mesh_is_used_only_if_it_divides_the_shard_axis(value: int | None, shard_size: int) -> None:
     if type(value) is int and shard_size % value:
         with pytest.raises(ConfigurationError):
             Reshard.parse(value, shard_size)
@@ -66,7 +66,7 @@ def test_a_mesh_that_does_not_divide_the_shard_axis_is_an_error_with_those_that_
 
 
 @pytest.mark.parametrize(("value", "shown"), [("yes", "'yes' (str)"), (2.0, "2.0 (float)"), ([2], "[2] (list)")])
-def test_anything_else_for_reshard_after_forward_is_shown_with_its_type(value: object, shown: str) -> None:
+def test_an_invalid_reshard_after_forward_is_shown_with_its_type(value: object, shown: str) -> None:
     message = f"reshard_after_forward must be True, False, None or an int, not {shown}."
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$") as caught:
         Reshard.parse(value, 8)

@@ -68,7 +68,7 @@ def test_the_first_forward_names_both_modules_and_values(change: Callable[[Any],
 
 @pytest.mark.behaviour("B-04")
 @pytest.mark.parametrize("setter", ["set_prefetch_limit", "set_max_unsharded_bytes", "set_max_merged_bytes"])
-def test_after_the_first_forward_inner_modules_refuse_settings_of_the_root(setter: str) -> None:
+def test_inner_modules_refuse_root_settings_after_the_first_forward(setter: str) -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     model(torch.ones(1, 8)).sum().backward()
     choice = setter.removeprefix("set_")
@@ -81,7 +81,7 @@ def test_after_the_first_forward_inner_modules_refuse_settings_of_the_root(sette
 
 
 @pytest.mark.behaviour("B-04")
-def test_what_moves_parameters_is_refused_between_a_forward_and_its_backward() -> None:
+def test_settings_that_move_parameters_are_refused_between_forward_and_backward() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     output = model(torch.ones(1, 8)).sum()
     for change in (
@@ -102,7 +102,7 @@ def test_what_moves_parameters_is_refused_between_a_forward_and_its_backward() -
 
 
 @pytest.mark.behaviour("B-04")
-def test_what_moves_parameters_is_not_refused_once_no_backward_will_come() -> None:
+def test_settings_that_move_parameters_are_allowed_after_the_last_backward() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     model.layers[0].requires_grad_(False)
     model(torch.ones(1, 8)).sum().backward()  # which does not come to the frozen layer
@@ -117,7 +117,7 @@ def test_what_moves_parameters_is_not_refused_once_no_backward_will_come() -> No
 
 
 @pytest.mark.behaviour("B-04")
-def test_settings_of_the_root_hold_for_all_and_a_corrected_error_is_gone() -> None:
+def test_root_settings_apply_to_all_groups_and_can_be_corrected() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     root, layer = sharded(model), sharded(model.layers[0])
     root.set_order_check("always")
@@ -130,7 +130,7 @@ def test_settings_of_the_root_hold_for_all_and_a_corrected_error_is_gone() -> No
     model(torch.ones(1, 8)).sum().backward()
 
 
-def test_forwards_that_nobody_comes_back_to_are_not_kept_for_ever() -> None:
+def test_forwards_without_backward_are_dropped() -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     outputs = [model(torch.ones(1, 8)) for _ in range(_MOST_FORWARDS + 3)]
     assert {state_of(layer).runs for layer in model.layers} == {_MOST_FORWARDS}

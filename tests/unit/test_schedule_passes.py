@@ -157,14 +157,14 @@ def chain(**changes: object) -> dict[str, GroupSpec]:
     return {"root": GroupSpec("root", has_parameters=False, is_root=True, has_nested=True), **specs}
 
 
-def test_the_next_group_is_gathered_before_the_wait_for_the_first_and_after_that_for_a_prefetched_one() -> None:
+def test_the_next_group_is_gathered_before_the_first_wait_and_after_a_prefetched_one() -> None:
     plan = passes.build(CHAIN, chain(), ScheduleOptions())
     assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "a")) == ["gather a", "gather b", "wait a"]
     assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "b")) == ["wait b", "gather c"]
     assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "c")) == ["wait c"]
 
 
-def test_the_last_group_of_forward_is_kept_where_the_device_would_wait_for_it() -> None:
+def test_the_last_group_of_forward_is_kept_if_the_device_would_wait_for_it() -> None:
     def after(options: ScheduleOptions) -> list[str]:
         plan = passes.build(CHAIN, chain(), options)
         return line_of(plan, s.Event(s.Hook.POST_FORWARD, "c")) + line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "c"))
@@ -183,7 +183,7 @@ def test_a_prefetch_on_the_host_follows_the_last_bucket_but_one() -> None:
     assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "b")) == ["wait b", "gather a"], "one bucket: nothing to wait for"
 
 
-def test_the_user_chooses_what_is_prefetched() -> None:
+def test_the_user_chooses_the_prefetched_groups() -> None:
     specs = chain()
     specs["a"] = replace(specs["a"], forward_prefetch=("c",))
     specs["c"] = replace(specs["c"], backward_prefetch=())
@@ -192,14 +192,14 @@ def test_the_user_chooses_what_is_prefetched() -> None:
     assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "c")) == ["gather c", "wait c"]
 
 
-def test_small_neighbours_share_a_gather_and_a_reduction() -> None:
+def test_small_adjacent_groups_share_a_gather_and_a_reduction() -> None:
     plan = passes.build(CHAIN, chain(is_small=True), ScheduleOptions(max_fused_bytes=2 * MIB, host_waits=True))
     assert line_of(plan, s.Event(s.Hook.PRE_FORWARD, "a")) == ["gather a, b", "wait a"]
     assert line_of(plan, s.Event(s.Hook.GRAD_READY, "b", 0)) == []
     assert "reduce a[0], b[0]" in line_of(plan, s.Event(s.Hook.GRAD_READY, "a", 0))
 
 
-def test_tied_weights_are_gathered_with_their_user_and_freed_when_no_one_runs() -> None:
+def test_tied_weights_are_gathered_with_their_user_and_freed_after_the_last_one() -> None:
     specs = chain()
     specs["c"] = replace(specs["c"], owners=("a",))
     specs["a"] = replace(specs["a"], users=("c",))
@@ -245,7 +245,7 @@ def test_fused_groups_are_small_enough_and_adjacent(order: list[str], sizes: dic
 
 
 @given(ORDERS, SIZES, st.integers(0, 150))
-def test_neighbours_that_fit_together_are_fused(order: list[str], sizes: dict[str, int], limit: int) -> None:
+def test_adjacent_groups_within_the_limit_are_fused(order: list[str], sizes: dict[str, int], limit: int) -> None:
     fused = passes.merge_adjacent(order, sizes, limit)
     runs = list(dict.fromkeys(fused.get(name, (name,)) for name in order))
     for left, right in pairwise(runs):

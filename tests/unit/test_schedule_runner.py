@@ -189,7 +189,7 @@ class WithForce(nn.Module):
         return out
 
 
-def test_a_backward_inside_the_forward_leaves_a_whole_schedule(mesh: DeviceMesh) -> None:
+def test_a_backward_inside_the_forward_leaves_a_complete_schedule(mesh: DeviceMesh) -> None:
     model = WithForce()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)

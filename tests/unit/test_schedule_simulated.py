@@ -30,7 +30,7 @@ def costs_of(latency: float, compute: float, bandwidth: float = 1e18, *, separat
     return Costs(cost, cost, times, times, separate_reduce=separate_reduce)
 
 
-def test_a_chain_that_prefetches_exposes_the_first_gather_and_the_last_reduction() -> None:
+def test_a_prefetched_chain_exposes_the_first_gather_and_the_last_reduction() -> None:
     plan = passes.build(ORDER, specs_of(), ScheduleOptions())
     timeline = simulate(plan, specs_of(), costs_of(latency=1.0, compute=2.0))
     assert timeline.exposed == pytest.approx(2.0, abs=1e-6)
@@ -44,7 +44,7 @@ def test_without_prefetching_every_gather_is_exposed() -> None:
     assert timeline.exposed == pytest.approx(7.0, abs=1e-6), "three gathers in each pass, and the last reduction"
 
 
-def test_memory_is_that_of_the_groups_in_memory_and_of_the_reductions_in_flight() -> None:
+def test_predicted_memory_is_the_unsharded_groups_plus_reductions_in_flight() -> None:
     plan = passes.build(ORDER, specs_of(), ScheduleOptions(host_waits=True))
     timeline = simulate(plan, specs_of(), costs_of(1.0, 2.0))
     after = dict(timeline.memory)

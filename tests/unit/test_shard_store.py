@@ -27,7 +27,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_where_dtype_and_device_match_the_payload_is_the_shard_itself(dtype: torch.dtype) -> None:
+def test_the_payload_is_the_shard_if_dtype_and_device_match(dtype: torch.dtype) -> None:
     shard = torch.arange(8).to(dtype)
     with Operators() as ran:
         assert cast_and_move(shard, dtype, CPU) is shard

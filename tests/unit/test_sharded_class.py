@@ -90,7 +90,7 @@ def modules() -> list[nn.Module]:
 
 @pytest.mark.behaviour("A-01")
 @pytest.mark.parametrize("module", modules(), ids=lambda module: type(module).__name__)
-def test_a_sharded_module_is_itself_and_of_its_own_class_ours_and_torchs(module: nn.Module) -> None:
+def test_a_sharded_module_is_an_instance_of_its_own_class_and_of_both_fsdp_classes(module: nn.Module) -> None:
     original = type(module)
     assert fully_shard(module) is module
     assert type(module) is not original
@@ -191,7 +191,7 @@ def test_no_attribute_comes_from_torchs_class(ours: Callable[[], type], theirs: 
 
 
 @pytest.mark.behaviour("A-01")
-def test_the_walk_would_notice_an_inherited_method() -> None:
+def test_the_compat_check_notices_an_inherited_method() -> None:
     class Careless(torch_fsdp.FSDPModule):
         set_is_last_backward = torch_fsdp.FSDPModule.set_is_last_backward
 

@@ -49,7 +49,7 @@ def step(module: nn.Module) -> None:
 
 
 @pytest.mark.behaviour("A-02", "A-17")
-def test_names_order_dtypes_and_requires_grad_survive_sharded_and_unsharded() -> None:
+def test_names_order_dtypes_and_requires_grad_survive_sharding_and_unsharding() -> None:
     module = Zoo()
     before = {name: (p.dtype, p.requires_grad, p.shape) for name, p in module.named_parameters()}
     keys = list(module.state_dict())
@@ -69,7 +69,7 @@ def test_names_order_dtypes_and_requires_grad_survive_sharded_and_unsharded() ->
 
 
 @pytest.mark.behaviour("A-02", "A-17")
-def test_values_survive_sharded_and_unsharded() -> None:
+def test_values_survive_sharding_and_unsharding() -> None:
     module = Zoo()
     values = values_of(module)
     fully_shard(module)
@@ -82,7 +82,7 @@ def test_values_survive_sharded_and_unsharded() -> None:
 
 
 @pytest.mark.behaviour("A-17", "D-01")
-def test_a_precision_policy_leaves_integers_and_flags_alone() -> None:
+def test_a_precision_policy_does_not_cast_integers_and_bools() -> None:
     module = Zoo()
     before = {name: p.dtype for name, p in module.named_parameters()}
     fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -93,7 +93,7 @@ def test_a_precision_policy_leaves_integers_and_flags_alone() -> None:
 
 
 @pytest.mark.behaviour("A-02")
-def test_optimizers_and_users_see_the_same_sharded_objects_for_ever() -> None:
+def test_sharded_parameter_objects_never_change() -> None:
     module = fully_shard(Zoo())
     before = [id(p) for p in module.parameters()]
     step(module)
@@ -103,7 +103,7 @@ def test_optimizers_and_users_see_the_same_sharded_objects_for_ever() -> None:
 
 
 @pytest.mark.behaviour("A-02")
-def test_attributes_that_users_hang_on_parameters_are_on_both_forms() -> None:
+def test_user_attributes_of_parameters_are_on_both_forms() -> None:
     module, marker = Zoo(), object()
     for name, parameter in module.named_parameters():
         parameter.origin = name  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def test_attributes_that_users_hang_on_parameters_are_on_both_forms() -> None:
         pytest.param(lambda module: module.load_state_dict(module.state_dict(), assign=True), id="assign"),
     ],
 )
-def test_attributes_outlive_a_conversion(convert: Callable[[nn.Module], object]) -> None:
+def test_attributes_survive_a_conversion(convert: Callable[[nn.Module], object]) -> None:
     module = nn.Linear(3, 3)
     module.weight.origin = "here"  # type: ignore[attr-defined]
     fully_shard(module)

@@ -26,7 +26,7 @@ def test_pieces_tile_every_tensor_in_order(tensors: Sequence[Extent]) -> None:
 
 
 @given(extents)
-def test_rows_of_a_round_keep_apart_on_lines_of_their_own_within_the_slot(tensors: Sequence[Extent]) -> None:
+def test_rows_of_a_staging_slot_are_on_separate_cache_lines(tensors: Sequence[Extent]) -> None:
     for pieces in plan_rounds(tuple(tensors), CAPACITY):
         end = 0
         for piece in pieces:
@@ -40,7 +40,7 @@ def test_rows_of_a_round_keep_apart_on_lines_of_their_own_within_the_slot(tensor
 
 
 @given(extents)
-def test_there_is_at_least_one_piece_and_no_other_is_empty(tensors: Sequence[Extent]) -> None:
+def test_there_is_at_least_one_staging_round_and_no_other_is_empty(tensors: Sequence[Extent]) -> None:
     rounds = plan_rounds(tuple(tensors), CAPACITY)
     assert rounds
     assert all(rounds) or rounds == ((),)

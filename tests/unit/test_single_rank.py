@@ -171,7 +171,7 @@ def test_modules_without_parameters_anywhere_in_a_chain_train_with_parity() -> N
 
 
 @pytest.mark.behaviour("A-16")
-def test_a_module_whose_parameters_are_all_frozen_or_ignored_is_fine() -> None:
+def test_a_module_with_only_frozen_or_ignored_parameters_is_accepted() -> None:
     model, reference = TASK.build(), TASK.build()
     for m in (model, reference):
         m.get_submodule("first").requires_grad_(False)
@@ -191,7 +191,7 @@ def on_meta() -> Spy:
 
 
 @pytest.mark.behaviour("A-12")
-def test_a_forward_on_meta_parameters_names_them_and_the_way_out() -> None:
+def test_a_forward_on_meta_parameters_names_them_and_the_remedy() -> None:
     model = on_meta()
     fully_shard(model.first)
     fully_shard(model)
@@ -206,7 +206,7 @@ def test_a_forward_on_meta_parameters_names_them_and_the_way_out() -> None:
 
 
 @pytest.mark.behaviour("A-12")
-def test_a_partly_materialised_group_names_only_what_is_left() -> None:
+def test_a_partly_materialised_group_names_only_its_meta_parameters() -> None:
     model, reference = on_meta(), TASK.build()
     fully_shard(model)
     model.second.to_empty(device="cpu")
@@ -219,7 +219,7 @@ def test_a_partly_materialised_group_names_only_what_is_left() -> None:
 
 
 @pytest.mark.behaviour("A-12")
-def test_unshard_on_meta_says_the_same() -> None:
+def test_unshard_on_meta_has_the_same_error() -> None:
     model = on_meta()
     fully_shard(model)
     with pytest.raises(ParameterError, match=r"still on the meta device: \['first\.weight',"):
@@ -280,7 +280,7 @@ def put(model: Spy, parameter: object) -> None:
         pytest.param(lambda m: register_parametrization(m.first, "weight", nn.Identity()), id="parametrized"),
     ],
 )
-def test_a_parameter_replaced_by_a_plain_one_is_named_with_the_way_out(replace: Callable[[Spy], None]) -> None:
+def test_a_parameter_replaced_by_a_plain_one_is_named_with_the_remedy(replace: Callable[[Spy], None]) -> None:
     model = TASK.build()
     assert isinstance(model, Spy)
     fully_shard(model)
@@ -451,7 +451,7 @@ def test_a_conversion_in_the_middle_of_an_accumulation_is_an_error(by_shards: bo
 
 
 @pytest.mark.behaviour("C-07", "C-09")
-def test_a_setter_that_makes_tensors_anew_does_not_lose_what_is_accumulated() -> None:
+def test_a_setter_that_reallocates_keeps_accumulated_gradients() -> None:
     model: Any = fully_shard(nn.Linear(2, 2))
     with no_sync(model):
         model(torch.ones(1, 2)).sum().backward()
@@ -473,7 +473,7 @@ class Inputs(nn.Module):
 
 @pytest.mark.behaviour("C-04", "C-06")
 @pytest.mark.parametrize("wanted", ["all", "first", "second", "parameters"])
-def test_a_module_of_several_inputs_ends_its_backward_whichever_of_them_it_comes_to(wanted: str) -> None:
+def test_the_backward_of_a_module_with_several_inputs_ends_with_the_last_gradient(wanted: str) -> None:
     """Gradients are right, the parameters are sharded as soon as backward has left the module, twice in a row."""
     plain: Any = nn.Sequential(Inputs(), Inputs(), Inputs())
     model: Any = copy.deepcopy(plain)

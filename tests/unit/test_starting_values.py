@@ -30,7 +30,7 @@ def test_ranks_that_began_with_other_values_are_named_by_parameter() -> None:
 
 
 @pytest.mark.behaviour("J-01")
-def test_what_ranks_say_after_a_checkpoint_was_loaded_takes_few_bytes() -> None:
+def test_rank_reports_after_loading_a_checkpoint_are_small() -> None:
     """Ranks whose shard is empty cannot know that a load has changed it on others, so that all ranks tell."""
     names = [f"parameter 'layers.{i}.weight' of group 'layers.{i}'" for i in range(1000)]
     filled = start_details([candidate(name, i, LOADED, CUT) for i, name in enumerate(names)])

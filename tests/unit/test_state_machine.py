@@ -67,7 +67,7 @@ def life(table: Table, start: Enum) -> str:
     return "\n".join(lines)
 
 
-def test_the_page_on_the_architecture_draws_both_tables() -> None:
+def test_the_architecture_page_shows_both_state_tables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
     drawn = f"{life(PARAMETER_TRANSITIONS, P.SHARDED)}\n\n{life(GRADIENT_TRANSITIONS, G.NONE)}"
     assert f"```text\n{drawn}\n```" in page, f"docs/architecture.md must show:\n{drawn}"
@@ -117,7 +117,7 @@ def test_gradients_can_be_dropped_and_accumulated_in_every_state(state: Gradient
 
 
 @pytest.mark.parametrize("state", G)
-def test_reduce_is_legal_in_every_state_and_sends_only_what_was_not_sent(state: GradientState) -> None:
+def test_reduce_is_legal_in_every_state_and_sends_only_unsent_gradients(state: GradientState) -> None:
     after = advance(GRADIENT_TRANSITIONS, state, GO.REDUCE, "g")
     assert after is (G.REDUCING if state in (G.LOCAL, G.PARTIAL) else state)
 
@@ -132,7 +132,7 @@ def test_reduce_is_legal_in_every_state_and_sends_only_what_was_not_sent(state: 
     ],
     ids=lambda value: value.name if isinstance(value, Enum) else "",
 )
-def test_an_operation_done_twice_is_as_good_as_once(table: Table, state: Enum, operation: Enum) -> None:
+def test_operations_are_idempotent(table: Table, state: Enum, operation: Enum) -> None:
     once = advance(table, state, operation, "g")
     assert advance(table, once, operation, "g") is once
 
@@ -143,7 +143,7 @@ def test_only_sharded_parameters_can_be_lent(state: ParameterState) -> None:
         advance(PARAMETER_TRANSITIONS, state, PO.LEND, "g")
 
 
-def test_lent_parameters_can_only_be_resharded_which_changes_nothing_and_returned() -> None:
+def test_lent_parameters_can_only_be_returned_or_resharded_without_effect() -> None:
     legal = {op: end for (begin, op), end in PARAMETER_TRANSITIONS.items() if begin is P.LENT}
     assert legal == {PO.RESHARD: P.LENT, PO.RETURN: P.SHARDED}
 
@@ -155,12 +155,12 @@ def test_only_unsharded_parameters_can_be_shrunk(state: ParameterState) -> None:
 
 
 @pytest.mark.parametrize("state", [P.SHARDED, P.SHRUNK])
-def test_nobody_waits_for_a_gather_that_was_not_launched(state: ParameterState) -> None:
+def test_a_gather_that_was_not_launched_is_not_waited_for(state: ParameterState) -> None:
     with pytest.raises(LifecycleError, match="WAIT is not legal here"):
         advance(PARAMETER_TRANSITIONS, state, PO.WAIT, "g")
 
 
-def test_gradients_that_come_while_earlier_ones_are_sent_stay_local_when_those_arrive() -> None:
+def test_gradients_that_accumulate_during_a_reduction_stay_local() -> None:
     state = G.NONE
     for operation in (GO.ACCUMULATE, GO.REDUCE, GO.ACCUMULATE, GO.COMPLETE):
         state = advance(GRADIENT_TRANSITIONS, state, operation, "g")
@@ -189,7 +189,7 @@ def test_gradients_are_local_exactly_while_some_have_not_been_sent(operations: l
         assert (state is G.LOCAL) == unsent
 
 
-def test_an_illegal_operation_names_the_group_the_state_what_is_legal_and_the_way_out() -> None:
+def test_an_illegal_operation_names_group_state_legal_operations_and_remedy() -> None:
     message = (
         "group 'layers.3' is SHARDED: WAIT is not legal here (legal: UNSHARD, RESHARD, LEND). "
         "After an exception in forward or backward, call reset_iter_state() on the root module."
@@ -201,7 +201,7 @@ def test_an_illegal_operation_names_the_group_the_state_what_is_legal_and_the_wa
     assert caught.value.__suppress_context__  # the KeyError would tell nobody anything
 
 
-def test_an_illegal_operation_on_lent_parameters_says_where_it_came_and_what_to_leave() -> None:
+def test_an_illegal_operation_on_lent_parameters_names_the_group_and_the_context_to_leave() -> None:
     message = (
         "group 'layers.3' is LENT: UNSHARD is not legal here (legal: RESHARD, RETURN). A forward, unshard() or another "
         "operation of a sharded module came inside unsharded_params, where parameters of its root are full, or inside "
@@ -211,7 +211,7 @@ def test_an_illegal_operation_on_lent_parameters_says_where_it_came_and_what_to_
         advance(PARAMETER_TRANSITIONS, P.LENT, PO.UNSHARD, "layers.3")
 
 
-def test_an_illegal_operation_on_gradients_reads_the_same() -> None:
+def test_an_illegal_gradient_operation_has_the_same_error_format() -> None:
     message = (
         "group '' is NONE: COMPLETE is not legal here (legal: ACCUMULATE, REDUCE, DROP). "
         "After an exception in forward or backward, call reset_iter_state() on the root module."

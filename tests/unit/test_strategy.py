@@ -52,7 +52,7 @@ def test_the_error_for_an_unknown_strategy_lists_all(given: object) -> None:
         ("HYBRID_SHARD_ZERO2", (4, 2), False),
     ],
 )
-def test_without_a_mesh_one_is_made_once(
+def test_the_default_mesh_is_made_once(
     strategy: str, shape: tuple[int, ...], reshard: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -96,14 +96,14 @@ def test_any_mesh_of_one_rank_serves_every_strategy(strategy: ShardingStrategy) 
         ),
     ],
 )
-def test_a_mesh_that_cannot_serve_is_refused(strategy: str, shape: tuple[int, ...], message: str) -> None:
+def test_an_unsuitable_mesh_is_refused(strategy: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(MeshError) as caught:
         resolve_strategy(ShardingStrategy[strategy], init_device_mesh("cpu", shape), None, None)
     assert str(caught.value) == message
 
 
 @pytest.mark.behaviour("B-02")
-def test_meshes_that_serve_are_taken_as_they_are() -> None:
+def test_suitable_meshes_are_used_unchanged() -> None:
     flat, replicas, both = (init_device_mesh("cpu", shape) for shape in ((8,), (8, 1), (2, 4)))
     assert resolve_strategy(ShardingStrategy.SHARD_GRAD_OP, flat, None, None).mesh is flat
     assert resolve_strategy(ShardingStrategy.NO_SHARD, replicas, None, None).mesh is replicas
@@ -112,7 +112,7 @@ def test_meshes_that_serve_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.behaviour("B-02")
-def test_with_named_dims_these_are_what_counts() -> None:
+def test_named_dims_take_precedence_over_the_shape() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("host", "local", "tp"))
     both = DataParallelMeshDims(shard="local", replicate="host")
     for strategy in HYBRID:
@@ -159,7 +159,7 @@ def test_options_that_contradict_a_strategy_are_refused(strategy: str, reshard: 
         resolve_strategy(ShardingStrategy[strategy], None, None, reshard)
 
 
-def test_what_agrees_with_the_strategy_is_kept() -> None:
+def test_options_that_agree_with_the_strategy_are_kept() -> None:
     for reshard in (True, 2, None):
         resolved = resolve_strategy(ShardingStrategy.FULL_SHARD, None, None, reshard)
         assert resolved.reshard_after_forward is reshard

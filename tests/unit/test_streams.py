@@ -77,7 +77,7 @@ def launch(log: list[str], name: str) -> LoggedWork:
     return LoggedWork(log, name)
 
 
-def test_on_null_streams_work_is_launched_at_once_and_finished_by_whoever_waits() -> None:
+def test_null_streams_launch_work_at_once_and_finish_it_in_wait() -> None:
     log: list[str] = []
     stream = CommStream("gather", torch.cpu, priority=-1)
 
@@ -92,7 +92,7 @@ def test_on_null_streams_work_is_launched_at_once_and_finished_by_whoever_waits(
     assert log == ["launch a", "work of a done", "finish a"]
 
 
-def test_on_null_streams_work_after_other_work_is_launched_when_that_is_done() -> None:
+def test_null_streams_launch_dependent_work_when_its_predecessor_is_done() -> None:
     log: list[str] = []
     streams = CommStreams(torch.device("cpu"))
     scatter = streams.reduce.run(lambda: launch(log, "scatter"), lambda: log.append("finish scatter"))
@@ -105,7 +105,7 @@ def test_on_null_streams_work_after_other_work_is_launched_when_that_is_done() -
     assert log[4:] == ["work of reduce done", "finish reduce"]
 
 
-def test_on_real_streams_the_host_never_waits_and_the_current_stream_waits_for_the_run() -> None:
+def test_real_streams_make_the_current_stream_wait_and_never_the_host() -> None:
     device = SimulatedDevice()
     log = device.log
     first, second = CommStream("first", device, priority=-1), CommStream("second", device, priority=-1)

@@ -66,7 +66,7 @@ def test_all_communicators_of_a_rank_share_its_sequence() -> None:
     work.wait()
 
 
-def test_data_are_written_below_autograd() -> None:
+def test_data_are_written_without_autograd() -> None:
     output = torch.zeros(2)
     product = torch.ones(2, requires_grad=True) * output
     FakeWorld(1).communicator(0).all_gather([Transfer(output, torch.ones(2))])
@@ -77,7 +77,7 @@ def test_data_are_written_below_autograd() -> None:
 # Deadlock
 
 
-def test_waiting_too_early_names_the_ranks_that_are_missing_and_the_collective() -> None:
+def test_an_early_wait_names_the_collective_and_the_missing_ranks() -> None:
     world = FakeWorld(6)
     comms = ranks_of(world)
     for comm in comms:
@@ -93,7 +93,7 @@ def test_waiting_too_early_names_the_ranks_that_are_missing_and_the_collective()
     )
 
 
-def test_an_early_wait_is_no_harm_once_all_have_launched() -> None:
+def test_an_early_wait_succeeds_once_all_ranks_have_launched() -> None:
     comms = ranks_of(FakeWorld(2))
     work = gather(comms[0], 4)
     with pytest.raises(DeadlockError):
@@ -102,7 +102,7 @@ def test_an_early_wait_is_no_harm_once_all_have_launched() -> None:
     work.wait()
 
 
-def test_an_empty_launch_waits_for_nobody_but_takes_its_place_in_the_sequence() -> None:
+def test_an_empty_launch_waits_for_no_rank_but_counts_in_the_sequence() -> None:
     first, second = ranks_of(FakeWorld(2))
     first.all_gather([]).wait()
     with pytest.raises(MismatchError, match=re.escape("rank 0: all_gather(nothing)\n  rank 1: all_gather(1 transfer")):
@@ -181,20 +181,20 @@ def test_a_rank_that_mismatched_has_not_launched() -> None:
         (torch.empty(9), torch.empty(4), "output has 9 elements and input 4, but they must be as 2 to 1."),
     ],
 )
-def test_a_wrong_transfer_is_named(output: torch.Tensor, input: torch.Tensor, text: str) -> None:
+def test_an_invalid_transfer_is_named(output: torch.Tensor, input: torch.Tensor, text: str) -> None:
     comm = FakeWorld(2).communicator(1)
     good = Transfer(torch.empty(2), torch.empty(1))
     with pytest.raises(ConfigurationError, match=re.escape(f"rank 1, all_gather, transfer 1: {text}")):
         comm.all_gather([good, Transfer(output, input)])
 
 
-def test_sizes_of_a_reduce_scatter_are_the_other_way_round() -> None:
+def test_a_reduce_scatter_swaps_the_sizes_of_an_all_gather() -> None:
     comm = FakeWorld(2).communicator(0)
     with pytest.raises(ConfigurationError, match="output has 8 elements and input 4, but they must be as 1 to 2"):
         comm.reduce_scatter([Transfer(torch.empty(8), torch.empty(4))], ReduceOp.SUM)
 
 
-def test_averages_are_refused_where_the_world_has_none_and_for_integers() -> None:
+def test_averages_are_refused_for_integers_and_unsupported_backends() -> None:
     with pytest.raises(UnsupportedError, match="reduce_scatter: this world does not average"):
         scatter(FakeWorld(2, averages=False).communicator(0), 4, ReduceOp.AVERAGE)
     with pytest.raises(UnsupportedError, match=re.escape("rank 0, all_reduce: torch.int64 has no average")):
@@ -212,7 +212,7 @@ def test_worlds_and_ranks_that_do_not_exist_are_refused() -> None:
 # Knobs and counts
 
 
-def test_the_knobs_show_in_every_communicator() -> None:
+def test_the_settings_reach_every_communicator() -> None:
     comm = FakeWorld(2, averages=False, zero_copy_min_bytes=77).communicator(1)
     assert (comm.rank, comm.size, comm.averages, comm.aliases, comm.zero_copy_min_bytes) == (1, 2, False, False, 77)
     assert FakeWorld(2).communicator(0).averages
@@ -230,7 +230,7 @@ def test_a_collective_counts_once_with_its_full_size() -> None:
     assert world.bytes == {"all_gather": (8 + 1) * 4 * 2, "reduce_scatter": (2 + 3) * 4 * 4, "all_reduce": 5 * 4}
 
 
-def test_it_counts_when_the_first_rank_launches() -> None:
+def test_launches_are_counted_when_the_first_rank_launches() -> None:
     world = FakeWorld(2)
     gather(world.communicator(0), 4)
     assert world.launches["all_gather"] == 1
@@ -254,7 +254,7 @@ def test_narrow_floats_are_summed_in_fp32_and_rounded_once() -> None:
     assert total.item() == 260.0
 
 
-def test_an_average_in_fp16_does_not_overflow_on_the_way() -> None:
+def test_an_fp16_average_does_not_overflow() -> None:
     tensors = [torch.tensor([60000.0], dtype=torch.float16) for _ in range(4)]
     assert all_reduced(tensors, ReduceOp.AVERAGE).item() == 60000.0
 
@@ -293,7 +293,7 @@ def test_a_reduce_scatter_and_an_all_gather_make_an_all_reduce(size: int, numels
         assert all(map(torch.equal, fulls[rank], inputs[rank]))
 
 
-def test_a_thousand_ranks_take_no_more_than_their_tensors() -> None:
+def test_a_thousand_fake_ranks_need_only_the_memory_of_their_tensors() -> None:
     size = 1000
     world = FakeWorld(size)
     shards = [torch.full((2,), float(rank)) for rank in range(size)]

@@ -41,7 +41,7 @@ def gathered(communicator: FaultyCommunicator, label: str = "all-gather") -> lis
     return values
 
 
-def test_without_faults_it_does_what_its_base_does() -> None:
+def test_a_faulty_communicator_without_faults_behaves_like_its_base() -> None:
     communicator = alone()
     assert gathered(communicator, "a") == [1.0, 2.0]
     tensor = torch.tensor([3.0])
@@ -72,17 +72,17 @@ def test_a_fault_of_another_rank_does_not_come() -> None:
     assert gathered(alone(Fault(Corrupt(5.0), rank=0))) == [5.0, 2.0]
 
 
-def test_what_is_dropped_changes_nothing() -> None:
+def test_a_dropped_collective_changes_nothing() -> None:
     assert gathered(alone(Fault(Drop()))) == [0.0, 0.0]
 
 
-def test_what_is_late_is_right() -> None:
+def test_a_delayed_collective_is_correct() -> None:
     begin = time.monotonic()
     assert gathered(alone(Fault(Delay(0.05)))) == [1.0, 2.0]
     assert time.monotonic() - begin >= 0.05
 
 
-def test_what_is_raised_comes_out() -> None:
+def test_a_fault_raises_its_exception() -> None:
     with pytest.raises(MemoryError, match="none left"):
         gathered(alone(Fault(Raise(MemoryError("none left")))))
 
@@ -114,7 +114,7 @@ def test_only_sharded_models_have_operations() -> None:
         inject_faults(nn.Linear(2, 2)).__enter__()
 
 
-def test_a_store_that_is_cut_off_does_not_answer_until_it_heals(tmp_path: Path) -> None:
+def test_a_disconnected_store_times_out_until_it_is_reconnected(tmp_path: Path) -> None:
     store = PartitionableStore(dist.FileStore(str(tmp_path / "store"), 1), seconds=0.05)
     store.set("a", "1")
     clone = store.clone()

@@ -69,7 +69,7 @@ def test_a_traceback_begins_at_the_function_and_shows_its_source() -> None:
     assert lines[2] == "    return a / b"
 
 
-def test_of_a_long_error_the_first_line_stands_before_the_traceback() -> None:
+def test_the_first_line_of_a_long_error_precedes_the_traceback() -> None:
     outcome = raised(fail_in_two_lines)
     assert outcome.error == "ValueError: first"
     assert outcome.traceback.endswith("ValueError: first\nsecond\n")
@@ -104,7 +104,7 @@ def test_a_module_that_the_worker_cannot_import_is_a_failure_of_the_rank() -> No
         ("ignore", "", "", "passed"),
     ],
 )
-def test_warning_filters_survive_the_journey(action: str, message: str, module: str, expected: str) -> None:
+def test_warning_filters_are_sent_to_ranks(action: str, message: str, module: str, expected: str) -> None:
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
@@ -128,7 +128,7 @@ def test_ranks_that_returned_are_no_failure() -> None:
     _raise_failures(divide, [DONE, DONE])
 
 
-def test_the_headline_counts_only_ranks_that_failed_by_themselves() -> None:
+def test_the_headline_counts_only_ranks_with_their_own_failure() -> None:
     error = error_of(Stuck(1.04, "stack"), DONE, Raised("E: x", "Traceback\nE: x\n"))
     assert str(error).splitlines() == [
         f"{__name__}.divide failed on rank 2 of 3",
@@ -161,6 +161,6 @@ def test_the_same_failure_on_many_ranks_is_shown_once() -> None:
         ([Died(1, ""), Ready()], "failed on rank 0 of 2", "ended with exit code 1"),
     ],
 )
-def test_every_way_of_failing_has_its_words(outcomes: Sequence[Outcome], headline: str, text: str) -> None:
+def test_every_kind_of_failure_has_its_message(outcomes: Sequence[Outcome], headline: str, text: str) -> None:
     error = error_of(*outcomes)
     assert str(error).startswith(f"{__name__}.divide {headline}\n--- rank 0: {text}")

@@ -20,7 +20,7 @@ from tests._internals import format_ranks, function_stack
         ([*range(0, 16, 2), *range(100, 200)], "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 100 more"),
     ],
 )
-def test_ranks_are_named_shortly(ranks: Iterable[int], text: str) -> None:
+def test_ranks_are_named_by_ranges(ranks: Iterable[int], text: str) -> None:
     assert format_ranks(ranks) == text
 
 
@@ -57,6 +57,6 @@ def test_a_frame_without_source_has_no_source_line() -> None:
     ]
 
 
-def test_a_text_without_the_function_gives_nothing() -> None:
+def test_a_text_without_the_function_has_no_stack() -> None:
     assert function_stack("") == ""
     assert function_stack(dump("x.py").partition("Current")[0]) == ""

@@ -28,13 +28,13 @@ def difference(recorder: Sequence[TraceEvent] | Recorder, *lines: str) -> str:
     return str(error.value)
 
 
-def test_operations_that_no_line_names_are_passed_over() -> None:
+def test_unnamed_operations_are_skipped() -> None:
     assert_trace(recorded(*STEP), "unshard a", "wait a", "unshard b", "wait b")
     assert_trace(recorded(*STEP), "reshard a")
     assert_trace(recorded(*STEP), *STEP)
 
 
-def test_an_operation_that_a_line_names_must_be_complete() -> None:
+def test_a_named_operation_must_be_listed_completely() -> None:
     difference(recorded(*STEP), "unshard a")
     difference(recorded(*STEP), "unshard a", "unshard b", "wait a")
 
@@ -45,7 +45,7 @@ def test_order_and_repetition_count() -> None:
     difference(recorded("wait a", "wait a"), "wait a")
 
 
-def test_operations_say_what_is_compared() -> None:
+def test_operations_choose_the_compared_events() -> None:
     assert_trace(recorded(*STEP), "unshard a", "unshard b", operations=[Operation.UNSHARD])
     assert_trace(recorded(*STEP), "unshard a", "unshard b", operations=["unshard", "reduce"])
     assert_trace(recorded(*STEP), operations=["reduce"])
@@ -53,7 +53,7 @@ def test_operations_say_what_is_compared() -> None:
         assert_trace(recorded(*STEP), "unshard a", "unshard b", operations=["wait", "unshard"])
 
 
-def test_without_lines_there_must_be_no_event_at_all() -> None:
+def test_an_empty_trace_must_have_no_events() -> None:
     assert_trace(recorded())
     assert "+            free a" in difference(recorded("free a"))
 

@@ -45,7 +45,7 @@ def test_events_are_recorded_in_order_while_the_recorder_is_entered_and_not_befo
     assert [str(event) for event in recorder] == ["unshard a", "wait a"]
 
 
-def test_nobody_listens_to_the_null_trace_so_the_guard_makes_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_null_trace_has_no_listeners_and_makes_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(trace, "TraceEvent", lambda *fields: made.append(str(fields)))
 
@@ -77,7 +77,7 @@ def test_an_event_carries_what_was_emitted() -> None:
     assert done.begin == done.end >= launched.end
 
 
-def test_nested_recorders_each_hear_what_happens_while_they_are_entered() -> None:
+def test_nested_recorders_each_record_events_while_entered() -> None:
     with Recorder() as outer:
         emit(Operation.UNSHARD, "a")
         with Recorder() as inner:
@@ -135,7 +135,7 @@ def test_the_ledger_leaves_out_groups_that_hold_nothing_and_ignores_other_operat
     assert recorded(allocate("a", 8), free("a", 8), allocate("a", 2)).allocated == {"a": 2}
 
 
-def test_the_peak_is_the_most_groups_that_were_in_memory_or_on_their_way_at_one_time() -> None:
+def test_the_peak_is_the_most_groups_gathered_or_in_flight_at_one_time() -> None:
     def unshard(group: str) -> TraceEvent:
         return TraceEvent(Operation.UNSHARD, group, 8, "", 0.0, 0.0)
 

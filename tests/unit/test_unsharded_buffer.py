@@ -12,7 +12,7 @@ def made() -> tuple[OwnedBuffer, torch.Tensor]:
     return buffer, buffer.parameter_data(100, (30, 30))
 
 
-def test_memory_that_is_there_is_not_taken_again() -> None:
+def test_existing_memory_is_not_allocated_again() -> None:
     # torch would move all of it, which takes the time of a copy, and the memory twice meanwhile.
     buffer, view = made()
     buffer.region(100, 900).copy_(torch.arange(900.0))
@@ -22,7 +22,7 @@ def test_memory_that_is_there_is_not_taken_again() -> None:
     assert torch.equal(view.view(-1), torch.arange(900.0))
 
 
-def test_views_outlive_what_is_given_back() -> None:
+def test_views_survive_freeing_of_the_storage() -> None:
     buffer, view = made()
     buffer.free()
     buffer.free()

@@ -74,7 +74,7 @@ def build() -> Any:
 
 @pytest.mark.behaviour("H-02", "C-08")
 @pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a forward"])
-def test_a_method_that_bypasses_forward_is_named_with_the_way_out(ran: bool) -> None:
+def test_a_method_that_bypasses_forward_is_named_with_the_remedy(ran: bool) -> None:
     model = build()
     if ran:
         model(X).sum().backward()
@@ -102,7 +102,7 @@ def weighted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.behaviour("H-02")
 @pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a forward"])
-def test_of_a_plain_module_in_a_sharded_one_the_sharded_parameter_is_named(ran: bool) -> None:
+def test_the_error_names_the_sharded_parameter_of_a_plain_module(ran: bool) -> None:
     model = build()
     if ran:
         model(X).sum().backward()
@@ -130,7 +130,7 @@ model[0](torch.ones(1, 4))
 
 @pytest.mark.multiprocess
 @pytest.mark.behaviour("H-02")
-def test_an_error_that_ends_the_program_has_the_explanation() -> None:
+def test_an_uncaught_error_has_the_explanation() -> None:
     ended = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     mixed, told = ended.stderr.index("got mixed torch.Tensor and DTensor"), ended.stderr.index("parameter 'weight' of")
@@ -142,7 +142,7 @@ def test_other_errors_of_methods_stay_as_they_are() -> None:
         build()[0].refuse()
 
 
-def test_methods_stay_what_they_are_to_who_looks_at_them() -> None:
+def test_wrapped_methods_keep_their_signature_and_docstring() -> None:
     encoder = build()[0]
     assert encoder.encode.__name__ == "encode"
     assert encoder.encode.__doc__ == Encoder.encode.__doc__
@@ -161,7 +161,7 @@ def test_a_sharded_child_may_run_before_its_root() -> None:
 
 
 @pytest.mark.behaviour("H-02")
-def test_an_optimizer_that_was_made_too_early_is_refused_and_can_be_given_the_sharded_parameters() -> None:
+def test_an_optimizer_made_before_sharding_is_refused_and_can_be_rebuilt() -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     fully_shard(model[1])
@@ -226,7 +226,9 @@ CHANGED = (
     ids=["loop", "foreach", "fused", "local"],
 )
 @pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept unsharded"])
-def test_a_step_between_forward_and_backward_is_an_error(optimizer_of: Callable[..., Any], keeps: bool) -> None:
+def test_an_optimizer_step_between_forward_and_backward_is_an_error(
+    optimizer_of: Callable[..., Any], keeps: bool
+) -> None:
     """As autograd raises it for parameters that are not sharded."""
     model = build()
     model.set_reshard_after_forward(not keeps)
@@ -247,7 +249,7 @@ def test_a_step_between_forward_and_backward_is_an_error(optimizer_of: Callable[
 
 
 @pytest.mark.behaviour("H-06")
-def test_a_change_in_place_between_forward_and_backward_is_named() -> None:
+def test_an_in_place_change_between_forward_and_backward_is_named() -> None:
     model = build()
     bias = model.get_parameter("2.linear.bias")
     loss = model(X).sum()
@@ -285,7 +287,7 @@ def test_parameters_that_are_nan_or_complex_have_not_changed() -> None:
 
 @pytest.mark.behaviour("H-06", "C-12")
 @pytest.mark.parametrize("reads_shards", [False, True])
-def test_what_may_come_between_forward_and_backward_is_no_error(reads_shards: bool) -> None:
+def test_operations_allowed_between_forward_and_backward(reads_shards: bool) -> None:
     """Forwards of any kind, steps of other models, reads of whole parameters, and steps once gradients are there."""
     model, other = build(), build()
     if reads_shards:
@@ -324,7 +326,7 @@ def test_what_may_come_between_forward_and_backward_is_no_error(reads_shards: bo
     ids=["DTensor", "whole", "of another shape", "computed"],
 )
 @pytest.mark.parametrize("when", ["before a forward", "after a step", "before backward"])
-def test_data_of_another_tensor_are_an_error(assign: Callable[[Any], torch.Tensor], when: str) -> None:
+def test_assigning_data_of_another_tensor_is_an_error(assign: Callable[[Any], torch.Tensor], when: str) -> None:
     model = build()
     weight = model.get_parameter("0.linear.weight")
     if when == "after a step":
@@ -342,7 +344,7 @@ def test_data_of_another_tensor_are_an_error(assign: Callable[[Any], torch.Tenso
 
 
 @pytest.mark.behaviour("H-06", "A-18")
-def test_data_that_are_the_same_conversions_and_data_of_local_tensors_are_followed() -> None:
+def test_unchanged_data_conversions_and_data_of_local_tensors_are_followed() -> None:
     model = build()
     model(X).sum().backward()
     for convert in (lambda: model.to(torch.float64), lambda: model.to(torch.float32), lambda: model.to(torch.float32)):
@@ -382,7 +384,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
 @pytest.mark.behaviour("C-14", "H-06")
 @pytest.mark.parametrize("ran", [False, True], ids=["before a forward", "after a step"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_run_modules_with_full_parameters_is_refused(name: str, ran: bool) -> None:
+def test_operations_that_run_modules_inside_unsharded_params_are_refused(name: str, ran: bool) -> None:
     model = build()
     if ran:
         model(X).sum().backward()
@@ -428,7 +430,7 @@ def test_the_first_forward_of_a_root_is_refused_while_a_module_in_it_is_lent(ran
 
 
 @pytest.mark.behaviour("C-14", "H-06")
-def test_the_error_names_a_group_of_the_root_that_was_called() -> None:
+def test_the_error_names_a_group_of_the_called_root() -> None:
     first, second = build(), fully_shard(nn.Linear(4, 4))
     for model in (first, second):
         model(X).sum().backward()
@@ -443,7 +445,7 @@ def test_the_error_names_a_group_of_the_root_that_was_called() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_what_needs_no_full_parameters_of_its_own_goes_on_inside() -> None:
+def test_operations_without_unsharding_work_inside_unsharded_params() -> None:
     model = build()
     model(X).sum().backward()
     model[2].linear.weight.grad = None
@@ -458,7 +460,7 @@ def test_what_needs_no_full_parameters_of_its_own_goes_on_inside() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_conversions_inside_which_would_be_lost_are_refused() -> None:
+def test_conversions_inside_unsharded_params_are_refused() -> None:
     model = build()
     with unsharded_params(model), pytest.raises(ParameterError, match="was replaced after sharding by a Parameter"):
         model.to(torch.float64)
@@ -466,7 +468,7 @@ def test_conversions_inside_which_would_be_lost_are_refused() -> None:
 
 
 @pytest.mark.behaviour("C-14")
-def test_a_group_that_the_user_unsharded_stays_so_while_another_is_lent() -> None:
+def test_a_group_unsharded_by_the_user_stays_unsharded_while_another_is_lent() -> None:
     model = build()
     model(X).sum().backward()
     model.unshard()
@@ -481,7 +483,7 @@ def test_a_group_that_the_user_unsharded_stays_so_while_another_is_lent() -> Non
 
 @pytest.mark.behaviour("H-06")
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_of_two_threads_in_one_model_the_second_is_refused_and_the_first_goes_on(where: str) -> None:
+def test_a_second_thread_in_one_model_is_refused_and_the_first_continues(where: str) -> None:
     model = build()
     reached, go_on = threading.Event(), threading.Event()
 

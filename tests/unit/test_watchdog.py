@@ -61,7 +61,7 @@ def test_reports_survive_the_store() -> None:
 
 
 @pytest.mark.behaviour("H-03")
-def test_ranks_that_work_or_wait_for_the_same_are_waited_for() -> None:
+def test_ranks_that_work_or_wait_for_the_same_operation_are_waited_for() -> None:
     assert diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, last=OWN), c=RankReport(2, 3, OWN, 0.4))) is None
     other_line = OperationId(OWN.ranks, OWN.number, "reduce-scatter of layers.3", "another group of the same ranks")
     for elsewhere in (OperationId((1, 2), 3, "all-gather of experts in forward"), other_line):
@@ -69,7 +69,7 @@ def test_ranks_that_work_or_wait_for_the_same_are_waited_for() -> None:
 
 
 @pytest.mark.behaviour("G-01")
-def test_ranks_that_wait_for_something_else_have_parted() -> None:
+def test_ranks_waiting_for_different_operations_have_diverged() -> None:
     error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, 3, OTHER, 1.0)))
     assert isinstance(error, DivergenceError)
     assert str(error).startswith("Forward order differs across ranks")
@@ -85,7 +85,7 @@ def test_a_rank_that_failed_is_named_with_what_it_raised() -> None:
 
 
 @pytest.mark.behaviour("H-03", "H-05")
-def test_whoever_does_not_answer_when_a_connection_was_lost_is_gone() -> None:
+def test_a_rank_without_a_report_after_a_lost_connection_is_gone() -> None:
     told = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0))
     assert "cannot be done: rank 2 is gone." in str(diagnose(OWN, told, lost="closed"))
     late = reports(a=WAITING, b=RankReport(1, 3, OWN, 1.0), c=RankReport(2, 2))
@@ -111,7 +111,7 @@ def test_the_last_operation_of_a_rank_that_is_gone_is_named() -> None:
 
 
 @pytest.mark.behaviour("H-05")
-def test_all_ranks_say_what_the_first_one_found_out() -> None:
+def test_all_ranks_raise_the_error_found_by_rank_0() -> None:
     error = diagnose(OWN, reports(a=WAITING, b=RankReport(1, verdict="Forward order differs", diverged=True)))
     assert type(error) is DivergenceError
     assert str(error) == "Forward order differs"
@@ -119,7 +119,7 @@ def test_all_ranks_say_what_the_first_one_found_out() -> None:
 
 
 @pytest.mark.behaviour("H-03")
-def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
+def test_an_unresponsive_store_does_not_block_ranks() -> None:
     store = PartitionableStore(dist.HashStore())
     watchdogs = [Watchdog(dist.PrefixStore("watch", store), rank, 2) for rank in range(2)]
     try:
@@ -183,7 +183,7 @@ def test_a_store_that_never_answers_is_an_error_after_the_timeout(
 
 
 @pytest.mark.behaviour("H-03", "H-05")
-def test_a_rank_that_is_gone_is_not_waited_for_once_another_one_has_said_so() -> None:
+def test_a_rank_reported_lost_is_not_waited_for() -> None:
     store = dist.HashStore()
     watchdogs = [Watchdog(dist.PrefixStore("watch", store), rank, 3) for rank in range(2)]
     try:
@@ -212,7 +212,7 @@ class UnreliableStore:
 
 @pytest.mark.behaviour("H-03")
 @pytest.mark.parametrize("failures", [2, 30])
-def test_a_store_that_fails_for_a_moment_is_asked_again(failures: int) -> None:
+def test_a_temporary_store_failure_is_retried(failures: int) -> None:
     store = UnreliableStore(dist.HashStore())
     watchdogs = [Watchdog(store, 0, 2), Watchdog(store._store, 1, 2)]
     try:
@@ -225,7 +225,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(failures: int) -> None:
             watchdog.stop()
 
 
-def test_an_interrupt_that_was_seen_to_ends_no_later_wait() -> None:
+def test_a_handled_interrupt_ends_no_later_wait() -> None:
     interrupt.listen()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -250,7 +250,7 @@ print(sorted(watchdogs[1].collect_reports([0])))
 
 
 @pytest.mark.multiprocess
-def test_threads_that_ask_the_store_have_ended_when_python_ends() -> None:
+def test_store_threads_have_ended_when_python_exits() -> None:
     """Otherwise C++ ends the process, with SIGABRT: of many threads that do nothing else, some are always there."""
     done = subprocess.run([sys.executable, "-c", BUSY_TO_THE_END], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[0]\n"), done.stderr
@@ -312,7 +312,7 @@ def test_a_backward_runs_while_others_begin_and_fail_inside_it() -> None:
 
 
 @pytest.mark.behaviour("H-01", "H-03", "H-06")
-def test_a_forward_is_left_once_its_frame_has_ended_whatever_keeps_the_frame() -> None:
+def test_a_forward_has_ended_once_its_frame_ended_even_if_the_frame_is_referenced() -> None:
     passes: list[RunningPass] = []
     begun, interrupt_it = threading.Event(), threading.Event()
     kept: list[BaseException] = []
@@ -339,7 +339,7 @@ def test_a_forward_is_left_once_its_frame_has_ended_whatever_keeps_the_frame() -
     assert kept[0].__traceback__ is not None
 
 
-def test_a_suspended_coroutine_is_not_closed_to_find_out_whether_it_runs() -> None:
+def test_checking_a_suspended_coroutine_does_not_close_it() -> None:
     def client() -> Iterator[int]:
         yield 1
         yield 2
@@ -350,7 +350,7 @@ def test_a_suspended_coroutine_is_not_closed_to_find_out_whether_it_runs() -> No
     assert next(suspended) == 2
 
 
-def test_no_code_looks_at_the_stacks_of_other_threads() -> None:
+def test_no_code_reads_stacks_of_other_threads() -> None:
     """CPython makes frame objects for that while the thread changes its stack: a rank has crashed there."""
     package = Path(composable_fsdp.__file__).parent
     assert [path for path in package.rglob("*.py") if "_current_frames" in path.read_text()] == []
@@ -384,7 +384,7 @@ class Ranks:
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=30))
 @pytest.mark.behaviour("G-04")
-def test_either_all_ranks_ask_or_none(operations: list[str]) -> None:
+def test_ranks_decide_alike_whether_to_compare(operations: list[str]) -> None:
     ranks = Ranks(3, OrderCheck.FIRST)
     assert {ranks.begin(operation) for operation in operations} <= {0, 3}
 
@@ -400,7 +400,7 @@ def test_a_sequence_that_repeats_is_not_compared_again(operations: list[str], ti
 
 
 @pytest.mark.behaviour("G-01")
-def test_a_rank_that_runs_something_new_compares_with_the_others() -> None:
+def test_a_new_sequence_is_compared_between_ranks() -> None:
     ranks = Ranks(1, OrderCheck.FIRST)
     for operation in "ab" * CONTEXT:
         ranks.begin(operation)

@@ -92,13 +92,13 @@ BLOCKS = ["blocks.0", "blocks.1", "blocks.2", ""]
         partial(_or_policy, policies=[partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})]),
     ],
 )
-def test_all_ways_to_say_every_block_choose_the_blocks_and_then_the_model(policy: object) -> None:
+def test_all_spellings_of_every_block_choose_the_blocks_and_the_model(policy: object) -> None:
     assert names(policy, Decoder()) == BLOCKS
 
 
 @pytest.mark.behaviour("B-01")
 @pytest.mark.parametrize("policy", [by_size(40), partial(size_based_auto_wrap_policy, min_num_params=40)])
-def test_by_size_counts_what_no_chosen_module_below_has(policy: object) -> None:
+def test_by_size_counts_parameters_outside_of_chosen_submodules(policy: object) -> None:
     assert names(policy, Decoder()) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head", ""]
 
 
@@ -124,7 +124,7 @@ def test_containers_without_forward_and_modules_without_parameters_are_never_cho
     assert names(lambda module, name: True, model) == ["0.0", "2", ""]
 
 
-def test_what_is_below_a_module_that_reads_parameters_without_calls_is_never_chosen() -> None:
+def test_modules_whose_parameters_are_read_by_their_parent_are_never_chosen() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=4)
     assert names(every_module(), layer) == ["self_attn", "linear1", "linear2", "norm1", "norm2", ""]
     assert "self_attn.out_proj" not in names(by_class(nn.Linear), layer)
@@ -139,7 +139,7 @@ def test_shared_modules_are_chosen_once_and_before_all_that_contain_them() -> No
 
 
 @pytest.mark.behaviour("B-01")
-def test_a_module_that_is_used_in_several_groups_gets_one_of_its_own() -> None:
+def test_a_module_used_in_several_groups_becomes_its_own_group() -> None:
     shared = Block()
     first, second = nn.Sequential(nn.Sequential(shared), shared), nn.Sequential(nn.Linear(2, 2), shared)
     model = nn.ModuleList([first, second, nn.Linear(2, 2)])
@@ -151,7 +151,7 @@ def test_a_module_that_is_used_in_several_groups_gets_one_of_its_own() -> None:
 
 
 @pytest.mark.behaviour("A-11", "B-01")
-def test_ignored_modules_and_parameters_are_not_there_for_policies() -> None:
+def test_policies_skip_ignored_modules_and_parameters() -> None:
     model = Decoder()
     ignored = {id(m) for m in model.blocks[1].modules()}
     assert names({Block}, model, ignored_modules=ignored) == ["blocks.0", "blocks.2", ""]
@@ -161,7 +161,7 @@ def test_ignored_modules_and_parameters_are_not_there_for_policies() -> None:
 # -- transformer_blocks
 
 
-def test_stacks_of_several_classes_are_found_and_what_is_in_a_block_is_not_looked_at() -> None:
+def test_stacks_of_several_classes_are_found_and_blocks_are_not_searched() -> None:
     model = nn.ModuleDict({"encoder": Decoder(2), "decoder": nn.Sequential(*[Block(4) for _ in range(2)])})
     root = nn.Sequential(model)
     expected = ["0.encoder.blocks.0", "0.encoder.blocks.1", "0.decoder.0", "0.decoder.1", ""]
@@ -196,7 +196,7 @@ def test_a_block_that_differs_goes_with_the_others_and_a_shared_block_counts_as_
     assert names(transformer_blocks(), nn.Sequential(nn.ModuleList([block, block]), block)) == ["0.0", ""]
 
 
-def test_small_stacks_stay_with_the_rest() -> None:
+def test_small_stacks_stay_in_the_group_of_the_model() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), *[nn.Linear(100, 100) for _ in range(2)])
     assert names(transformer_blocks(), model) == ["1", "2", ""]
 
@@ -247,7 +247,7 @@ def test_balanced_groups_are_adjacent_modules_of_no_more_than_the_target(sizes: 
 
 
 @pytest.mark.behaviour("B-01")
-def test_overrides_go_with_the_groups_that_they_were_given_for_the_model_itself_included() -> None:
+def test_overrides_apply_to_their_groups_including_the_model() -> None:
     model = Decoder(2)
 
     def choose(module: nn.Module, name: str) -> bool | dict[str, object]:
@@ -284,7 +284,7 @@ class Fixed:
         ]
 
 
-def test_a_policy_of_ones_own_may_join_modules() -> None:
+def test_a_custom_policy_may_join_modules() -> None:
     assert names(Fixed("embedding+head", "blocks.0"), Decoder()) == ["embedding+head", "blocks.0", ""]
 
 
@@ -307,7 +307,7 @@ def test_a_policy_of_ones_own_may_join_modules() -> None:
         (Fixed("+head"), "the policy put the model itself into one group with modules in it."),
     ],
 )
-def test_mistakes_in_policies(policy: object, message: str) -> None:
+def test_invalid_policies_are_refused(policy: object, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         names(policy, Decoder())
 
@@ -345,7 +345,7 @@ def test_mistakes_are_found_before_anything_is_sharded(model: Any, policy: Any, 
 
 
 @pytest.mark.behaviour("B-01", "A-08")
-def test_what_is_sharded_already_is_left_as_it_is() -> None:
+def test_sharded_modules_keep_their_settings() -> None:
     model = Transformer(tied=False)
     fully_shard(model.layers[0], reshard_after_forward=False)
     fully_shard(model, policy={TransformerBlock, nn.Linear})
@@ -358,7 +358,7 @@ def test_what_is_sharded_already_is_left_as_it_is() -> None:
 
 
 @pytest.mark.behaviour("B-01", "B-02")
-def test_a_groups_own_strategy_or_resharding_counts_instead_of_the_calls() -> None:
+def test_a_groups_own_strategy_or_resharding_overrides_that_of_the_call() -> None:
     def choose(module: nn.Module, name: str) -> bool | dict[str, object]:
         if name == "layers.0":
             return {"reshard_after_forward": False}
@@ -370,7 +370,7 @@ def test_a_groups_own_strategy_or_resharding_counts_instead_of_the_calls() -> No
 
 
 @pytest.mark.behaviour("A-10")
-def test_groups_borrow_from_elsewhere_what_they_use() -> None:
+def test_groups_list_the_owners_of_shared_parameters() -> None:
     owner = fully_shard(nn.Linear(8, 8))
     model = Chain(depth=2)
     owned = nn.Linear(8, 8)
@@ -401,7 +401,7 @@ def test_every_module_of_torchs_own_layers_computes_as_before(model: nn.Module) 
 
 
 @pytest.mark.behaviour("A-10")
-def test_tie_groups_says_what_it_cannot_tie() -> None:
+def test_tie_groups_refuses_unsuitable_parameters() -> None:
     tied, untied = Transformer(tied=True), Transformer(tied=False)
     with pytest.raises(ConfigurationError, match="takes a list of two or more modules that share parameters"):
         tie_groups([tied.head])
