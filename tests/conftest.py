@@ -16,10 +16,10 @@ TESTS = Path(__file__).parent
 MULTIPROCESS = ("goldens", "gpu", "parity", "ranks")
 """Folders in which every test has the marker ``multiprocess``. Other tests that start processes have it one by one."""
 
-# A first call into torch outlasts hypothesis' deadline of 200 ms, so that tests would fail by chance.
+# A first call into torch may exceed hypothesis' deadline of 200 ms, which makes tests flaky.
 settings.register_profile("default", deadline=None)
 
-# A shell has its background jobs ignore Ctrl-C, and what they start inherits that. Tests send it to their processes.
+# Background jobs of a shell ignore Ctrl-C, and child processes inherit that. Some tests send Ctrl-C to processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             check_ids(ids, SECTIONS, where=item.nodeid)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from error
-        # user_properties travel with every report of the item
+        # user_properties are part of every report of the item
         item.user_properties.extend(("behaviour", id_) for id_ in ids)
 
 
@@ -50,13 +50,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _cases(terminalreporter: pytest.TerminalReporter) -> list[Case]:
-    """One case a test. One that passes and then fails in teardown is in two categories: the later one here counts."""
+    """Return one case per test. If a test passes and then fails in teardown, the category listed later here is used."""
     results: dict[str, Result] = {"skipped": "skipped", "xfailed": "skipped", "passed": "passed"}
     results |= {"failed": "failed", "error": "failed"}
     cases: dict[str, Case] = {}
     for category, result in results.items():
         for report in terminalreporter.stats.get(category, ()):
-            if isinstance(report, pytest.TestReport):  # a file that failed in collection has no test to speak of
+            if isinstance(report, pytest.TestReport):  # a file that failed in collection has no tests
                 ids = tuple(str(value) for key, value in report.user_properties if key == "behaviour")
                 cases[report.nodeid] = Case(ids, result, _skip_reason(report) if result == "skipped" else "")
     return list(cases.values())

@@ -1,7 +1,7 @@
 """The contract of communicators: one suite for loopback, simulated ranks, gloo and shared memory.
 
-A case plays one rank: it launches, yields, and then waits and looks. Simulated ranks go from yield to yield in turn,
-real ones all at once. A new communicator passes the suite by one more ``test_`` function that plays the cases on it.
+A case is the program of one rank: it launches, yields, then waits and checks. Simulated ranks run from yield to yield
+in turn, real ranks concurrently. For a new communicator, add one ``test_`` function that runs the cases on it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def case(function: Case) -> Case:
 
 
 def own(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """What ``rank`` sends. Small whole numbers, so that sums are exact in every dtype and any order."""
+    """Return the data sent by ``rank``: small integers, so that sums are exact in every dtype and order."""
     return (torch.arange(numel) % 5 + rank + 1).to(dtype)
 
 
@@ -328,7 +328,7 @@ def large_tensors_travel_whole(comm: Communicator) -> Iterator[None]:
 
 
 def play_in_turn(function: Case, communicators: list[Communicator]) -> None:
-    """All ranks in one process: each goes to its next yield before any goes further."""
+    """Run all ranks in one process: each runs to its next yield before any rank continues."""
     players = [function(comm) for comm in communicators]
     while players:
         going_on = [player for player in players if next(player, "over") is None]

@@ -1,6 +1,6 @@
-"""What is checked on CUDA, as functions for ranks. With ``device="cpu"`` most of them also run without an accelerator.
+"""Checks for CUDA, as functions run by ranks. With ``device="cpu"`` most of them also run without an accelerator.
 
-Ranks talk over a group of their own beside the gloo group that the test kit makes: NCCL on CUDA.
+Ranks communicate over their own process group, NCCL on CUDA, beside the gloo group of the test kit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMBINATIONS = (("mlp", "sgd"), ("wide", "adamw-fused"), ("transformer", "adam-f
 
 
 def mesh_on(device: str) -> DeviceMesh:
-    """All ranks, each on its own device."""
+    """Return a mesh of all ranks, each on its own device."""
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
     group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
@@ -64,7 +64,7 @@ def train_with_parity(device: str, reshard_after_forward: bool | int | None) -> 
 
 
 def compare_with_peer(device: str, options: dict[str, Any]) -> None:
-    """Five steps by both libraries, to the bit on up to two ranks."""
+    """Train five steps with both libraries; on up to two ranks, results are bitwise equal."""
     mesh, rank = mesh_on(device), dist.get_rank()
     for task, optimizer in COMBINATIONS:
         ours, theirs = (
@@ -144,15 +144,15 @@ def train_offloaded(device: str, pin_memory: bool) -> None:
 
 
 def watch_memory() -> None:
-    """The allocator's own count: of full parameters nothing is left after forward and after backward."""
+    """Check in the allocator's statistics that no full parameter remains after forward and after backward."""
     task, rank = TASKS["wide"], dist.get_rank()
     batch = tuple(t.cuda() for t in task.batch_of(0, rank))
     mesh = mesh_on("cuda")
-    # In bf16 full parameters are other memory than the shards on a single rank, too.
+    # In bf16, full parameters have their own memory even on a single rank.
     model = shard_layers(
         task.build(), fully_shard, mesh=mesh, reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(torch.bfloat16)
     )
-    task.loss(model, batch).backward()  # whatever cuBLAS and NCCL keep is there from now on
+    task.loss(model, batch).backward()  # from here on, memory kept by cuBLAS and NCCL is allocated
     model.zero_grad()
     full = sum(p.numel() for p in model.parameters()) * torch.bfloat16.itemsize
     shards = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ CODECS = (Int8(), Int8(rotate=True), Int4(), Float8(), Float8(block=64), Cast(),
 
 
 def encode_as_on_cpu(device: str) -> None:
-    """Both sides of every codec, with CPU as the oracle: a division may differ in its last bit, no value by a step."""
+    """Compare encode and decode of every codec with CPU: a division may differ in its last bit, no value by a step."""
     rows = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 8, 5000)
     rows[2, 7] = torch.nan
     for codec in CODECS:
@@ -185,7 +185,7 @@ def encode_as_on_cpu(device: str) -> None:
 
 
 def train_encoded(device: str) -> None:
-    """Parameters and gradients through codecs, next to a run without, with streams that overlap."""
+    """Train with encoded parameters and gradients on overlapping streams, and compare with a run without codecs."""
     mesh, rank, task = mesh_on(device), dist.get_rank(), TASKS["transformer"]
     policy = CommunicationPolicy(Int8(), ErrorFeedback(Int8()), min_numel=64)
     last = []
@@ -204,7 +204,7 @@ def train_encoded(device: str) -> None:
 
 
 def step_without_host_waiting(reshard_after_forward: bool | None) -> None:
-    """No hidden synchronisation in a step, and no explicit one."""
+    """Check that a step has no implicit or explicit synchronisation."""
     rank = dist.get_rank()
     task = TASKS["transformer"]
     model = shard_layers(
@@ -231,7 +231,7 @@ def step_without_host_waiting(reshard_after_forward: bool | None) -> None:
 
 
 def states_between_devices(device: str) -> None:
-    """Every form of model and optimizer, from ``device`` and from CPU, to both."""
+    """Load every form of model and optimizer state, saved on ``device`` and on CPU, on both."""
     meshes = {"cpu": DeviceMesh("cpu", list(range(dist.get_world_size()))), device: mesh_on(device)}
     task = TASKS["transformer"]
 
@@ -273,7 +273,7 @@ def states_between_devices(device: str) -> None:
 
 @contextmanager
 def no_host_waits() -> Iterator[None]:
-    """Makes an error of everything that lets the host wait for the device."""
+    """Raise an error if the host waits for the device."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("the host waited for the device")

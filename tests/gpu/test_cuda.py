@@ -12,7 +12,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def needs(world_size: int) -> pytest.MarkDecorator:
-    """Skips, and says why, where there are fewer GPUs than ranks."""
+    """Skip the test if there are fewer GPUs than ranks."""
     return pytest.mark.skipif(
         world_size > GPUS, reason=f"needs {world_size} CUDA GPU{'s'[: world_size != 1]}, there are {GPUS}"
     )

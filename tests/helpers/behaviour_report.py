@@ -24,7 +24,7 @@ Sections = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What became of one test case (of a parametrised test: one set of arguments) and the behaviours that it shows."""
+    """The outcome of one test case (one set of arguments of a parametrised test) and the behaviours that it covers."""
 
     ids: tuple[str, ...]
     result: Result
@@ -55,7 +55,7 @@ class Behaviour:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why cases were skipped, each reason once."""
+        """Return the distinct reasons why cases were skipped."""
         return tuple(dict.fromkeys(case.reason for case in self.cases if case.result == "skipped"))
 
 
@@ -78,7 +78,7 @@ def behaviours(rows: Mapping[str, str], cases: Iterable[Case]) -> list[Behaviour
 
 
 def render(sections: Sections, cases: Iterable[Case]) -> Iterator[str]:
-    """The report, line by line; the last line counts the behaviours by status."""
+    """Return the lines of the report; the last line counts the behaviours by status."""
     cases = tuple(cases)
     totals: Counter[Status] = Counter()
     for heading, rows in sections.items():

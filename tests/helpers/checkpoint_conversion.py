@@ -14,7 +14,7 @@ __all__ = ["load_everything", "load_model", "load_tensors", "save_everything"]
 
 
 def save_everything(world: str, path: Path) -> None:
-    """Model, AdamW, and what each rank has of its own."""
+    """Save the model, AdamW and the values of each rank."""
     model = WORLDS[world][1]()
     optimizer = adamw(model)
     fill(model, optimizer)
@@ -24,7 +24,7 @@ def save_everything(world: str, path: Path) -> None:
 
 
 def load_everything(world: str, path: Path) -> None:
-    """Finds all that :func:`save_everything` saved, on two ranks or another number."""
+    """Check that everything from :func:`save_everything` loads, on any number of ranks."""
     model = zeroed(WORLDS[world][1]())
     optimizer = adamw(model)
     extra = load(path, model, optimizer)
@@ -36,7 +36,7 @@ def load_everything(world: str, path: Path) -> None:
 
 
 def load_model(world: str, path: Path) -> None:
-    """Finds the tensors of the model and nothing of its extra state."""
+    """Check that the tensors of the model load, without extra state."""
     model = zeroed(WORLDS[world][1]())
     load(path, model, strict=False)
     model.counter.calls = 42
@@ -44,7 +44,7 @@ def load_model(world: str, path: Path) -> None:
 
 
 def load_tensors(world: str, path: Path) -> None:
-    """The same, of safetensors."""
+    """Check that the tensors load from safetensors."""
     model = zeroed(WORLDS[world][1]())
     load_safetensors(model, path)
     model.counter.calls = 42

@@ -1,6 +1,6 @@
-"""A model with everything that a checkpoint must keep, the worlds that save and load it, and what it must hold.
+"""A model with everything that a checkpoint must keep, the worlds that save and load it, and the expected values.
 
-Values depend on names alone, so every world can make those of any other.
+Values depend on names only, so every world can compute those of any other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["WORLDS", "Everything", "Gate", "adamw", "assert_holds", "fill", "loc
 
 @contextmanager
 def raising_alike(text: str | None = None) -> Iterator[Any]:
-    """All ranks raise the same ``CheckpointError``, with ``text`` in it."""
+    """Check that all ranks raise the same ``CheckpointError``, with ``text`` in it."""
     with pytest.raises(CheckpointError, match=text) as caught:
         yield caught
     texts: list[str] = [""] * dist.get_world_size()
@@ -44,7 +44,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 class Counter(nn.Module):
-    """Its extra state is no tensor."""
+    """A module whose extra state is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Counter(nn.Module):
 
 
 class Everything(nn.Module):
-    """Uneven sizes, a shared weight, parameters of which most ranks hold nothing, buffers, a scalar, extra state."""
+    """Has uneven sizes, a shared weight, parameters with empty shards on most ranks, buffers, a scalar, extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ WORLDS: dict[str, tuple[int, Callable[[], Everything]]] = {
 
 
 def adamw(model: nn.Module) -> AdamW:
-    """Two groups, of which the second has settings of its own."""
+    """Return AdamW with two parameter groups; the second has its own settings."""
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     known = set(map(id, biases))
     weights = [p for p in model.parameters() if id(p) not in known]
@@ -129,13 +129,13 @@ def adamw(model: nn.Module) -> AdamW:
 
 
 def whole(name: str, like: torch.Tensor) -> torch.Tensor:
-    """What the tensor ``name`` must hold, in the shape and dtype of ``like``."""
+    """Return the expected values of the tensor ``name``, in the shape and dtype of ``like``."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randn(tuple(like.shape), generator=generator).mul(100).to(like.dtype)
 
 
 def tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    """All tensors with a value to check, with the sharding of their parameter."""
+    """Return all tensors whose values are checked, with the sharding of their parameter."""
     shardings = shardings_of(states_below(model))
     for name, parameter in model.named_parameters():
         yield name, parameter, shardings.get(id(parameter))
@@ -148,7 +148,7 @@ def tensors(model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[tu
 
 @torch.no_grad()
 def fill(model: Everything, optimizer: Optimizer | None = None) -> None:
-    """Gives everything the value that it must have. ``temperature`` has no state, as if it were never used."""
+    """Set everything to its expected value. ``temperature`` has no optimizer state, as if it were never used."""
     for parameter in model.parameters() if optimizer is not None else ():
         if parameter is not model.temperature:
             assert optimizer is not None
@@ -174,7 +174,7 @@ def zeroed(model: Everything) -> Everything:
 
 @torch.no_grad()
 def assert_holds(model: Everything, optimizer: Optimizer | None = None) -> None:
-    """Everything has the value that :func:`fill` gave, to the bit; state is placed like its parameter. Collective."""
+    """Check that all values are bitwise those of :func:`fill`, and state is placed like its parameter. Collective."""
     for name, tensor, sharding in tensors(model, optimizer):
         found = gather(tensor, sharding)
         assert torch.equal(found, whole(name, tensor)), f"{name}\n{found}\n{whole(name, tensor)}"
@@ -192,7 +192,7 @@ def assert_holds(model: Everything, optimizer: Optimizer | None = None) -> None:
 
 
 class Gate:
-    """Holds up writing until it is opened."""
+    """Blocks writing until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -206,7 +206,7 @@ class Gate:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range, ranks: int = 1) -> None:
-    """Each of the data-parallel ranks has so many of four batches."""
+    """Train; four batches are divided evenly between the data-parallel ranks."""
     own = range(dist.get_rank() * 4 // ranks, (dist.get_rank() + 1) * 4 // ranks)
     for step in steps:
         optimizer.zero_grad()

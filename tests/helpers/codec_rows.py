@@ -1,4 +1,4 @@
-"""Rows of floating-point values as strategies of hypothesis, and their way through a codec and back."""
+"""Hypothesis strategies for rows of floating-point values, and their round trip through a codec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VALUES = st.floats(width=32, allow_nan=False, allow_infinity=False) | EXTREMES
 
 @st.composite
 def finite_rows(draw: st.DrawFn) -> torch.Tensor:
-    """A few values that hypothesis chooses, or many of random magnitudes with sizes about those of blocks."""
+    """Draw a few values, or many of random magnitudes in lengths near the block size."""
     if draw(st.booleans()):
         numel = draw(st.integers(0, 40))
         rows = draw(st.lists(st.lists(VALUES, min_size=numel, max_size=numel), min_size=1, max_size=3))

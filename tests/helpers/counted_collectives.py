@@ -19,9 +19,9 @@ COMMUNICATORS = (GlooCommunicator, SharedMemoryCommunicator)
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Counts the calls of each collective, of all groups, while it is entered; those that compare, by themselves.
+    """Count the calls of each collective of all groups while entered. Those that compare ranks are counted separately.
 
-    Under ``"reduced"``: the messages of all reduce-scatters.
+    ``"reduced"`` counts the messages of all reduce-scatters.
     """
     counts: Counter[str] = Counter()
 

@@ -1,4 +1,4 @@
-"""Models that are built, used and dropped, and the objects that are left of each."""
+"""Models that are built, used and dropped, and the objects that remain in memory."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ X = torch.ones(4, 8)
 
 
 def survivors(case: Callable[[], tuple[object, ...]]) -> list[str]:
-    """What stays in memory of what ``case`` built when it is dropped, without Python's garbage collector.
+    """Return the objects built by ``case`` that stay in memory once dropped, without Python's garbage collector.
 
-    Modules, what the library keeps of them, the memory of shards, and whatever else the case returns. A case that
-    leaves something runs again: what torch keeps from the first time is not counted.
+    These are modules, the library's state of them, the memory of shards, and other objects that the case returns. A
+    case with survivors runs again, because memory that torch keeps from the first run is not counted.
     """
     return _survivors(case) and _survivors(case)
 
@@ -147,7 +147,7 @@ def a_graph_that_outlives_the_model() -> tuple[object, ...]:
 
 
 class KeepsOutput(nn.Module):
-    """Keeps what it computed, and with it the graph, as layers with an auxiliary loss do."""
+    """Keeps its output, and with it the autograd graph, as layers with an auxiliary loss do."""
 
     output: torch.Tensor
 
@@ -240,7 +240,7 @@ def shared_parameters() -> tuple[object, ...]:
 
 
 class Recurrent(nn.Module):
-    """Intercepts the swaps of its parameters, as ``nn.LSTM`` does, and has a method besides ``forward``."""
+    """Intercepts the assignment of its parameters, as ``nn.LSTM`` does, and has a method besides ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ NUM_EXPERTS = 4
 
 
 class Experts(nn.Module):
-    """Expert-parallel ranks hold some of the experts, and these are a chain here. Rows and columns are 5."""
+    """A chain of experts with 5 rows and columns. Each expert-parallel rank holds some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """A dense layer and experts: one group with parameters on two meshes."""
+    """A dense layer and experts: one parameter group with parameters on two meshes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ MIXTURE = Task(seeded(MixtureModel), vectors(5, 3), squared_error)
 
 
 def place_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Cuts the experts over the expert-parallel ``mesh``. Returns their parameters."""
+    """Shard the experts over the expert-parallel ``mesh`` and return their parameters."""
     placed = set()
     for experts in (m for m in model.modules() if isinstance(m, Experts)):
         for name, parameter in list(experts.named_parameters(recurse=False)):

@@ -16,7 +16,7 @@ calls: list[str] = []
 
 
 class Pair(torch.Tensor):
-    """A tensor that is the sum of two others; both travel. Enough operations for sharding, training and optimizers."""
+    """A tensor that is the sum of two others; both are sent. Supports sharding, training and optimizers."""
 
     @staticmethod
     def __new__(cls, left: torch.Tensor, right: torch.Tensor) -> Any:
@@ -81,7 +81,7 @@ _SUMMED = {
 
 
 class Scaled:
-    """Hooks to hang on a plain local tensor: travels as int8 with one scale per row, comes back in fp32."""
+    """All-gather hooks for a plain local tensor: sent as int8 with one scale per row, received in fp32."""
 
     def __init__(self, local: torch.Tensor) -> None:
         self._local = local
@@ -104,7 +104,7 @@ class Scaled:
 
 
 def with_weights(model: nn.Module, kind: Any) -> nn.Module:
-    """``model`` with all matrices of linear layers made ``kind`` of two equal halves."""
+    """Return ``model`` with all matrices of linear layers converted to ``kind``, as two equal halves."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             half = module.weight.detach() / 2

@@ -45,9 +45,9 @@ class Plan:
             ``"allocation"`` of full parameters.
         index: of the layer, the call, the operation or the allocation; counted round.
         microbatch: in which it happens, of those of the step.
-        alone: whether only the last rank fails by itself.
-        encoded: whether parameters and gradients travel encoded.
-        feedback: whether gradients travel encoded with error feedback; if they are accumulated, by shards.
+        alone: whether only the last rank has its own failure.
+        encoded: whether parameters and gradients are sent encoded.
+        feedback: whether gradients are sent encoded with error feedback; accumulation is then by shards.
         hybrid: whether shards are replicated, on four ranks.
     """
 
@@ -83,7 +83,7 @@ def build(plan: Plan) -> Any:
 
 
 def pair(plan: Plan) -> tuple[Any, Any, list[torch.optim.Optimizer]]:
-    """A model that is to fail, one that is not, and the optimizer of each."""
+    """Return a model that will fail, one that will not, and the optimizer of each."""
     models = build(plan), build(plan)
     return *models, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
 
@@ -100,7 +100,7 @@ def batch(number: int, microbatch: int) -> torch.Tensor:
 
 
 def step(model: Any, plan: Plan, number: int, around: Callable[[], Any] | None = None) -> None:
-    """Gradients of one step, which all ranks have or none. ``around`` is a context for the microbatch of the plan."""
+    """Compute the gradients of one step on all ranks or none. ``around`` is a context for the plan's microbatch."""
     gradients(model, plan, number, around)
     find_nonfinite(model)
 
@@ -109,7 +109,7 @@ def gradients(model: Any, plan: Plan, number: int, around: Callable[[], Any] | N
     for microbatch in range(plan.microbatches):
         is_last = microbatch == plan.microbatches - 1
         model.set_requires_gradient_sync(is_last or plan.feedback)
-        if plan.feedback:  # every microbatch leaves something behind; the last one all-reduces
+        if plan.feedback:  # every microbatch leaves partial gradients; the last one all-reduces
             model.set_requires_all_reduce(is_last)
         if around is not None and microbatch == plan.microbatch % plan.microbatches:
             with around():
@@ -144,7 +144,7 @@ def failing_layer(layer: nn.Module, point: str) -> Iterator[None]:
 
 @contextmanager
 def counting(owner: Any, name: str, failing: int | None = None) -> Iterator[list[None]]:
-    """One entry for each call of a function; the one with the number ``failing`` raises."""
+    """Record each call of a function; call number ``failing`` raises."""
     calls: list[None] = []
     original = getattr(owner, name)
 
@@ -168,7 +168,7 @@ COUNTED: dict[str, tuple[Any, str]] = {
 
 @contextmanager
 def counting_all(model: Any, counts: dict[str, int]) -> Iterator[None]:
-    """Notes how often each point is passed that a plan may count to."""
+    """Count how often each point of a plan is passed."""
     with inject_faults(model) as labels, ExitStack() as stack:
         calls = {point: stack.enter_context(counting(*where)) for point, where in COUNTED.items()}
         yield
@@ -176,7 +176,7 @@ def counting_all(model: Any, counts: dict[str, int]) -> Iterator[None]:
 
 
 def fault_of(plan: Plan, model: Any, counts: dict[str, int]) -> Callable[[], Any] | None:
-    """A context in which a microbatch fails; None where there is nothing that could."""
+    """Return a context in which a microbatch fails, or None if the plan has no such point."""
     if plan.point not in counts:
         layer = model.layers[plan.index % DEPTH]
         synchronises = plan.microbatch % plan.microbatches == plan.microbatches - 1

@@ -1,7 +1,7 @@
-"""Texts that are data: a file holds them, a test compares, and ``COMPOSABLE_FSDP_GOLDEN=write`` writes them anew.
+"""Expected texts in a file, which tests compare with. ``COMPOSABLE_FSDP_GOLDEN=write`` rewrites the file.
 
-What changes from run to run is written as a letter: ``P`` a process, ``N`` a number of operations or steps, ``T`` a
-time, ``...`` what gloo or the system says in its own words.
+Letters replace what varies from run to run: ``P`` a process, ``N`` a number of operations or steps, ``T`` a time, and
+``...`` a message of gloo or the system.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def normalised(text: str) -> str:
 
 
 def read_golden() -> dict[str, str]:
-    """Texts by name."""
+    """Return the texts by name."""
     parts = _HEADING.split(FAULTS.read_text()) if FAULTS.exists() else [""]
     return {name: text.strip("\n") for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def assert_golden(name: str, text: str) -> None:
-    """``text`` is what the file has under ``name``."""
+    """Check that ``text`` equals the text ``name`` of the file."""
     known, now = read_golden(), normalised(text)
     if os.environ.get(VARIABLE) == "write":
         known[name] = now

@@ -1,6 +1,6 @@
-"""Faults of one rank, by name, and what the others are told.
+"""Faults of one rank, by name, and the errors that other ranks raise.
 
-Run as a program, it is one rank of a job without a launcher: what ends it, ends a process.
+Run as a program, this file is one rank of a job without a launcher.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AWAY = SHORT + 4.0
 
 
 class Layers(nn.Module):
-    """Equal layers that run in the order of ``route``; ``unused`` says which of them the loss does not see."""
+    """Equal layers that run in the order of ``route``; the loss does not depend on those in ``unused``."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Layers(nn.Module):
 
 
 def build(timeout: float = PATIENT) -> Any:
-    """A sharded model over a process group with ``timeout`` seconds."""
+    """Return a sharded model over a process group with a timeout of ``timeout`` seconds."""
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     mesh = DeviceMesh.from_group(group, "cpu")
     model: Any = Layers()
@@ -90,7 +90,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> No
         optimizer.zero_grad()
 
 
-# -- what the last rank does, as contexts around a step
+# -- faults of the last rank, as contexts around a step
 
 
 @contextmanager
@@ -133,14 +133,14 @@ def _leaves_out_gradients(model: Any) -> Callable[[], None]:
 
 
 def _stopped(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
-    """The process stops until the shell that it leaves behind lets it go on."""
+    """Stop the process; a shell that it has started continues it later."""
     with subprocess.Popen(["/bin/sh", "-c", f"sleep {AWAY}; kill -CONT {os.getpid()}"]):
         os.kill(os.getpid(), signal.SIGSTOP)
     return launch()
 
 
 def _cut_off(launch: Callable[[], Work], outputs: Sequence[torch.Tensor]) -> Work:
-    """The connections of this process to other ranks and to the store are cut; it goes on running."""
+    """Close the connections of this process to other ranks and to the store; it keeps running."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family == socket.AF_INET or connection.type == socket.SOCK_SEQPACKET:
@@ -167,16 +167,16 @@ INFLICTED: dict[str, Callable[[Any], Any]] = {
 
 
 def inflict(fault: str, model: Any) -> Any:
-    """A context in which the last rank has ``fault``."""
+    """Return a context in which the last rank has ``fault``."""
     return INFLICTED[fault](model)
 
 
-# -- what the others are told
+# -- errors of the other ranks
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank raised in the step of the fault, and after how many seconds."""
+    """The error that a rank raised in the step of the fault, and after how many seconds."""
 
     kind: str
     text: str
@@ -184,7 +184,7 @@ class Told:
 
 
 def suffer(fault: str, timeout: float = PATIENT) -> Told:
-    """Two good steps, then one with ``fault``."""
+    """Run two good steps, then one with ``fault``."""
     model = build(timeout)
     for _ in range(2):
         step(model)
@@ -205,7 +205,7 @@ def told_by(play: Callable[[], None]) -> Told:
 
 
 def run_as_program(fault: str, rank: int, folder: Path) -> None:
-    """One of two ranks. What a rank is told goes to a file of ``folder``."""
+    """Run one of two ranks. The error that it raises is written to a file of ``folder``."""
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     model = build()
     for _ in range(2):

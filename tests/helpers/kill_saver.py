@@ -1,13 +1,13 @@
-"""Kills savers at random moments, again and again in the same folder, and looks at what is left.
+"""Kills savers at random moments, repeatedly in the same folder, and checks the remaining files.
 
     python -m tests.helpers.kill_saver FOLDER KILLS SEED
 
-At the end two ranks begin an asynchronous save and come to the end of their program, which must finish it.
+Two ranks save step after step, sometimes the same step twice, until both or one of them are killed. They are forked
+from this process, which has imported everything and has no process group, so that one kill takes less than a second.
+After every kill the newest checkpoint must load, have been saved, and be no older than the last one that any rank had
+seen complete. The savers continue from there.
 
-Two ranks save one step after the other, now and then the same again, until they are killed: both at once, or one of
-them. They are forked from this process, which has imported all and has no process group, so that one kill takes less
-than a second. After every kill the newest checkpoint must load and be one that was saved, no older than the last that
-any rank had seen complete, and the savers go on from there.
+At the end two ranks begin an asynchronous save and exit, which must finish the save.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def set_to(model: nn.Module, value: float) -> None:
 
 
 def saver(rank: int, folder: Path, round_: int, begun: int) -> None:
-    """Saves for ever. Tells of every finished save through a file that it appends to."""
+    """Save forever. Append every finished save to a file."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / f"store-{round_}"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=20))
@@ -63,7 +63,7 @@ def saver(rank: int, folder: Path, round_: int, begun: int) -> None:
 
 
 def latest_version(folder: Path) -> int | None:
-    """That of the newest checkpoint, which must be whole."""
+    """Return the version of the newest checkpoint, which must be complete."""
     if latest(folder / "run") is None:
         return None
     model = build()
@@ -74,7 +74,7 @@ def latest_version(folder: Path) -> int | None:
 
 
 def seen(folder: Path) -> int:
-    """The last version that some rank knew to be complete."""
+    """Return the last version that some rank knew to be complete."""
     files = folder.glob("done-*")
     return max((int(line) for file in files for line in file.read_text().split("\n")[:-1]), default=0)
 
@@ -94,7 +94,7 @@ def kill_once(folder: Path, round_: int, chance: random.Random) -> None:
     before = seen(folder)
     children = [fork(rank, folder, round_) for rank in range(RANKS)]
     begin = time.monotonic()
-    while seen(folder) == before:  # the moment is to be one of saving, not of starting
+    while seen(folder) == before:  # the kill must come during a save, not during the start
         assert time.monotonic() < begin + 60, "no save in a minute"
         time.sleep(0.005)
     time.sleep(chance.uniform(0, 0.15))
@@ -107,7 +107,7 @@ def kill_once(folder: Path, round_: int, chance: random.Random) -> None:
 
 
 def warm_up(folder: Path) -> None:
-    """Imports all that saving imports, so that no fork has to; the process group has no threads."""
+    """Import all that saving imports, so that no fork has to; the process group has no threads."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     model = build()
     fully_shard(model)
@@ -116,7 +116,7 @@ def warm_up(folder: Path) -> None:
 
 
 def last_words(rank: int, folder: Path) -> None:
-    """Begins a save, and comes to the end of the program."""
+    """Begin a save, and exit."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / "store-last"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

@@ -42,7 +42,7 @@ def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def use_different_weights() -> None:
-    """On one rank the first batch is never complete, so all of its batches go at the end, in the same order."""
+    """Use different weights on each rank: on one, the first bucket is never complete, so all are reduced at the end."""
     model, rank, size = Tower(), dist.get_rank(), dist.get_world_size()
     fully_shard(model)
     reference = Tower()

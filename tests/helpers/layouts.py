@@ -26,7 +26,7 @@ SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=4).map(tuple)
 
 @st.composite
 def tensor_shards(draw: st.DrawFn, num_shards: int | None = None) -> TensorShards:
-    """Any shape of 1 to 4 dims, empty ones too, cut on any dim."""
+    """Draw a shape of 1 to 4 dims, possibly empty, sharded on any dim."""
     shape = draw(SHAPES)
     dim = draw(st.integers(0, len(shape) - 1))
     return TensorShards(shape, dim, draw(WORLD_SIZES) if num_shards is None else num_shards)
@@ -34,7 +34,7 @@ def tensor_shards(draw: st.DrawFn, num_shards: int | None = None) -> TensorShard
 
 @st.composite
 def shards_of_one_bucket(draw: st.DrawFn) -> tuple[TensorShards, ...]:
-    """One to five tensors, all cut into the same number of pieces."""
+    """Draw one to five tensors, all with the same number of shards."""
     num_shards = draw(WORLD_SIZES)
     return tuple(draw(st.lists(tensor_shards(num_shards), min_size=1, max_size=5)))
 
@@ -44,7 +44,7 @@ DIRECT_BYTES = st.sampled_from([0, 1, 64, 512, NEVER_ZERO_COPY])
 
 
 def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], numel: int, itemsize: int) -> None:
-    """Segments start on a boundary, end before the next one starts, and lie in ``range(numel)``, which ends on one."""
+    """Check that segments are aligned, disjoint and within ``range(numel)``, whose end is aligned too."""
     assert len(offsets) == len(lengths)
     end = 0
     for offset, length in sorted(zip(offsets, lengths, strict=True)):
@@ -56,7 +56,7 @@ def assert_disjoint_and_aligned(offsets: Sequence[int], lengths: Sequence[int], 
 
 
 def assert_packed_first(layout: GatherLayout | ReduceLayout, itemsize: int) -> None:
-    """``range(packed_numel)`` holds the packed segments and no others, each in a column as wide as alignment asks."""
+    """Check that ``range(packed_numel)`` has exactly the packed segments, each in a column of aligned width."""
     offsets = (layout.store if isinstance(layout, GatherLayout) else layout.output).offsets
     lengths = [s.padded_numel for s in layout.shards]
     step = ALIGNMENT_BYTES // itemsize

@@ -1,7 +1,7 @@
-"""Models that are placed on a tensor-parallel mesh before they are sharded, and what must come out of that.
+"""Models that are placed on a tensor-parallel mesh before they are sharded, and the expected results.
 
-The expected shards are cut here by the rule of ``torch.chunk``, tensor parallelism first, so that neither DTensor's
-placements nor the library's can agree with themselves.
+The expected shards are computed here by the rule of ``torch.chunk``, tensor parallelism first, independently of
+DTensor's placements and of the library's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Cut = tuple[str, int]
 
 
 class Pair(nn.Module):
-    """Two linear layers: tensor parallelism cuts the rows of the first and the columns of the second."""
+    """Two linear layers: tensor parallelism shards the rows of the first and the columns of the second."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Pair(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Sizes 7, 5, 3 and 1: none divides by 2. The head and ``scale`` are not tensor-parallel."""
+    """Pairs with sizes 7, 5, 3 and 1, all odd. The head and ``scale`` are not tensor-parallel."""
 
     def __init__(self, width: int = 5, hidden: Sequence[int] = (7, 1)) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ PAIRS = Task(seeded(Pairs), vectors(5, 3), squared_error)
 
 
 def parallelize_pairs(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Column-wise, then row-wise. The tensor in between stays a DTensor, which knows that it is uneven."""
+    """Parallelize column-wise, then row-wise. The tensor in between stays a DTensor, because it is uneven."""
     for layer in model.get_submodule("layers").children():
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(layer, mesh, plan)
 
 
 def cut_pairs(model: nn.Module) -> dict[str, list[Cut]]:
-    """How :func:`parallelize_pairs` cuts each parameter of :class:`Pairs` over the mesh dim ``tp``."""
+    """Return how :func:`parallelize_pairs` shards each parameter of :class:`Pairs` over the mesh dim ``tp``."""
     dims = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     return {
         name: [("tp", dim) for suffix, dim in dims.items() if name.endswith(suffix)]
@@ -93,7 +93,7 @@ def cut_pairs(model: nn.Module) -> dict[str, list[Cut]]:
 
 
 class Layer(nn.Module):
-    """A norm, then a pair. With sequence parallelism the norm sees a part of the tokens, so its gradient is partial."""
+    """A norm, then a pair. With sequence parallelism the norm gets some of the tokens, so its gradient is partial."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, norm and head, to be parallelized over tensors and sequence as torch's manual has it."""
+    """Embedding, layers, norm and head, for tensor and sequence parallelism as in torch's tutorial."""
 
     def __init__(self, vocabulary: int = 23, width: int = 6, depth: int = 2) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ DECODER = Task(seeded(Decoder), sequences(23), cross_entropy)
 
 
 def parallelize_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Tensor parallelism in the layers, sequence parallelism between them."""
+    """Apply tensor parallelism in the layers, sequence parallelism between them."""
     parallelize_module(
         model,
         mesh,
@@ -151,12 +151,12 @@ def parallelize_decoder(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def named_mesh(**sizes: int) -> DeviceMesh:
-    """A mesh over all ranks with these dims."""
+    """Return a mesh over all ranks with these dims."""
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def play(task: Task) -> Play:
-    """One forward and one backward on the batch of a data-parallel rank."""
+    """Run one forward and one backward on the batch of a data-parallel rank."""
 
     def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         loss = task.loss(model, task.batch_of(step, rank))
@@ -167,7 +167,7 @@ def play(task: Task) -> Play:
 
 
 def whole_run(run: Run) -> Run:
-    """``run`` with full tensors. Collective."""
+    """Return ``run`` with full tensors. Collective."""
     gradients = {name: None if g is None else whole(g) for name, g in run.gradients.items()}
     return Run(run.losses, {name: whole(p) for name, p in run.parameters.items()}, gradients)
 
@@ -175,7 +175,7 @@ def whole_run(run: Run) -> Run:
 def assert_cut(
     module: nn.Module, values: Mapping[str, torch.Tensor], mesh: DeviceMesh, cuts: Mapping[str, Sequence[Cut]]
 ) -> None:
-    """This rank holds what is left of each value after ``cuts`` over dims of ``mesh``, one after the other."""
+    """Check that this rank holds the part of each value that ``cuts`` over dims of ``mesh``, in turn, leave it."""
     parameters = dict(module.named_parameters())
     assert list(parameters) == list(values)
     for name, parameter in parameters.items():
@@ -201,7 +201,7 @@ def assert_trains_alike(
     what: str = "",
     **options: Any,
 ) -> Run:
-    """``model`` trained as data-parallel rank ``rank`` of ``size`` is ``reference`` trained on the mean over all."""
+    """Check that ``model``, trained as rank ``rank`` of ``size``, equals ``reference`` trained on the mean over all."""
     ours = train(model, run, make_optimizer, ranks=[rank], watched=rank, **options)
     expected = train(
         reference, reference_run or run, make_optimizer, ranks=range(size), watched=rank, divide=size, **options

@@ -31,7 +31,7 @@ Batch = tuple[torch.Tensor, ...]
 
 
 class UnevenMLP(nn.Module):
-    """Three layers of which no size divides by 2 or 4; the last one has fewer rows than 4 ranks."""
+    """Three layers with sizes not divisible by 2 or 4; the last one has fewer than 4 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class UnevenMLP(nn.Module):
 
 
 class Chain(nn.Module):
-    """Equal linear layers and nothing besides, so that the root's own group is empty."""
+    """Equal linear layers only, so that the root's own group is empty."""
 
     def __init__(self, width: int = 8, depth: int = 4) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Chain(nn.Module):
 
 
 class Routed(nn.Module):
-    """Layers that run in the order that ``route`` says, then ``side`` on the inputs, which need no gradient."""
+    """Layers that run in the order of ``route``, then ``side`` on the inputs, which need no gradient."""
 
     def __init__(self, width: int = 8, depth: int = 4) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Routed(nn.Module):
 
 
 class Wide(nn.Module):
-    """Weights of more than 3 MiB, which travel direct, one even and one not, between small ones, which are packed."""
+    """Zero-copy weights of more than 3 MiB, one even and one uneven, between small ones, which are packed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,17 +173,17 @@ class Task:
     eps: float = 1e-5
 
     def batch_of(self, step: int, rank: int) -> Batch:
-        """The batch of ``rank`` at ``step``: different for every pair."""
+        """Return the batch of ``rank`` at ``step``: different for every pair."""
         return self.batch(torch.Generator().manual_seed(1000 * step + rank + 1))
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """The loss of ``model`` on ``batch``, on the device where the model computes."""
+        """Return the loss of ``model`` on ``batch``, on the device where the model computes."""
         output = model(*batch[:-1])
         return self.criterion(output, batch[-1].to(output.device))
 
 
 def seeded(make: Callable[..., nn.Module], **arguments: Any) -> Callable[[], nn.Module]:
-    """``make(**arguments)`` with the same initial values every time."""
+    """Return ``make(**arguments)`` with the same initial values every time."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -194,7 +194,7 @@ def seeded(make: Callable[..., nn.Module], **arguments: Any) -> Callable[[], nn.
 
 
 def vectors(inputs: int, outputs: int, batch_size: int = 4) -> Callable[[torch.Generator], Batch]:
-    """Batches of random inputs and targets."""
+    """Return batches of random inputs and targets."""
     return lambda generator: (
         torch.randn(batch_size, inputs, generator=generator),
         torch.randn(batch_size, outputs, generator=generator),
@@ -202,7 +202,7 @@ def vectors(inputs: int, outputs: int, batch_size: int = 4) -> Callable[[torch.G
 
 
 def sequences(vocabulary: int, length: int = 6) -> Callable[[torch.Generator], Batch]:
-    """Batches of random tokens and their successors."""
+    """Return batches of random tokens and their successors."""
 
     def batch(generator: torch.Generator) -> Batch:
         tokens = torch.randint(vocabulary, (2, length + 1), generator=generator)
@@ -233,8 +233,9 @@ TASKS = {
 def shard_layers(
     model: nn.Module, fully_shard: Callable[..., Any], *, merges: object = True, **options: Any
 ) -> nn.Module:
-    """``fully_shard`` on every module in ``model.layers``, then on the whole. These are all so small that they would
-    travel together, unless it ``merges`` nothing.
+    """Apply ``fully_shard`` to every module in ``model.layers``, then to the model.
+
+    All groups are so small that they would be fused; without ``merges`` they are not.
     """
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, **options)

@@ -19,7 +19,7 @@ __all__ = ["FULL", "LiveStorages", "Peak", "peak_above_idle"]
 
 
 def peak_above_idle(model: nn.Module, x: Tensor) -> int:
-    """Bytes that a step takes beyond what there was before it, by every allocation of torch in it."""
+    """Return the peak bytes of a step above the bytes allocated before it, by torch's allocations."""
     for _ in range(2):  # until the order is known
         model(x).sum().backward()
         model.zero_grad()
@@ -32,7 +32,7 @@ def peak_above_idle(model: nn.Module, x: Tensor) -> int:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that plain tensors made within had after any operation."""
+    """The peak bytes of plain tensors made while this mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,24 +56,24 @@ def size_of(reference: StorageWeakRef) -> int:
 
 
 class LiveStorages:
-    """Storages that appeared since this was made, and that a tensor still uses. Sizes in bytes.
+    """Storages that appeared since this object was made, and that a tensor still uses. Sizes in bytes.
 
-    Staging of messages is not counted: it is mapped from files, serves all groups in turn, and takes memory only where
-    it was written; ``test_shared_memory_transport.py`` shows that it is bounded.
+    Staging of messages is not counted: it is mapped from files, is shared by all groups, and only written pages take
+    memory; ``test_shared_memory_transport.py`` shows that it is bounded.
     """
 
     def __init__(self) -> None:
         gc.collect()
-        gc.freeze()  # what is there already is not asked again, nor counted
+        gc.freeze()  # existing storages are not counted
 
     def check(self, where: str, *, least: int, expected: list[int]) -> None:
-        """That of storages of at least ``least`` bytes there are just these; a bias may add 8 KiB to each."""
+        """Check that the storages of at least ``least`` bytes have these sizes; a bias may add 8 KiB to each."""
         deadline = time.monotonic() + 5
         while True:
             actual = self._sizes(least)
             if len(actual) == len(expected) and all(0 <= a - e < 8192 for a, e in zip(actual, expected, strict=True)):
                 return
-            # gloo's threads let go of a message a moment after they said that it is done.
+            # gloo's threads release a message shortly after its completion.
             assert time.monotonic() < deadline, f"{where}: storages of {actual} bytes, expected {expected}"
             time.sleep(0.01)
 
@@ -89,5 +89,5 @@ class LiveStorages:
         return sorted(nbytes for nbytes in storages.values() if nbytes >= least)
 
 
-# Of the weights of this task, every whole one has more than this, and what ranks hold of one less.
+# Every full weight of this task has more bytes than this, every shard fewer.
 FULL = 3_000_000

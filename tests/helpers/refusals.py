@@ -15,7 +15,7 @@ __all__ = ["assert_refused"]
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """Everything that ``fully_shard`` could change about a tree of modules."""
+    """Return everything that ``fully_shard`` could change in a tree of modules."""
     return [
         (
             name,
@@ -35,7 +35,7 @@ def tensors_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def assert_refused(
     error: type[Exception], match: str, module: Any, *, within: nn.Module | None = None, **options: Any
 ) -> None:
-    """``fully_shard(module, **options)`` raises, and leaves no trace on it or on the model that it is ``within``."""
+    """Check that ``fully_shard(module, **options)`` raises and changes neither it nor the model ``within``."""
     tree = within if within is not None else module
     before = state_of(tree) if isinstance(tree, nn.Module) else None
     with pytest.raises(error, match=match):

@@ -1,6 +1,6 @@
-"""What the tests of sharding share: where each shard must lie, and a reference trained beside the sharded model.
+"""Helpers for tests of sharding: the expected shards, and a reference trained in parallel with the sharded model.
 
-Nothing here asks the library where anything lies, so a wrong layout cannot agree with itself.
+Nothing here reads layouts of the library, so that a wrong layout is noticed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 @contextmanager
 def single_rank() -> Iterator[None]:
-    """This process as the only rank of a gloo group: for what needs no peers."""
+    """Initialize a gloo group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -47,24 +47,24 @@ def single_rank() -> Iterator[None]:
 
 
 def sharded(module: nn.Module) -> FSDPModule:
-    """``module``, known to the type checker for what it is now."""
+    """Return ``module``, typed as an ``FSDPModule``."""
     assert isinstance(module, FSDPModule)
     return module
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full value, as a copy. Collective for DTensors."""
+    """Return a copy of the full value. Collective for DTensors."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
 
 
 def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters by name, every name of a shared one included. Collective for sharded modules."""
+    """Return copies of all parameters by name, with every name of a shared one. Collective for sharded modules."""
     return {name: whole(p) for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def expected_shard(value: torch.Tensor, rank: int, num_ranks: int, dim: int = 0) -> torch.Tensor:
-    """What ``rank`` must hold of ``value``: as ``torch.chunk`` cuts it, the last ranks getting less or nothing."""
+    """Return the expected shard of ``value`` on ``rank``, by ``torch.chunk``; the last ranks have less or nothing."""
     chunks = value.chunk(num_ranks, dim) if value.size(dim) else ()
     return chunks[rank] if rank < len(chunks) else value.narrow(dim, 0, 0)
 
@@ -72,13 +72,13 @@ def expected_shard(value: torch.Tensor, rank: int, num_ranks: int, dim: int = 0)
 def assert_sharded(
     module: nn.Module, values: Mapping[str, torch.Tensor], mesh: DeviceMesh, dims: Mapping[str, int] | None = None
 ) -> None:
-    """Every parameter is a DTensor parameter on ``mesh``, cut on its dim (0 unless said) over the last mesh dim.
+    """Check that every parameter is a DTensor on ``mesh``, sharded on its dim (default 0) over the last mesh dim.
 
     Args:
-        module: what was sharded.
+        module: the sharded module.
         values: its parameters before, in their order.
         mesh: 1-d, or 2-d with the replicas on the first dim.
-        dims: parameters that are cut on another dim, counted from the front.
+        dims: parameters that are sharded on another dim, counted from the front.
     """
     fulls = values_of(module)
     assert list(fulls) == list(values)
@@ -97,12 +97,12 @@ def assert_sharded(
 
 
 def exactly(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
-    """The same values, shape and dtype, bit for bit."""
+    """Check that values, shape and dtype are bitwise equal."""
     assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
 
 
 def initialise(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copies this rank's part of each full value into the sharded parameter of that name."""
+    """Copy this rank's shard of each full value into the sharded parameter of that name."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -114,7 +114,7 @@ def initialise(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def adamw(parameters: Iterable[nn.Parameter], eps: float = 1e-5) -> torch.optim.Optimizer:
-    """With an ``eps`` that keeps it from blowing rounding of near-zero gradients up to whole steps."""
+    """Return AdamW with an ``eps`` that does not amplify the rounding of near-zero gradients."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=eps)
 
 
@@ -128,9 +128,9 @@ def train_alike(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Trains ``model`` on this rank's batches, ``reference`` on the gradient averaged over all ranks' batches.
+    """Train ``model`` on this rank's batches, ``reference`` on the gradient averaged over all ranks' batches.
 
-    Losses and gradients must agree at every step, parameters at the end; within the defaults of the dtype unless said.
+    Losses and gradients must agree at every step, parameters at the end; by default within the tolerance of the dtype.
     """
 
     def alike(actual: torch.Tensor | None, expected: torch.Tensor | None, what: str) -> None:

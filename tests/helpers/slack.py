@@ -8,5 +8,5 @@ __all__ = ["slack"]
 
 
 def slack() -> float:
-    """A factor: as many processes want to run now as there are cores, or that many times as many."""
+    """Return the number of runnable processes per core, at least 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -9,7 +9,7 @@ __all__ = ["Small", "assert_alike", "filled"]
 
 
 class Small(nn.Module):
-    """With a tied pair, a buffer in the state dict and one that is not, and an expanded one."""
+    """Has a tied pair, a buffer in the state dict, one that is not, and an expanded one."""
 
     spread: torch.Tensor
 

@@ -60,7 +60,7 @@ class Counted(nn.Linear):
 class Everything(nn.Module):
     """Uneven layers, a tied weight, a shared module, an ignored one, buffers of both kinds, and extra state.
 
-    ``flag`` has one row: with more than one rank some hold nothing of it.
+    ``flag`` has one row: with more than one rank some have an empty shard.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None, *, wrap: str = "", *
 
 
 def backward(model: nn.Module, step: int = 0) -> torch.Tensor:
-    """On the batch of this step, the same one on every rank: so buffers and ignored parameters stay alike."""
+    """Run forward and backward on the same batch on every rank, so that buffers and ignored parameters stay equal."""
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
     loss: torch.Tensor = model(x).float().square().mean()
     loss.backward()
@@ -127,7 +127,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range = range(2)) -> No
 
 
 def wholes_of(model: nn.Module) -> dict[str, Any]:
-    """Copies of everything in ``model.state_dict()``, tensors whole. Independent of the forms under test."""
+    """Return copies of ``model.state_dict()`` with full tensors, independently of the forms under test."""
     shardings, state = shardings_of(states_below(model)), model.state_dict(keep_vars=True)
     return {
         plain_name(name): gather(value, shardings.get(id(value))).detach().clone()
@@ -139,14 +139,14 @@ def wholes_of(model: nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def scramble(model: nn.Module) -> nn.Module:
-    """Sets everything to other values."""
+    """Set everything to other values."""
     for tensor in (*model.parameters(), *(b for b in model.buffers())):
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(9)
     return model
 
 
 def same_values(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """The same names in the same order, and the same plain values to the bit."""
+    """Check that names, their order and the plain values are bitwise equal."""
     assert list(actual) == list(expected)
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):

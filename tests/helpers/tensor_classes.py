@@ -20,7 +20,7 @@ class Tagged(torch.Tensor):
 
 
 class Closed(torch.Tensor):
-    """A class with ``__torch_dispatch__`` that does not say of what it consists."""
+    """A class with ``__torch_dispatch__`` but without ``__tensor_flatten__``."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Any:
@@ -42,7 +42,7 @@ class Closed(torch.Tensor):
 class Coded(torch.Tensor):
     """Codes, a scale for each row, one for each column, packed blocks across rows, and sometimes a note.
 
-    Blocks are cut in another way than rows: a shard of an odd number of rows packs them anew.
+    Blocks span rows: a shard with an odd number of rows packs them again.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class Coded(torch.Tensor):
 
     @staticmethod
     def made(values: torch.Tensor, *, has_blocks: bool) -> Coded:
-        """Random ones of the shape of ``values``."""
+        """Return random tensors of the shape of ``values``."""
         height, width = values.shape
         codes = torch.randint(-100, 100, (height, width), dtype=torch.int8)
         blocks = torch.randn(_num_blocks(codes)) if has_blocks else None
@@ -145,7 +145,7 @@ CLASSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def model_of(kinds: list[str], seed: int, shape: tuple[int, int] = (6, 3)) -> nn.Module:
-    """A module for each of ``kinds``, whose weight is of that class. On two ranks shards are square."""
+    """Return a model with a weight of each of ``kinds``. On two ranks shards are square."""
     torch.manual_seed(seed)
     model = nn.ModuleDict()
     for kind in kinds:
@@ -156,7 +156,7 @@ def model_of(kinds: list[str], seed: int, shape: tuple[int, int] = (6, 3)) -> nn
 
 
 def inner_of(tensor: Any) -> dict[str, torch.Tensor]:
-    """The plain tensors of which ``tensor`` consists."""
+    """Return the inner plain tensors of ``tensor``."""
     local = getattr(tensor, "_local_tensor", tensor).detach()
     if not hasattr(local, "__tensor_flatten__"):
         return {"values": local.as_subclass(torch.Tensor)}

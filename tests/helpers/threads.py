@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def together(calls: Sequence[Callable[[], T]], turn: float) -> list[T]:
-    """The results of all calls, each in a thread. These take turns of so many seconds, where Python has 5 ms."""
+    """Return the results of all calls, each in a thread, with this switch interval in seconds (Python's is 5 ms)."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     begin = threading.Barrier(len(calls))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(program: str | Path, *flags: str, launcher: tuple[str, ...] = (), timeout: float = 200) -> str:
-    """What ``program`` printed to both outputs. It must end with exit code 0; if it did not, that is what failed.
+    """Return what ``program`` printed to both outputs. Its exit code must be 0.
 
     Args:
         program: relative to the root.
@@ -30,7 +30,7 @@ def torchrun(program: str | Path, *flags: str, launcher: tuple[str, ...] = (), t
 def finished(
     program: str | Path, *flags: str, launcher: tuple[str, ...] = (), timeout: float = 200
 ) -> subprocess.CompletedProcess[str]:
-    """The same for a program that may fail. Both of its outputs are in ``stdout``."""
+    """Run a program that may fail. Both of its outputs are in ``stdout``."""
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *launcher)
     command = [*start, str(program), *flags]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

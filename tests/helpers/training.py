@@ -1,7 +1,7 @@
 """Training runs that are compared: sharded ones with the unsharded reference, ours with torch's own FSDP2.
 
 A run is described by a *play*: a function that runs the forwards and backwards of one step on one rank's data. The
-reference plays all ranks' parts in turn on one unsharded model and divides the summed gradients by the number of ranks.
+reference runs the plays of all ranks in turn on one unsharded model and divides the summed gradients by their number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Between = Callable[[nn.Module, int], None]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
 """Makes something with ``step`` and ``zero_grad``."""
 
-# Adam divides by the size of the gradient. Where that is all rounding, eps keeps the two runs from going apart.
+# Adam divides by the magnitude of the gradient. If that is only rounding, eps keeps the two runs from diverging.
 _ADAM: dict[str, Any] = {"lr": 3e-3, "eps": 1e-5}
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 @dataclass
 class Run:
-    """What came out of a training run: this rank's losses, all parameters, and the gradients of the last step."""
+    """The results of a training run: this rank's losses, all parameters, and the gradients of the last step."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Run:
 
 
 def play_task(name: str) -> Play:
-    """The play of a task of ``TASKS``: one forward and one backward."""
+    """Return the play of a task of ``TASKS``: one forward and one backward."""
     task = TASKS[name]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -74,14 +74,14 @@ def train(
     steps: int = 5,
     between: Between | None = None,
 ) -> Run:
-    """Trains ``model`` and keeps the losses of rank ``watched``.
+    """Train ``model`` and keep the losses of rank ``watched``.
 
     Args:
-        ranks: whose part is played on this model: one rank's on a sharded model, all on a reference.
-        watched: whose losses are kept.
-        divide: what the gradients are divided by before the optimizer's step.
+        ranks: the ranks whose plays run on this model: one on a sharded model, all on a reference.
+        watched: the rank whose losses are kept.
+        divide: the divisor of gradients before the optimizer's step.
     """
-    parameters = dict(model.named_parameters())  # what is kept unsharded shows others in between
+    parameters = dict(model.named_parameters())  # parameters that are kept unsharded appear as other objects in between
     optimizer, run = make_optimizer(parameters.values()), Run()
     for step in range(steps):
         optimizer.zero_grad()
@@ -102,7 +102,7 @@ def train(
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on CPU that training does not change: of a DTensor, this rank's shard of it as a DTensor."""
+    """Return a copy on CPU; of a DTensor, this rank's shard as a DTensor."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         local = tensor.to_local().cpu().clone()
@@ -111,7 +111,7 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``tensor``, if it is whole and ``like`` is cut."""
+    """Return this rank's shard of ``tensor`` if only ``like`` is sharded."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     if isinstance(like, DTensor):
@@ -125,9 +125,9 @@ def local_part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def assert_equal_runs(actual: Run, expected: Run, *, what: str = "", exact: bool = False) -> None:
-    """Same losses, parameters and gradients: at fp32 defaults of ``assert_close``, or ``exact`` to the bit.
+    """Check that losses, parameters and gradients are equal: within fp32 tolerances, or bitwise if ``exact``.
 
-    Of sharded tensors each rank compares its own part, with what it should be by the rule of ``torch.chunk``.
+    Of sharded tensors each rank compares its own shard with the one that ``torch.chunk`` gives.
     """
     tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
     for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
@@ -161,10 +161,10 @@ def check_parity(
     device: str = "cpu",
     **options: Any,
 ) -> nn.Module:
-    """Trains the sharded model and the unsharded reference on this rank and compares them. Returns the sharded one.
+    """Train the sharded model and the unsharded reference on this rank, compare them, and return the sharded one.
 
     Args:
-        shard: how to shard; by default every module in ``model.layers`` and the whole, with ``options``.
+        shard: how to shard; by default every module in ``model.layers`` and the model, with ``options``.
         between: called in both runs, between the last backward of a step and the optimizer's step.
         device: of the reference.
     """

@@ -25,5 +25,5 @@ TRANSPORTS = {"in common": IN_COMMON, "copies": COPIES, "sockets": SOCKETS}
 
 
 def over_gloo(group: dist.ProcessGroup) -> GlooCommunicator:
-    """The communicator for ranks that share no memory, whether they do or not. All ranks must ask together."""
+    """Return the communicator for ranks without shared memory. Collective."""
     return GlooCommunicator(group, GlooConnection(group, None, OrderCheck.OFF))

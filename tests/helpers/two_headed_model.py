@@ -11,7 +11,7 @@ WIDTH = 6
 
 
 class Heads(nn.Module):
-    """A trunk that is used twice, two heads, and a layer of which only the first microbatch of a step makes use."""
+    """A trunk that is used twice, two heads, and a layer that only the first microbatch of a step uses."""
 
     def __init__(self) -> None:
         super().__init__()

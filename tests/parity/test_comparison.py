@@ -15,7 +15,7 @@ SECONDS = 8.0
 
 
 def reports(name: str, library: str) -> str:
-    """What the ranks report of a row's program, or how their processes ended."""
+    """Return the reports of the ranks for a row's program, or how their processes ended."""
     try:
         return " | ".join(run_ranks(play, ROWS[name].ranks, name, library, timeout=SECONDS))
     except RanksError as error:

@@ -18,7 +18,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class Branches(nn.Module):
-    """A trunk, and a branch that runs when told to."""
+    """A trunk, and a branch that runs on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def seeded(build: Callable[[], nn.Module]) -> Any:
 
 
 def mean_gradients(reference: nn.Module, losses: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """Gradients of the mean of all ranks' losses."""
+    """Return the gradients of the mean of all ranks' losses."""
     reference.zero_grad()
     for rank in range(dist.get_world_size()):
         (losses(rank) / dist.get_world_size()).backward()
@@ -182,7 +182,7 @@ def forwards_once_more_before_the_step() -> None:
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(batch_of(0, rank)).square().sum().backward()
-    model(batch_of(9, rank))  # leaves slices behind, of what the parameters were
+    model(batch_of(9, rank))  # leaves slices of the old parameters
     optimizer.step()
     mean_gradients(reference, lambda other: reference(batch_of(0, other)).square().sum())
     torch.optim.SGD(reference.parameters(), lr=0.5).step()

@@ -1,15 +1,15 @@
 """Programs drawn at random train sharded as they do unsharded.
 
-CI draws the same programs as long as sources stay as they are. For more of them, others in every run:
+CI draws the same programs as long as the sources are unchanged. For more programs, different in every run:
 
     FUZZ_PROGRAMS=10000 python -m pytest tests/parity/test_fuzz.py -k train --timeout=0
 
-which says at the end how many made use of what. It prints its seed, and ``FUZZ_SEED`` repeats a run. Some programs run
-beside another one, in two threads of each rank. A failure shows the smallest program that hypothesis could find, to be
-pasted into ``alone(...)``.
+At the end it prints how many programs used each feature. It prints its seed, and ``FUZZ_SEED`` repeats a run. Some
+programs run in parallel with another one, in two threads of each rank. A failure shows the smallest program that
+hypothesis could find, to be pasted into ``alone(...)``.
 
-All programs are drawn first and run in batches, since a call of ``run_ranks`` costs as much as a program. Only when one
-fails is hypothesis asked to draw the same programs again, told what is known of them, and left to shrink.
+All programs are drawn first and run in batches, since a call of ``run_ranks`` costs as much as a program. If one
+fails, hypothesis draws the same programs again, with the known outcomes, and shrinks the failure.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ IN_CI = {2: 300, 4: 30}
 
 @dataclass(frozen=True)
 class Round:
-    """Some programs. The same every time for the same seed; ``None`` is the seed of CI."""
+    """Some programs, always the same ones for the same seed; ``None`` is the seed of CI."""
 
     size: int
     world_size: int
     seed: int | None = None
 
     def each(self, check: Callable[[Program], None], *phases: Phase) -> None:
-        """Hypothesis calls ``check`` with one program after another. It repeats itself, so that more are drawn."""
+        """Call ``check`` with drawn programs. Hypothesis repeats some, so more than ``size`` are drawn."""
 
         @settings(
             max_examples=self.size * 3 // 2,
@@ -91,11 +91,11 @@ class Round:
         (test if self.seed is None else seed(self.seed)(test))()
 
     def programs(self) -> list[Program]:
-        """The first ``size`` different ones, some of them beside others."""
+        """Return the first ``size`` different programs, some of them as parallel pairs."""
         return list(self.by_drawn().values())
 
     def by_drawn(self) -> dict[Program, Program]:
-        """What is run, by what hypothesis draws."""
+        """Return the programs that run, by the drawn ones."""
         found: dict[Program, None] = {}
         self.each(found.setdefault)
         drawn = {program: program for program in list(found)[: self.size]}
@@ -104,7 +104,7 @@ class Round:
 
 
 def beside(program: Program, other: Program) -> Program:
-    """Both in two threads of each rank."""
+    """Return both programs, to run in two threads of each rank."""
     return replace(program.undisturbed, beside=other.undisturbed)
 
 
@@ -112,7 +112,7 @@ drawn = lru_cache(Round.programs)
 
 
 def alone(program: Program, timeout: float = 20.0) -> str:
-    """Runs one program. What went wrong, or nothing."""
+    """Run one program and return its failure or None."""
     try:
         found = on_ranks([program], timeout)
     except RanksError as error:
@@ -121,7 +121,7 @@ def alone(program: Program, timeout: float = 20.0) -> str:
 
 
 def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
-    """Runs programs in one call for each way in which ranks reach each other. What went wrong, by their position."""
+    """Run programs in one call per transport and return the failures by position."""
     found: dict[int, str] = {}
     for number, transport in enumerate((IN_COMMON, SOCKETS)):
         places = [i for i, program in enumerate(some) if len(repr(program)) % 2 == number]
@@ -133,7 +133,7 @@ def on_ranks(some: Sequence[Program], timeout: float) -> dict[int, str]:
 
 
 def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
-    """Runs them in batches, and those again by themselves that failed."""
+    """Run programs in batches, and run failed ones again alone."""
     found: dict[Program, str] = {}
     for start in range(0, len(all_programs), BATCH):
         batch = all_programs[start : start + BATCH]
@@ -146,7 +146,7 @@ def failures(all_programs: Sequence[Program]) -> dict[Program, str]:
 
 
 def together(batch: Sequence[Program]) -> dict[Program, str]:
-    """Runs them in one call. Where that dies or hangs, the halves of it, to find those that do."""
+    """Run programs in one call. If it dies or hangs, run each half to find the cause."""
     try:
         found = on_ranks(batch, timeout=20.0 + 0.5 * len(batch))
     except RanksError as error:
@@ -158,7 +158,7 @@ def together(batch: Sequence[Program]) -> dict[Program, str]:
 
 
 def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
-    """The smallest failing program that can be found in some time, and what went wrong."""
+    """Return the smallest failing program that is found in limited time, and its failure."""
     known = dict.fromkeys(round_.programs(), "") | failed
     by_drawn = round_.by_drawn()
     best, deadline = min(failed, key=lambda program: len(repr(program))), time.monotonic() + SHRINKING
@@ -179,7 +179,7 @@ def smallest(round_: Round, failed: dict[Program, str]) -> tuple[Program, str]:
 
 
 def rounds(world_size: int) -> Iterator[Round]:
-    """What to run, by the environment."""
+    """Return the rounds to run, as the environment says."""
     wanted = int(os.environ.get("FUZZ_PROGRAMS", "0")) * IN_CI[world_size] // sum(IN_CI.values())
     if not wanted:
         yield Round(IN_CI[world_size], world_size)
@@ -279,7 +279,7 @@ def forget_what_was_held(self: GroupGradients, *args: object) -> object:
 def leave_out_a_rank(self: Bucket, *args: object) -> object:
     gather = WHOLE["prepare_gather"](self, *args)
     if self._shard.rank and gather.payloads:
-        # Not in place: that would change the shard, which this rank alone would notice.
+        # Not in place: that would change the shard, which only this rank would notice.
         gather.payloads[0] = torch.zeros_like(gather.payloads[0])
     return gather
 
@@ -328,4 +328,4 @@ def test_a_broken_library_is_noticed(name: str) -> None:
     try:
         assert any(any(run_ranks(differences_when_broken, 2, name, each, environment=transport)) for each in some)
     finally:
-        shutdown()  # the ranks may be out of step, and must not serve another test
+        shutdown()  # the ranks may have diverged and must not be reused by another test

@@ -43,7 +43,7 @@ def inputs() -> torch.Tensor:
 def tracked(
     shard: Callable[..., Any], before_step: Callable[[FSDPMemTracker], None] | None = None
 ) -> tuple[dict[str, int], dict[str, Snapshots]]:
-    """Of one step: bytes at the peak by kind, and those of each block in each state."""
+    """Return the peak bytes of one step by kind, and those of each block in each state."""
     model = built(shard)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     tracker = FSDPMemTracker(model, optimizer)
@@ -64,9 +64,10 @@ def tracked(
 
 
 def await_gloo(tracker: FSDPMemTracker) -> None:
-    """A thread of gloo's releases the message of torch's last reduce-scatter some time after the wait for it is over.
+    """Wait until gloo has released the message of torch's last reduce-scatter.
 
-    On a busy machine that was during the optimizer's step, so that the peak had this message in it.
+    Its thread does so some time after the wait is over. On a busy machine that was during the optimizer's step, so that
+    the peak included this message.
     """
     end = time.monotonic() + 10.0
     while named(tracker.get_tracker_snapshot("current"))["Temp"]:
@@ -80,7 +81,7 @@ def named(snapshot: dict[torch.device, dict[Any, int]]) -> dict[str, int]:
 
 
 def trains_as_before(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Once the tracker is gone; also after a forward that raises."""
+    """Check training after the tracker is removed, also after a forward that raises."""
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(2, WIDTH + 1))
@@ -102,7 +103,7 @@ def sees_what_torch_has() -> None:
         assert [s["Unsharded Param"] for s in states["After Pre-Forward"]] == [BLOCK_BYTES], name
         assert [s["Unsharded Param"] for s in states["After Post-Forward"]] == [0], name
         assert states["Before Post-Backward"][0]["Unsharded Grad"] >= BLOCK_BYTES, name
-        arriving = BLOCK_BYTES // 2  # the other rank's part, which lies beside our own until it is added up
+        arriving = BLOCK_BYTES // 2  # the other rank's rows, which are in memory until they are summed
         peak_of_torch = torchs_modules[name]["Peak Backward"][0]["Total"]
         assert states["Peak Backward"][0]["Total"] <= peak_of_torch + arriving + ALIGNMENT, name
 

@@ -29,7 +29,7 @@ PEER_COMBINATIONS = (COMBINATIONS[0], *COMBINATIONS[-3:])
 
 @lru_cache
 def reference(task: str, optimizer: str, rank: int, world_size: int) -> Run:
-    """Kept for the next way of resharding, as workers are reused."""
+    """Return the reference run, cached for other resharding options, since workers are reused."""
     everyone = range(world_size)
     model = TASKS[task].build()
     return train(model, play_task(task), OPTIMIZERS[optimizer], ranks=everyone, watched=rank, divide=world_size)
@@ -44,7 +44,7 @@ def sharded(
 
 
 def check_how_parameters_travel() -> None:
-    """What the tests below rely on: this model has large parameters, even and uneven, as well as small ones."""
+    """Check that this model has zero-copy parameters, even and uneven, and packed ones, as the tests below need."""
     model = shard_layers(TASKS["wide"].build(), composable_fsdp.fully_shard)
     even, uneven = (state_of(model.get_submodule(f"layers.{i}")).group.plan.buckets[0] for i in (0, 1))
     for bucket in (even, uneven):
@@ -61,7 +61,7 @@ def compare_with_reference_and_peer(reshard_after_forward: bool | int | None) ->
         assert_equal_runs(ours, reference(task, optimizer, rank, world_size), what=f"{what}, reference")
         if (task, optimizer) in PEER_COMBINATIONS:
             theirs = sharded(peer.fully_shard, task, optimizer, reshard_after_forward)
-            # The sum of two is the same in either order; gloo adds up four in an order that depends on the message.
+            # A sum of two does not depend on the order; gloo sums four in an order that depends on the message.
             assert_equal_runs(ours, theirs, what=f"{what}, torch", exact=world_size == 2)
 
 

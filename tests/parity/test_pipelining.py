@@ -46,7 +46,7 @@ Shard = Callable[..., Any]
 
 
 class Block(nn.Module):
-    """Sizes that 2 does not divide."""
+    """A block with odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def batch_of(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int, reshard: bool | None) -> list[nn.Sequential]:
-    """This rank's stages, sharded block by block. Rank 0 of 2 has the first and third of four."""
+    """Return this rank's stages, sharded by block. Rank 0 of 2 has the first and third of four."""
     count = 2 * per_rank
     size = len(model) // count
     stages = []
@@ -84,7 +84,7 @@ def stages_of(model: Any, shard: Shard, mesh: DeviceMesh, per_rank: int, reshard
 def train(
     shard: Shard, schedule: str, mesh: DeviceMesh, *, reshard: bool | None = False
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """The losses, where the last stage is, and the trained parameters of this rank's stages."""
+    """Return the losses, on the rank of the last stage, and the trained parameters of this rank's stages."""
     kind = SCHEDULES[schedule]
     per_rank = 2 if issubclass(kind, PipelineScheduleMulti) else 1
     modules = stages_of(seeded(chain)(), shard, mesh, per_rank, reshard)
@@ -124,7 +124,7 @@ def test_a_pipeline_of_sharded_stages_trains_as_with_torch(schedule: str) -> Non
 
 
 def warns_of_lost_gradients() -> None:
-    """Of groups that lost those of all microbatches, as the last stage's do here."""
+    """Expect the warning for groups that lost the gradients of all microbatches, here those of the last stage."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

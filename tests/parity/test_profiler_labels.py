@@ -59,7 +59,7 @@ def have_the_same_words() -> None:
         assert any(label.startswith(f"FSDP::{word} (") for label in mine)
     for word in ("pre_forward", "post_forward", "pre_backward"):
         assert {f"FSDP::{word} (0)", f"FSDP::{word} (1)"} <= mine & torchs
-    assert "FSDP::all_gather (root)" not in mine  # all parameters are those of the blocks: nothing is gathered for it
+    assert "FSDP::all_gather (root)" not in mine  # the root has no parameters of its own, so it gathers nothing
     assert words_of(mine) >= {"post_backward_reduce", "root_post_backward_callback"}
 
 
@@ -123,7 +123,7 @@ def are_counted_for_the_modules_that_run() -> None:
     whole = {"forward": {"_allgather_base_": 2}, "backward": {"_allgather_base_": 2, "_reduce_scatter_base_": 2}}
     assert counted["FSDPSequential"] == whole
     assert counted["FSDPSequential.0"] == {
-        "forward": {"_allgather_base_": 2},  # its own, and the next one ahead of time
+        "forward": {"_allgather_base_": 2},  # its own all-gather and the prefetch of the next one
         "backward": {"_reduce_scatter_base_": 1},
     }
     assert counted["FSDPSequential.1"] == {
@@ -138,7 +138,7 @@ def test_the_communication_debug_mode_counts_collectives_for_modules(environment
 
 
 def collectives_of(shard: Any) -> list[tuple[str, str, int]]:
-    """Of one step: the name that torch has for each, the group in whose label it is, and the bytes that it is given."""
+    """Return torch's name, the group of the enclosing label and the bytes of each collective of one step."""
     model = chain(shard)
     if isinstance(model, ours.FSDPModule):
         model.set_max_merged_bytes(0)
@@ -170,7 +170,7 @@ def are_named_with_group_and_bytes(gathers: bool) -> None:
     torchs = collectives_of(torch_fsdp.fully_shard)
     assert [(name, group) for name, group, _ in torchs if "reduce" in name] == [each[:2] for each in reductions]
     assert all(nbytes >= 4 * (9 + 3) for *_, nbytes in reductions)
-    if gathers:  # through shared memory there may be nothing to move
+    if gathers:  # with shared memory there may be no collective
         assert [each[:2] for each in mine] == [each[:2] for each in torchs]
 
 

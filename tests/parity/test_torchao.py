@@ -1,7 +1,7 @@
-"""torchao's tensors, unmodified: what trains on torch's FSDP2 trains here with the same numbers, to the bit.
+"""torchao's tensors, unmodified: training is bitwise equal to torch's FSDP2.
 
-The recipes are those of torchao's manual. Matrix products are emulated or computed by torch's int8 kernels, both of
-which a CPU has.
+The recipes are those of torchao's documentation. Matrix products are emulated or computed by torch's int8 kernels;
+both run on a CPU.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def nothing(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a user of torchao does.
+    """One way to use torchao.
 
     Args:
         convert: the model, before it is sharded.
-        rests_as: class of a converted shard, by name.
-        computes_as: class of a gathered one.
+        rests_as: name of the class of a converted shard.
+        computes_as: class of a gathered parameter.
         after_step: called after each step of the optimizer.
-        quantizes: whether it computes with other numbers than the model that was converted.
+        quantizes: whether its values differ from those of the model that was converted.
     """
 
     convert: Callable[[nn.Module], nn.Module]
@@ -185,7 +185,7 @@ def sharded(library: Any, model: Any, **options: Any) -> Any:
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-3, foreach=False)  # int8 weights know no foreach
+    return torch.optim.Adam(parameters, lr=1e-3, foreach=False)  # int8 weights do not support foreach
 
 
 def play(

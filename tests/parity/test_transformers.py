@@ -31,7 +31,7 @@ STEPS = 3
 
 
 def llama(*, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
-    """Random values; sizes of which some do not divide by 2."""
+    """Return a Llama with random values and some odd sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(11)
@@ -60,7 +60,7 @@ def sharded(model: Any) -> Any:
 
 
 def from_meta(path: Path, *, tied: bool, convert_dtype: bool) -> Any:
-    """A sharded Llama that never had memory for more than its shards, with what is at ``path``."""
+    """Return a sharded Llama with the values at ``path`` that never had memory for more than its shards."""
     with torch.device("meta"):
         model = llama(tied=tied)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # has buffers that no checkpoint has
@@ -70,7 +70,7 @@ def from_meta(path: Path, *, tied: bool, convert_dtype: bool) -> Any:
 
 
 def train(model: nn.Module, ranks: range) -> list[float]:
-    """Losses. The gradient is the mean over ``ranks``, which a sharded model takes itself."""
+    """Train and return losses. The gradient is the mean over ``ranks``; a sharded model averages itself."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses = []
     for step in range(STEPS):
@@ -112,7 +112,7 @@ def loads_trains_and_saves(folder: Path, *, tied: bool, half: bool) -> None:
 
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:
-    """All values, bit for bit."""
+    """Check that all values are bitwise equal."""
     ours, theirs = whole_state(model), whole_state(other)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():

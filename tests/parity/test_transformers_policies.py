@@ -35,7 +35,7 @@ SMALL = {
     "pad_token_id": None,
 }
 
-# Class, configuration, and what the names of blocks begin with.
+# Class, configuration, and prefix of the names of blocks.
 ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
     "decoder": ("LlamaForCausalLM", "LlamaConfig", SMALL, [f"model.layers.{i}" for i in range(3)]),
     "experts": ("MixtralForCausalLM", "MixtralConfig", SMALL, [f"model.layers.{i}" for i in range(3)]),

@@ -53,7 +53,7 @@ def only_some_layers(model: FSDPModule, i: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def sharded_and_in_flight(model: FSDPModule, i: int) -> Iterator[None]:
-    """Reductions of one microbatch may still be on the wire when the next one begins."""
+    """Reductions of one microbatch may still be in flight when the next one begins."""
     model.set_is_last_backward(i == LAST)
     with sharded(model, i):
         yield
@@ -133,7 +133,7 @@ def accumulate(mesh_shape: tuple[int, ...], reshard_after_forward: bool | int | 
     for setting in SETTINGS:
         model = shard_layers(build(), fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
         assert isinstance(model, FSDPModule)
-        model.set_max_merged_bytes(0)  # layers that took no part would travel along with their neighbours
+        model.set_max_merged_bytes(0)  # unused layers would be fused with adjacent ones
         ours = train(model, accumulating(setting), ranks=[rank], watched=rank)
         assert_equal_runs(ours, expected, what=setting.__name__)
         states = [state for module in model.modules() if (state := find_state(module)) is not None]
@@ -153,7 +153,7 @@ def measure_what_is_kept() -> None:
     model = shard_layers(task.build(), fully_shard)
     whole = [768 * 1024 * 4, 1027 * 768 * 4]
     shards = [768 * 1024 * 4 // 2, 1028 * 768 * 4 // 2]
-    live = LiveStorages()  # what the model itself has does not count
+    live = LiveStorages()  # the memory of the model itself does not count
     for step in range(2):
         with no_sync(model, sharded=True):
             task.loss(model, task.batch_of(step, rank)).backward()
@@ -174,7 +174,7 @@ def test_accumulation_by_shards_keeps_no_full_gradient() -> None:
 
 
 def accumulate_shards_in_the_reduce_dtype() -> None:
-    """Three microbatches in bf16, summed in fp32: to the bit what an explicit sum gives."""
+    """Sum three bf16 microbatches in fp32, bitwise equal to an explicit sum."""
     task, rank = TASKS["mlp"], dist.get_rank()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard_layers(task.build(), fully_shard, mp_policy=policy)
@@ -205,7 +205,7 @@ def test_gradients_accumulate_by_shards_in_the_reduce_dtype() -> None:
 
 
 def give_up(model: FSDPModule, step: int, rank: int, how: str, sharded: bool, in_flight: bool) -> None:
-    """A microbatch whose gradients are wanted no more."""
+    """Run a microbatch whose gradients are discarded."""
     task, module = TASKS["mlp"], as_module(model)
     model.set_is_last_backward(not in_flight)
     with no_sync(module, sharded=sharded):
@@ -241,7 +241,7 @@ def drop_what_was_accumulated() -> None:
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(False)
     TASKS["mlp"].loss(model, TASKS["mlp"].batch_of(0, 0)).backward()
-    model.zero_grad()  # while the last reductions are on the wire
+    model.zero_grad()  # while the last reductions are in flight
     TASKS["mlp"].loss(model, TASKS["mlp"].batch_of(0, 0)).sum().backward()
     model.set_is_last_backward(True)
     with pytest.raises(RuntimeError, match="in the body"), no_sync(model):
@@ -255,7 +255,7 @@ def test_zero_grad_and_reset_drop_accumulated_gradients() -> None:
 
 
 def freeze_between_microbatches(sharded: bool) -> None:
-    """What one microbatch gave to a parameter that is then frozen is no reason to misplace what others got."""
+    """Freeze a parameter that got a gradient from one microbatch; the gradients of others stay correct."""
     task = TASKS["mlp"]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -281,7 +281,7 @@ def test_freezing_between_microbatches_keeps_accumulated_gradients(sharded: bool
 
 
 def accumulating_in_microbatches(setting: str, microbatches: int = 3) -> Play:
-    """A play of several microbatches; the last one does not use all layers of the first."""
+    """Return a play of several microbatches; the last one does not use all layers of the first."""
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         losses = []
@@ -318,7 +318,7 @@ def set_up_microbatch(model: FSDPModule, setting: str, is_last: bool) -> None:
 def check_reduced(setting: str, reduced: set[str], is_last: bool, *, is_first: bool) -> None:
     used = EVERY if is_first else EVERY - {"layers.extra"}
     if is_last or setting in ("with communication", "not the last backward"):
-        # What the first microbatch left of a layer that the last one does not use travels at the end, too.
+        # A gradient of the first microbatch, for a layer that the last one does not use, is also reduced at the end.
         held = {"layers.extra"} if setting.startswith("without communication") and "root" not in setting else set()
         assert reduced == used | held, setting
     elif setting == "without communication of the root":
@@ -355,13 +355,13 @@ def test_accumulated_gradients_are_those_of_the_large_batch(world_size: int, res
 
 
 def accumulate_over_an_evaluation_and_a_changed_mind() -> None:
-    """Unreduced gradients outlive an evaluation; and those of a step that is given up are dropped by a reset."""
+    """Check that unreduced gradients survive an evaluation, and that a reset drops those of an abandoned step."""
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(False)
             model(inputs_of(step, rank, 9))["left"].sum().backward()
-            model.reset_iter_state()  # given up
+            model.reset_iter_state()  # abandoned
         model(inputs_of(step, rank, 0))["left"].square().mean().backward()
         with torch.no_grad():
             value = model(inputs_of(step, rank, 1))["left"].sum()

@@ -77,7 +77,7 @@ def transformer_of(make: Callable[[nn.Module], nn.Module]) -> nn.Module:
 
 
 def sharded_halves(model: nn.Module) -> None:
-    """Units within units: the linear layers of every block, the block, the whole."""
+    """Shard nested groups: the linear layers of every block, the block, the model."""
     for module in list(model.get_submodule("layers").modules()):
         if isinstance(module, nn.Linear):
             fully_shard(module)
@@ -164,7 +164,7 @@ def test_recomputation_and_backward_share_one_gather() -> None:
 
 
 class Segments(nn.Module):
-    """One group, of which a layer is used by several reentrant checkpoints: it gets a gradient in each's backward."""
+    """One group with a layer used by several reentrant checkpoints: it gets a gradient in the backward of each."""
 
     def __init__(self) -> None:
         super().__init__()

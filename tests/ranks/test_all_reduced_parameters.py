@@ -27,7 +27,7 @@ STEPS = 3
 
 
 class Narrow(nn.Module):
-    """Of 4 ranks, and of 2, most hold no row of most parameters: but of ``up`` and ``out`` all hold some."""
+    """On 2 and 4 ranks, most ranks have empty shards of most parameters, but none of ``up`` and ``out``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Stack(nn.Module):
 
 @contextmanager
 def whole_from(nbytes: int) -> Iterator[None]:
-    """Padding of ``nbytes`` is worth an all-reduce, over whatever communicator."""
+    """Make padding of ``nbytes`` worth an all-reduce, on every communicator."""
     original = ProcessGroups.plan_options
 
     def patched(self: ProcessGroups, *, offloaded: bool) -> PlanOptions:
@@ -122,7 +122,7 @@ def reduced_on_one_axis(model: Any, *, last: bool) -> None:
 
 
 def always(model: Any, *, last: bool) -> None:
-    """Every microbatch is reduced."""
+    """Return that every microbatch is reduced."""
 
 
 VARIANTS: dict[str, tuple[Callable[[], Any], Callable[..., None]]] = {
@@ -140,7 +140,7 @@ VARIANTS: dict[str, tuple[Callable[[], Any], Callable[..., None]]] = {
 
 
 def train(variant: str) -> tuple[Any, list[torch.Tensor]]:
-    """The model, and all gradients and parameters after each step."""
+    """Return the model, and all gradients and parameters after each step."""
     build, prepare = VARIANTS[variant]
     model, seen = build(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -158,7 +158,7 @@ def train(variant: str) -> tuple[Any, list[torch.Tensor]]:
 
 
 def check_whole(model: Any, expected: set[str]) -> None:
-    """That these travel whole both ways, or nothing does, and never what all ranks have rows of."""
+    """Check that these parameters, or none, are all-reduced both ways, and never those with rows on all ranks."""
     for layer in model.layers:
         plan = state_of(layer).group.plan
         gathered = {plan.specs[b.indices[i]].name for b in plan.buckets for i in b.gather.all_reduced}
@@ -186,7 +186,7 @@ def compare(variant: str, *, exactly: bool) -> None:
 @pytest.mark.behaviour("A-04")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_all_reduced_parameters_train_to_the_same_bits(variant: str) -> None:
-    """Over shared memory, where a sum in place is made in the order of ranks too."""
+    """With shared memory, an in-place sum is also in the order of ranks."""
     run_ranks(compare, 4, variant, exactly=True, environment=COPIES)
 
 
@@ -207,14 +207,14 @@ def test_parameters_in_shared_memory_are_not_all_reduced() -> None:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """What all-gathers put out, what goes into reduce-scatters, and twice what is reduced in place."""
+    """Return the output bytes of all-gathers, the input bytes of reduce-scatters, and twice those reduced in place."""
     moved: list[int] = []
 
     def counting(communicator: type, name: str, size_of: Callable[[Any], int]) -> Callable[..., Any]:
         original = getattr(communicator, name)
 
         def call(self: object, tensors: Any, *args: Any) -> Any:
-            if not str(args[-1]).startswith("comparison of"):  # of what ranks have built, before the first forward
+            if not str(args[-1]).startswith("comparison of"):  # the comparison of models, before the first forward
                 moved.extend(map(size_of, tensors))
             return original(self, tensors, *args)
 
@@ -244,7 +244,7 @@ def test_the_trace_and_the_report_count_the_bytes_sent() -> None:
 
 
 def test_at_4096_ranks_a_step_takes_no_memory_for_padding() -> None:
-    """Beyond two unsharded blocks, the gradients of one and their message, of 64 and 256 rows: 64 and 16 times that."""
+    """The peak is two unsharded blocks, gradients of one and their message; padding of 64 and 256 rows adds none."""
     width, ranks = 64, 4096
     dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
     try:

@@ -83,7 +83,7 @@ class Stop(Exception):
 
 
 def stops_on_the_way() -> None:
-    """What raises inside leaves the model sharded; a list of modules is one group, a plain parameter not visited."""
+    """Check that an exception leaves the model sharded, a list is one group, and plain parameters are not visited."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     fully_shard([model[0], model[1]])
     fully_shard(model, ignored_modules=[model[2]])

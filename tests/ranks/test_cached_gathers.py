@@ -20,7 +20,7 @@ CHAIN = TASKS["chain"]
 
 
 def replace_parameters_of_one_among_several() -> None:
-    """After steps that gathered all together: the others' tensors stay as they are."""
+    """Replace parameters after fused steps; the tensors of other groups are unchanged."""
     model, reference = seeded(CHAIN.build)(), seeded(CHAIN.build)()
     shard_layers(model, fully_shard)
     batch = CHAIN.batch_of(0, dist.get_rank())
@@ -73,7 +73,7 @@ def test_a_group_without_parameters_is_unsharded_from_its_smaller_mesh() -> None
 
 
 def step_of_the_shards() -> None:
-    """What is sent are the shards as they are now, though how they travel was listed before."""
+    """Check that a cached all-gather sends the current values of shards."""
     model = seeded(CHAIN.build)()
     shard_layers(model, fully_shard)
     assert isinstance(model, FSDPModule)

@@ -20,7 +20,7 @@ from tests.helpers.models import TASKS, shard_layers
 
 
 def everything(folder: Path) -> None:
-    """Rank 1's disk is slow: it is still writing when rank 0 calls what comes next."""
+    """Run operations on rank 0 while rank 1, with a slow disk, is still writing."""
     model, slow = nn.Linear(3, 3), dist.get_rank() == 1
     save_safetensors(model, folder / "files")
     calls = {

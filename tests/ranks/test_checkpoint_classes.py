@@ -39,7 +39,7 @@ def sharded(kinds: list[str], seed: int, dim: int = 0, **options: Any) -> nn.Mod
 
 
 def part_of(whole: torch.Tensor, dim: int, name: str, outer: torch.Size) -> torch.Tensor:
-    """This rank's part of an inner tensor, where the tensor of shape ``outer`` is cut along ``dim``."""
+    """Return this rank's part of an inner tensor if the tensor of shape ``outer`` is sharded along ``dim``."""
     follows = {"rows": (0, None), "columns": (None, 0)}.get(name, (0, 1))[dim]
     if not dist.is_initialized() or follows is None:
         return whole
@@ -60,7 +60,7 @@ def assert_same(model: nn.Module, expected: nn.Module, dim: int = 0) -> None:
 
 
 def pair_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """With state of the parameters' classes, filled."""
+    """Return an optimizer whose state has the parameters' classes, filled."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(wanted, lr=0.1, momentum=0.9)
     for parameter in wanted:
@@ -101,7 +101,7 @@ def loads(folder: Path, dim: int) -> None:
 
 @pytest.mark.behaviour("F-07", "F-09", "F-12")
 def test_inner_tensors_are_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Shards of two ranks are square, so that shapes do not say what is a scale of rows and what of columns."""
+    """Shards of two ranks are square, so that shapes do not distinguish scales of rows from scales of columns."""
     run_ranks(saves, 2, tmp_path)
     assert not verify(tmp_path / "rows").problems
     convert(tmp_path / "rows", tmp_path / "model.pt", Kind.TORCH)
@@ -212,7 +212,7 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_class_that_another_tool_pickled_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
-    """``torch.distributed.checkpoint`` pickles such tensors whole, as ``save`` once did too."""
+    """``torch.distributed.checkpoint`` pickles such tensors, as ``save`` once did too."""
     saved, model = model_of(["pair"], 1), model_of(["pair"], 2)
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)

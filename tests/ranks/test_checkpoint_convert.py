@@ -27,7 +27,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def through(saved: Path, folder: Path, *kinds: Kind) -> Path:
-    """``saved``, converted to one kind after the other."""
+    """Convert ``saved`` to one kind after the other."""
     here = saved
     for i, kind in enumerate(kinds):
         there = folder / f"{i}-{kind.value}"

@@ -77,7 +77,7 @@ def test_names_are_those_of_the_unsharded_model() -> None:
 
 
 def assert_shown(model: nn.Module, expected: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Each form has the values ``expected``, this rank's part of them where it has parts."""
+    """Check that each form has the values ``expected``, or this rank's shards of them."""
     axis = mesh.ndim - 1
     rank, ranks = mesh.get_local_rank(axis), mesh.size(axis)
     here = state_dict(model)
@@ -142,7 +142,7 @@ def to_and_from_the_unsharded_model() -> None:
     scramble(model)
     load_state_dict(model, plain.state_dict())
     same_values(wholes_of(model), expected)
-    for form in (None, Full(), Local()):  # all of them whole tensors, where nothing is sharded
+    for form in (None, Full(), Local()):  # all of them full tensors if nothing is sharded
         other = build()
         load_state_dict(scramble(other), state_dict(plain, form or Sharded()), form)
         same_values(other.state_dict(), expected)
@@ -249,7 +249,7 @@ def test_parameters_kept_unsharded_compute_with_the_loaded_values() -> None:
 
 
 class OneAtATime:
-    """Stands in for a function that makes whole tensors, and checks that the last is gone when the next is made."""
+    """Replaces a function that makes full tensors, and checks that the last one is freed before the next is made."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -47,7 +47,7 @@ from tests.helpers.transports import TRANSPORTS, Environment
 
 
 def copied_state() -> None:
-    """As averages of weights and best checkpoints do it, also of what was made on meta."""
+    """Copy the state, as averages of weights and best checkpoints do, also of a model made on meta."""
     mesh, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
     with torch.device("meta"):
         model = shard(Everything(), mesh)
@@ -116,7 +116,7 @@ def test_a_context_manager_chooses_the_form_of_the_models_own_state_dict() -> No
 
 
 class Noted(nn.Linear):
-    """Notes what its load hooks see. Its extra state is a tensor that grows."""
+    """Records the arguments of its load hooks. Its extra state is a tensor that grows."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)

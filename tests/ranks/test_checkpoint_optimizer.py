@@ -43,7 +43,7 @@ Make = Callable[[Iterable[Any]], Optimizer]
 
 
 def groups_of(model: nn.Module, *, backwards: bool = False) -> list[dict[str, Any]]:
-    """Biases in a group of their own, and the ignored layer in none; ``backwards`` has the reverse order."""
+    """Return groups with biases in their own group, without the ignored layer; ``backwards`` reverses the order."""
     named = [(n, p) for n, p in model.named_parameters() if not n.startswith("plain")]
     named = named[::-1] if backwards else named
     first = {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": 0.1}
@@ -60,7 +60,7 @@ def sgd(parameters: Iterable[Any]) -> Optimizer:
 
 
 class ColumnScaled(Optimizer):
-    """Keeps one number for each column: the same DTensor on every rank, of another shape than the parameter."""
+    """Keeps one number for each column: a replicated DTensor with another shape than the parameter."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -88,13 +88,13 @@ MAKERS: dict[str, Make] = {
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """That of an optimizer on an unsharded model, by name."""
+    """Return the state of an optimizer on an unsharded model, by name."""
     names = parameter_names(model)
     return {names[id(p)]: entry for p, entry in optimizer.state.items()}
 
 
 def same_state(found: Mapping[str, Any], expected: Mapping[str, Any], *, exact: bool = True) -> None:
-    """Equal entries, all of them plain."""
+    """Check that all entries are equal and plain."""
     assert set(found) == set(expected)
     for name, entry in expected.items():
         assert list(found[name]) == list(entry)
@@ -111,7 +111,7 @@ def same_state(found: Mapping[str, Any], expected: Mapping[str, Any], *, exact: 
 
 
 def goes_on(make: str, shape: tuple[int, ...], **options: Any) -> None:
-    """Trained, saved and loaded in every form into a fresh optimizer, and trained on: as the unsharded reference."""
+    """Train, save, load every form into a new optimizer, and train on, with the results of the unsharded reference."""
     mesh = init_device_mesh("cpu", shape)
     factory = MAKERS[make]
     model, reference = shard(build(), mesh, wrap="before", **options), build()
@@ -160,7 +160,7 @@ def test_optimizers_resume_on_other_meshes_with_empty_shards(shape: tuple[int, .
 
 
 def everything_else() -> list[str]:
-    """What one model on two ranks can show."""
+    """Check features that need only one model on two ranks."""
     model = shard(build())
     optimizer = adamw(groups_of(model))
     train(model, optimizer)
@@ -225,7 +225,7 @@ def fresh_of(model: nn.Module) -> Optimizer:
 
 
 def numbered(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> list[str]:
-    """State dicts of plain optimizers, to names and back."""
+    """Convert state dicts of plain optimizers to names and back."""
     plain = build()
     theirs = adamw(groups_of(plain))
     train(plain, theirs)
@@ -269,7 +269,7 @@ def saved_to_disk(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]
 
 
 def hooked(model: nn.Module, optimizer: Optimizer, before: dict[str, Any]) -> str:
-    """Hooks of the optimizer see both ways; memory that is there is filled, and is not the caller's."""
+    """Check that optimizer hooks run on save and load, and that existing memory is filled and not replaced."""
     seen: list[str] = []
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "extra": 5})
     optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(f"in {state['extra']}"))
@@ -446,7 +446,7 @@ def test_plain_state_with_the_shape_of_shards_is_saved_from_all_ranks(tmp_path: 
 
 
 class RowScales(Optimizer):
-    """Keeps plain state of a shape that is not the shard's, with other values on each rank."""
+    """Keeps plain state with another shape than the shard and different values on each rank."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -474,7 +474,7 @@ def test_plain_state_that_differs_is_refused(tmp_path: Path) -> None:
 
 
 def stages(folder: Path) -> None:
-    """Each rank has another stage of a pipeline, with a rate of its own; both have the same norm."""
+    """Give each rank another pipeline stage, with its own learning rate; both have the same norm."""
     rank = dist.get_rank()
 
     def stage() -> tuple[nn.ModuleDict, Optimizer]:

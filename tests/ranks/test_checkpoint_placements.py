@@ -83,7 +83,7 @@ def test_uneven_tensor_parallel_shards_in_every_form() -> None:
 
 
 class ExpertOnEachRank(nn.Module):
-    """A layer that all ranks have, and an expert of which every second rank has another one."""
+    """A layer that all ranks have, and an expert that differs between adjacent ranks."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ BLOCK_BYTES = 64
 
 
 class Mixed(nn.Module):
-    """Ignored parameters, buffers of several dtypes, a tied pair, one row, a scalar and nothing at all."""
+    """Has ignored parameters, buffers of several dtypes, a tied pair, one row, a scalar and an empty tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def clear(model: nn.Module) -> None:
 
 
 def spread(model: nn.Module) -> None:
-    """Other values than the initial ones, among which are zeros and ones only, different on every rank."""
+    """Set values that differ between ranks and from the initial ones, which include zeros and ones."""
     with torch.no_grad():
         for value in model.parameters():
             part = local(value)
@@ -125,7 +125,7 @@ def spread(model: nn.Module) -> None:
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Written apart from the library: by DTensor's own gathering, in the memory of the caller."""
+    """Return the full state, gathered by DTensor and not by the library."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
         for name, value in model.state_dict().items()
@@ -134,7 +134,7 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def small_blocks() -> Iterator[list[int]]:
-    """Blocks of ``BLOCK_BYTES``, and the bytes of what is taken out of files."""
+    """Set blocks of ``BLOCK_BYTES``, and return the sizes of the reads from files."""
     taken: list[int] = []
     real = stored.opened
 
@@ -187,7 +187,7 @@ def round_trips(folder: Path) -> None:
 
 
 def assert_files(path: Path, expected: dict[str, torch.Tensor], what: str) -> None:
-    """What the library reads of all files is ``expected``, without the second names of tied parameters."""
+    """Check that all files together have ``expected``, without the second names of tied parameters."""
     parts = [library.load_file(file) for file in sorted(path.glob("*.safetensors"))]
     found = {name: value for part in parts for name, value in part.items()}
     assert len(found) == sum(map(len, parts)), what
@@ -204,11 +204,11 @@ def test_round_trips_are_exact_and_ranks_read_only_their_shards(tmp_path: Path, 
     run_ranks(round_trips, num_ranks, tmp_path)
 
 
-# -- files that others made
+# -- files of other tools
 
 
 def write_with_index(folder: Path, values: dict[str, torch.Tensor], files: int = 3) -> None:
-    """As tools of Hugging Face do: by the library, in several files."""
+    """Write several files with an index, like the tools of Hugging Face."""
     folder.mkdir(parents=True)
     names = sorted(values)
     weight_map = {name: f"part{i % files}.safetensors" for i, name in enumerate(names)}
@@ -240,7 +240,7 @@ def test_an_index_of_several_files_in_bf16_fills_fp32_shards(tmp_path: Path) -> 
 
 
 def stages(folder: Path) -> None:
-    """Each rank has another stage of a pipeline; both have the same norm."""
+    """Give each rank another pipeline stage; both have the same norm."""
     rank = dist.get_rank()
     layers = [nn.Linear(3, 5), nn.Linear(5, 2)]
     model = nn.ModuleDict({f"stage{rank}": layers[rank], "norm": nn.LayerNorm(3)})
@@ -265,7 +265,7 @@ def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path: Path) -> None:
     run_ranks(stages, 2, tmp_path)
 
 
-# -- what goes wrong on one rank, or between them
+# -- errors on one rank, or between ranks
 
 
 def refuses_alike_on_load(folder: Path) -> None:
@@ -296,7 +296,7 @@ def refuses_alike_on_load(folder: Path) -> None:
 
     del values["scratch"]
     values["head.weight"] = values["embedding.weight"].clone()
-    values["head.weight"][-1] += 1  # in the part of rank 1
+    values["head.weight"][-1] += 1  # in the shard of rank 1
     library.save_file(values, file)
     with raising_alike(r"different values in the files: embedding\.weight and head\.weight \(on rank 1\)$"):
         load_safetensors(model, file)

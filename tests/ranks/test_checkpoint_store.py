@@ -35,7 +35,7 @@ from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 
 def refused(action: Any) -> str:
-    """What the error says, which must be the same on all ranks."""
+    """Return the text of the error, which must be equal on all ranks."""
     with raising_alike() as raised:
         action()
     return str(raised.value)
@@ -43,7 +43,7 @@ def refused(action: Any) -> str:
 
 @contextmanager
 def small_disk(limit: int) -> Iterator[None]:
-    """No file can be larger, in this process."""
+    """Limit the size of files in this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -102,7 +102,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
 
 
 def falls_back(folder: Path) -> None:
-    """Files of both ranks' shares are damaged. All ranks take the same checkpoint."""
+    """Damage files of both ranks. All ranks load the same checkpoint."""
     rank, build = dist.get_rank(), WORLDS["2, on dim 1"][1]
     model = build()
     optimizer = adamw(model)
@@ -165,7 +165,7 @@ def missing(folder: Path) -> None:
 
 
 def only_some(folder: Path) -> None:
-    """Rank 0 saves alone. Rank 1 is slow and comes; or waits for rank 0 in the next forward; or ends its program."""
+    """Save on rank 0 alone. Rank 1 joins late, or waits for rank 0 in the next forward, or exits."""
     rank, task, name = dist.get_rank(), TASKS["mlp"], repr(str(folder))
     model = shard_layers(task.build(), fully_shard)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -215,7 +215,7 @@ def tell_warned(records: list[str]) -> None:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """What is logged inside."""
+    """Return what is logged inside."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -230,11 +230,11 @@ def warned() -> Iterator[list[str]]:
 @pytest.mark.behaviour("F-12", "H-01")
 @pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["shared", "sockets"])
 def test_a_save_on_some_ranks_only_is_an_error_within_seconds(tmp_path: Path, transport: Environment) -> None:
-    run_ranks(only_some, 2, tmp_path, environment=transport, lost=[1])  # rank 1 answers no other test any more
+    run_ranks(only_some, 2, tmp_path, environment=transport, lost=[1])  # rank 1 cannot be used by other tests
 
 
 def slow(folder: Path) -> None:
-    """Rank 1 writes for longer than the others wait, without stopping."""
+    """Let rank 1 write for longer than the timeout of the others."""
     rank, model = dist.get_rank(), nn.Linear(3, 3)
     with pytest.MonkeyPatch.context() as monkeypatch:
         gate = Gate(monkeypatch)
@@ -268,7 +268,7 @@ def _store() -> dist.Store:
 
 
 def late(folder: Path, model: nn.Module) -> None:
-    """Rank 1 comes to a call that the others have given up, so it waits for the next one."""
+    """Let rank 1 arrive after the others' timeout; it then joins their next call."""
     if dist.get_rank() == 0:
         with pytest.raises(CheckpointError, match="rank 1 did not make this call"):
             load(folder, model, timeout=0.2)
@@ -322,7 +322,7 @@ def first_half(folder: Path) -> None:
 
 def second_half(folder: Path) -> None:
     model, optimizer, scheduler = noisy()
-    train(model, optimizer, NOISY, range(1), 2)  # what is there before must not matter
+    train(model, optimizer, NOISY, range(1), 2)  # existing state must not matter
     extra = load(folder / "half", model, optimizer)
     scheduler.load_state_dict(extra["scheduler"])
     for step in range(extra["step"], 20):

@@ -50,7 +50,7 @@ def gradients(model: Any) -> list[torch.Tensor]:
 
 
 class FailsOnce:
-    """Exact, but for the first call of one of its methods."""
+    """An exact codec whose first call of one method fails."""
 
     def __init__(self, fails_in: str) -> None:
         self._fails_in: str | None = fails_in
@@ -101,7 +101,7 @@ def test_training_continues_after_an_exception_in_a_codec(leg: str) -> None:
 
 
 class OneBuffer:
-    """A reduce-scatter whose messages all lie in the same memory."""
+    """A reduce-scatter whose messages all share one memory."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(1 << 14, dtype=torch.uint8)
@@ -134,7 +134,7 @@ def watch_hook() -> None:
     for layer in (model[0], model[2]):
         layer.set_all_reduce_hook(lambda output: finite.append(bool(output.isfinite().all())))
     backward(model)
-    torch.use_deterministic_algorithms(True)  # what nobody wrote is nan then
+    torch.use_deterministic_algorithms(True)  # unwritten memory is nan then
     backward(model)
     torch.use_deterministic_algorithms(False)
     assert finite == [True] * 4
@@ -146,7 +146,7 @@ def test_user_hooks_see_no_uninitialised_memory() -> None:
 
 
 class Rows(nn.Module):
-    """Two parameters whose rows, of 33, do not end on boundaries; large and small ones take turns."""
+    """Two parameters with unaligned rows of 33 elements; large and small ones alternate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_rows_of_every_parameter_have_scales_of_their_own() -> None:
 
 
 def watch_gradients() -> None:
-    """What backward wrote is read by the stream that wrote it: before the lane runs, and then let go."""
+    """Check that gradients are read on the stream that wrote them, before the communication stream runs, then freed."""
     happened: list[str] = []
     taken: list[weakref.ref[torch.Tensor]] = []
     take, encode, run = ShardedParameter.take_gradient, Encoder.encode, CommStream.run
@@ -275,7 +275,7 @@ def test_the_report_counts_what_hooks_send_from_a_smaller_mesh_and_gathers_that_
 
 
 class Rooted(nn.Module):
-    """Its parts have the names that the library gives to what has none."""
+    """A module whose submodules have the names that the library uses for unnamed modules."""
 
     def __init__(self) -> None:
         super().__init__()

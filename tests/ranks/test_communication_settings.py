@@ -35,11 +35,11 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape)
 
 
-# -- what the sum is divided by
+# -- the divisor of the sum
 
 
 def summed_gradients(task_name: str) -> dict[str, torch.Tensor]:
-    """Of all ranks' first batches, on the unsharded model."""
+    """Return the gradients of all ranks' first batches on the unsharded model."""
     task = TASKS[task_name]
     model = task.build()
     for rank in range(dist.get_world_size()):
@@ -89,7 +89,7 @@ def test_gradients_are_divided_once_by_the_factor_in_every_dtype(mesh_shape: tup
 
 
 def reduce_in_half_precision() -> None:
-    """Four gradients of 20000: their sum is over the largest fp16, their mean is not; nor are tiny ones lost."""
+    """Reduce four gradients of 20000, whose sum overflows fp16 and whose mean does not; tiny ones are kept too."""
     model = nn.Linear(4, 4, bias=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     for value in (20000.0, 6e-7):
@@ -109,7 +109,7 @@ def test_a_reduction_in_fp16_neither_overflows_nor_vanishes() -> None:
 
 
 def hook_into_the_reduction(mesh_shape: tuple[int, ...]) -> None:
-    """Called once a group and backward, with the summed shards; what it changes is what arrives."""
+    """Check that the hook is called once per group and backward with the summed shards, which it may change."""
     task, rank, world_size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
     sums = summed_gradients("mlp")
     for dtype in (torch.float32, torch.bfloat16):
@@ -135,7 +135,7 @@ def hook_into_the_reduction(mesh_shape: tuple[int, ...]) -> None:
 
 
 def replicate_by_hook() -> None:
-    """Hybrid sharding by hand: two meshes of two, and the hook reduces over the other one, as parity shows."""
+    """Do hybrid sharding by hand: two meshes of two, and the hook reduces over the other one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
     def shard(model: nn.Module) -> None:
@@ -154,11 +154,11 @@ def test_the_all_reduce_hook_changes_the_gradient() -> None:
     run_ranks(replicate_by_hook, 4)
 
 
-# -- collectives of one's own
+# -- custom collectives
 
 
 class Counted:
-    """Moves bytes by point-to-point messages, so that nobody can mistake it for the built-in, and counts."""
+    """Moves bytes by point-to-point messages, unlike the built-in collective, and counts."""
 
     def __init__(self, *, is_asynchronous: bool) -> None:
         self.allocated: list[int] = []
@@ -216,7 +216,7 @@ def move_bytes_by_hand(mesh_shape: tuple[int, ...]) -> None:
             assert counts["all_gather"] == counts["reduce_scatter"] == 0
             assert gather.calls == len(gather.allocated) > 0, "everything in one message"
             assert 2 * scatter.calls == len(scatter.allocated) > 0, "its input and its output"
-        else:  # nothing to move on an axis of one rank
+        else:  # an axis of one rank has no messages
             assert gather.calls == scatter.calls == 0
 
 
@@ -238,7 +238,7 @@ def test_custom_collectives_get_one_message_per_group(mesh_shape: tuple[int, ...
         run_ranks(refuse_what_is_no_collective, 2)
 
 
-# -- groups, pools, lanes
+# -- process groups, pools, streams
 
 
 def group_of(communicator: object) -> dist.ProcessGroup:
@@ -258,7 +258,7 @@ def separate_and_pool() -> None:
             assert dist.get_process_group_ranks(gather) == dist.get_process_group_ranks(scatter)
         separate = {id(group_of(pgs.scatter)) for pgs in process_groups}
         assert len(separate) == 1, "one more for all of them"
-        root.set_separate_reduce_scatter_group()  # twice is once
+        root.set_separate_reduce_scatter_group()  # a second call has no effect
         assert {id(group_of(pgs.scatter)) for pgs in process_groups} == separate
         first.set_separate_reduce_scatter_group(False)
         assert process_groups[1].scatter is process_groups[1].gather
@@ -302,7 +302,7 @@ def trace_reductions_in_flight() -> None:
 
 
 class Event:
-    """Of a device whose streams are null nothing is asked."""
+    """An event of a device with null streams, which is never queried."""
 
 
 def train_after_an_event() -> None:
@@ -323,11 +323,11 @@ def test_process_groups_memory_pools_events_and_reductions_in_flight_can_be_set(
     run_ranks(separate_and_pool, 4)
 
 
-# -- the same as torch asks and shows
+# -- the calls that torch makes
 
 
 class Noted:
-    """A collective of torch, with a list of what it was asked. Its memory does not begin where its storage does."""
+    """A collective of torch that records its calls. Its memory does not begin at the start of its storage."""
 
     def __init__(self, collective: Callable[..., Any]) -> None:
         self.notes: list[object] = []
@@ -351,7 +351,7 @@ def scatter_by_torch(*, output_tensor: torch.Tensor, input_tensor: torch.Tensor,
 
 
 def use_own_collectives(library: Any) -> tuple[list[object], list[object], Any]:
-    """In a step, in two explicit gathers, and in a step after ``_set_unshard_async_op(True)``."""
+    """Run a step, two explicit unshards, and a step after ``_set_unshard_async_op(True)``."""
     torch.manual_seed(0)
     model = library.fully_shard(nn.Linear(3, 3), reshard_after_forward=True)
     gather, scatter = Noted(gather_by_torch), Noted(scatter_by_torch)
@@ -404,7 +404,7 @@ class Uneven(nn.Module):
 
 
 def hooked(library: Any, module: nn.Module, *, sum_only: bool, dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
-    """What the hook got, and the gradients."""
+    """Return the arguments of the hook, and the gradients."""
     seen: list[torch.Tensor] = []
     model = library.fully_shard(module, mp_policy=library.MixedPrecisionPolicy(reduce_dtype=dtype))
     model.set_all_reduce_hook(lambda output: seen.append(output.clone()))
@@ -430,7 +430,7 @@ def see_gradients_alone() -> None:
 
 
 def take_what_is_added_outside_of_the_mesh() -> None:
-    """Two meshes of one rank each. The parameter that only the first uses gets the sum of both ranks on both."""
+    """Use two meshes of one rank; a parameter that only the first uses gets the sum of both ranks on both."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outside", "shard"))
     model = fully_shard(Uneven(), mesh=mesh["shard"])
     sharded(model).set_all_reduce_hook(lambda output: dist.all_reduce(output))

@@ -22,7 +22,7 @@ from tests.helpers.training import assert_equal_runs, check_parity, play_task, t
 
 
 class Gates(nn.Module):
-    """Blocks that are just enough for graphs and kernels to be made."""
+    """A minimal model of blocks for compiled graphs and kernels."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ GRAPHS: list[torch.fx.GraphModule] = []
 
 
 def watching(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-    """The backend ``aot_eager``, which keeps the graphs that it was given."""
+    """Return the backend ``aot_eager``, which records its graphs."""
     from torch._dynamo.backends.debugging import aot_eager
 
     GRAPHS.append(graph)
@@ -49,7 +49,7 @@ def watching(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Warnings that torch itself raises while it compiles are not ours; nothing of one case is left for the next."""
+    """Ignore torch's own warnings during compilation, and reset the compiler between cases."""
     GRAPHS.clear()
     torch._dynamo.reset()
     with warnings.catch_warnings():
@@ -104,7 +104,7 @@ WAYS: tuple[Callable[[Gates, Any], nn.Module], ...] = (
 
 
 def compile_one_after_the_other() -> None:
-    """Without a reset in between: what was compiled for the first model must not be taken for that of the next."""
+    """Compile models without a reset in between: code compiled for the first must not be used for the next."""
     x, build = torch.randn(2, 8), seeded(Gates, depth=2)
     expected = build()(x).sum()
     with fresh_compiler():
@@ -145,7 +145,7 @@ def plain(name: str) -> str:
 
 
 def check_graphs(what: str) -> None:
-    """Something was compiled, and nothing of it is a collective or knows the library's own code."""
+    """Check that graphs were compiled, and that none has a collective or code of the library."""
     graphs = [module for graph in GRAPHS for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
     assert any("linear" in target for target in targets), f"{what}: {targets}"

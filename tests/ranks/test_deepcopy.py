@@ -38,7 +38,7 @@ def trained(model: nn.Module, task: str, **options: Any) -> Run:
 
 
 class Recurrent(nn.Module):
-    """``nn.LSTM`` keeps lists of its weights, and wants to see them being set."""
+    """Like ``nn.LSTM``, keeps lists of its weights and intercepts their assignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Recurrent(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """Not sharded itself."""
+    """A module that is not sharded itself."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Wrapper(nn.Module):
 
 
 def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
-    """A copy trains on as the original does, and neither knows of the other."""
+    """Check that a copy trains like the original, independently of it."""
     for task, build in (("tied", TASKS["tied"].build), ("mlp", TASKS["mlp"].build), ("chain", seeded(Recurrent))):
         model = shard_layers(build(), fully_shard, reshard_after_forward=reshard_after_forward)
         trained(model, task)  # a copy of a model that has run already
@@ -83,7 +83,7 @@ def copy_and_train_both(reshard_after_forward: bool | int | None) -> None:
 
 
 def average_weights() -> None:
-    """An exponential moving average in a copy, as torch's own class does it, gives what it gives unsharded."""
+    """Check that torch's exponential moving average in a copy equals the unsharded one."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def with_average(model: nn.Module, ranks: Any, divide: int) -> tuple[Run, torch.Tensor]:
@@ -130,7 +130,7 @@ def everything_is_kept() -> None:
     second.set_reshard_after_backward(False)
     model.set_reduce_scatter_max_input_buffers(7)
     task.loss(model, task.batch_of(0, rank)).backward()
-    for _ in range(2):  # a copy of a copy is no less
+    for _ in range(2):  # a copy of a copy is complete too
         twin = copy.deepcopy(model)
         assert isinstance(twin, Transformer)
         for (name, p), (_, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
@@ -212,7 +212,7 @@ def copy_on_meta_and_hybrid() -> None:
 
 
 def what_a_copy_lets_go() -> None:
-    """Gradients not delivered yet are not copied, hooks and methods are those of the copy, and nothing stays alive."""
+    """Check that pending gradients are not copied, hooks and methods are those of the copy, and nothing stays alive."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
     with no_sync(model):
@@ -269,7 +269,7 @@ def test_registered_methods_of_a_copy_are_its_own() -> None:
 
 
 def models_are_freed() -> None:
-    """A sharded model that nobody holds any more is gone, whether or not it has been trained."""
+    """Check that an unreferenced sharded model is freed, trained or not."""
     for steps in (0, 1):
         model = shard_layers(TASKS["mlp"].build(), fully_shard)
         for step in range(steps):

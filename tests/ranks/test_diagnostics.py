@@ -38,7 +38,7 @@ OVER = pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets"
 
 
 def fail(fault: str, folder: str) -> str:
-    """Two steps, then one in which the last rank has a fault. Gives what the step raised."""
+    """Run two steps, then one in which the last rank has a fault. Return the error of that step."""
     diagnostics.enable(folder, last=200)
     try:
         model = build()
@@ -57,7 +57,7 @@ def fail(fault: str, folder: str) -> str:
 
 
 def await_file(path: Path) -> None:
-    """That of a backward that was left is written by a thread, soon."""
+    """Wait for the file of an abandoned backward, which a thread writes soon."""
     end = time.monotonic() + SECONDS * slack()
     while not path.exists():
         assert time.monotonic() < end, f"no {path}"
@@ -147,16 +147,16 @@ def gather_over_the_backend() -> list[tuple[str, int, tuple[int, ...]]]:
 
 
 def test_collectives_of_any_backend_are_recorded_with_their_position() -> None:
-    """NCCL among them, where this is all that there is to compare ranks by."""
+    """This includes NCCL, where it is the only way to compare ranks."""
     assert run_ranks(gather_over_the_backend, 2) == [[("a", 0, (0, 1)), ("b", 1, (0, 1))]] * 2
 
 
-# -- ranks that are told to end
+# -- ranks that are terminated
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Two ranks that train, of which one comes to a long pause after a few steps."""
+    """Start two ranks that train; one pauses after a few steps."""
     environment = {**os.environ, **SOCKETS, "COMPOSABLE_FSDP_DIAGNOSTICS": str(tmp_path / "out"), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
@@ -186,7 +186,7 @@ def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Pop
     for rank in job:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "pausing\n"
-    time.sleep(1.5)  # so that the other rank waits, in gloo, where no Python runs
+    time.sleep(1.5)  # so that the other rank waits in gloo, where no Python code runs
     job[0].send_signal(signal.SIGUSR1)
     await_file(out / file_name(0))
     waiting = read(out)
@@ -214,7 +214,7 @@ def test_all_ranks_write_records_when_one_is_terminated(job: list[subprocess.Pop
 
 
 def test_a_waiting_rank_ends_on_a_signal(job: list[subprocess.Popen[str]], tmp_path: Path) -> None:
-    """Its main thread is in gloo, and would come to a handler of Python's much later."""
+    """Its main thread is in gloo, and would run a handler of Python much later."""
     for rank in job:
         assert rank.stdout is not None
         rank.stdout.readline()

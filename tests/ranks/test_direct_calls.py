@@ -20,7 +20,7 @@ from tests.helpers.training import Play, check_parity, play_task
 
 
 class Direct(Chain):
-    """Calls the ``forward`` of its layers, not the layers."""
+    """Calls the ``forward`` of its layers instead of the layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -29,7 +29,7 @@ class Direct(Chain):
 
 
 def play_directly(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-    """By turns ``model(x)`` and ``model.forward(x)``, which are the same."""
+    """Alternate ``model(x)`` and ``model.forward(x)``, which are equivalent."""
     x, target = TASKS["chain"].batch_of(step, rank)
     loss: torch.Tensor = ((model if step % 2 else model.forward)(x) - target).square().mean()
     loss.backward()
@@ -52,7 +52,7 @@ def call_forward_directly(reshard_after_forward: bool | int | None) -> None:
     assert low.forward(x).dtype is torch.bfloat16  # cast once, as in a call
     with pytest.raises(RuntimeError):
         model.forward(torch.ones(1, 3))
-    torch.testing.assert_close(model.forward(x), model(x))  # one that failed leaves nothing behind
+    torch.testing.assert_close(model.forward(x), model(x))  # a failed call leaves no state
 
 
 @pytest.mark.behaviour("C-08")

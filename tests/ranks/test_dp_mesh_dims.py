@@ -38,7 +38,7 @@ EVEN = Task(seeded(Pairs, hidden=(8,)), vectors(5, 3), squared_error)
 
 
 def place_pair(model: nn.Module, mesh: DeviceMesh) -> None:
-    """On the whole mesh: cut on ``tp``, if there is such a dim, as in tensor parallelism; replicated on all others."""
+    """Place the model on the whole mesh: sharded on ``tp``, if there is such a dim, replicated on all others."""
     cuts = cut_pairs(model)
 
     def place(path: str, module: nn.Module, _: object) -> None:
@@ -58,8 +58,8 @@ def place_pair(model: nn.Module, mesh: DeviceMesh) -> None:
 def play_on(mesh: DeviceMesh, data: Sequence[str]) -> Play:
     """Batches differ between data-parallel ranks, losses are those of this rank's part.
 
-    In even steps the inputs are one batch, cut over the data-parallel dims, so that gradients arrive partial there. In
-    odd steps every rank calls its inputs replicated, as upstream's tests do, and gradients arrive replicated.
+    In even steps the inputs are one batch, sharded over the data-parallel dims, so that gradients are partial there. In
+    odd steps every rank declares its inputs replicated, as upstream's tests do, and gradients are replicated.
     """
 
     def run(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def play_on(mesh: DeviceMesh, data: Sequence[str]) -> Play:
 
 
 def data_rank(mesh: DeviceMesh, data: Sequence[str]) -> int:
-    """Which of the data-parallel ranks this is. Any numbering will do."""
+    """Return the number of this data-parallel rank, in any numbering."""
     rank = 0
     for name in data:
         rank = rank * mesh[name].size() + mesh.get_local_rank(name)
@@ -83,7 +83,7 @@ def data_rank(mesh: DeviceMesh, data: Sequence[str]) -> int:
 
 
 def check(mesh: DeviceMesh, dims: object, data: Sequence[str], **options: object) -> nn.Module:
-    """Places ``PAIR`` on ``mesh``, shards and trains it. ``data`` are the names in ``dims``."""
+    """Place ``PAIR`` on ``mesh``, shard and train it. ``data`` are the names in ``dims``."""
     model, reference = PAIR.build(), PAIR.build()
     place_pair(model, mesh)
     shard_layers(model, fully_shard, mesh=mesh, dp_mesh_dims=dims, **options)
@@ -97,7 +97,7 @@ def check(mesh: DeviceMesh, dims: object, data: Sequence[str], **options: object
 
 
 def placed(model: nn.Module, name: str) -> tuple[tuple[str, ...], tuple[Placement, ...]]:
-    """Names of the mesh dims on which a parameter is, and how."""
+    """Return the mesh dims of a parameter with their placements."""
     parameter = model.get_parameter(name)
     assert isinstance(parameter, DTensor)
     return parameter.device_mesh.mesh_dim_names or (), parameter.placements
@@ -117,7 +117,7 @@ def beside_tensor_parallelism() -> None:
     model = check(mesh, Dims(replicate="dp"), ["dp"])
     assert placed(model, UP) == (("dp", "tp"), (Replicate(), Shard(0)))
 
-    mesh = named_mesh(tp=2, dp=2)  # to the left: what cut first comes first, so nothing is strided
+    mesh = named_mesh(tp=2, dp=2)  # to the left: the outer dim shards first, so nothing is strided
     model = check(mesh, Dims(shard=("dp",)), ["dp"])
     assert placed(model, UP) == (("tp", "dp"), (Shard(0), Shard(0)))
     assert placed(model, DOWN) == (("tp", "dp"), (Shard(1), Shard(0)))
@@ -205,7 +205,7 @@ and DTensor's caches replace a mesh by an equal one.
 
 
 def gradients_are_the_peers() -> None:
-    """Of ours, of torch's FSDP2 and of the plain model, for inputs cut or replicated over the data-parallel dims."""
+    """Compare ours, FSDP2's and the plain model's gradients for sharded and replicated inputs."""
     for sizes, names in PEER_MESHES:
         mesh, data = named_mesh(**sizes), [name for name in sizes if name != "tp"]
         rank, size, run = data_rank(mesh, data), prod(mesh[name].size() for name in data), play_on(mesh, data)
@@ -231,7 +231,7 @@ def test_gradients_equal_those_of_ddp_and_fsdp2_for_sharded_and_replicated_input
 
 
 class Mixed(nn.Module):
-    """Of its gradients one arrives partial on the data-parallel dim and one replicated, as the loss has it."""
+    """One of its gradients is partial on the data-parallel dim and one replicated, depending on the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,13 +239,13 @@ class Mixed(nn.Module):
         self.unseen = nn.Parameter(torch.ones(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A term that sees the data, and one that does not, as a penalty."""
+        """Return a term that depends on the data, and one that does not, as a penalty."""
         out: torch.Tensor = (self.seen * x).sum() + self.unseen.square().sum()
         return out
 
 
 def each_rank_has_a_loss() -> None:
-    """Both terms are in every rank's loss, of which the mean counts: so it is with DDP, and with torch's FSDP2."""
+    """Check that both terms are in every rank's loss, which are averaged, as in DDP and torch's FSDP2."""
     mesh, rank = named_mesh(dp=2), dist.get_rank()
     x, reference = torch.arange(20.0).view(4, 5), Mixed()
     for half in x.chunk(2):
@@ -278,7 +278,7 @@ def place_replicated(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def gradient_of(model: nn.Module, name: str) -> torch.Tensor:
-    """The full gradient. Collective."""
+    """Return the full gradient. Collective."""
     gradient = model.get_parameter(name).grad
     assert isinstance(gradient, DTensor)
     return gradient.full_tensor()
@@ -300,7 +300,7 @@ class Alike(nn.Module):
 
 
 class Rows(nn.Module):
-    """A parameter with a row for each sample, whose gradient arrives cut as the samples are."""
+    """A parameter with a row for each sample, whose gradient is sharded like the samples."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Rows(nn.Module):
 
 
 def arrives_cut_or_otherwise_than_before() -> None:
-    """Of torch's FSDP2 the first raises, and held microbatches are added up wrongly."""
+    """With torch's FSDP2 the first case raises, and accumulated microbatches are summed wrongly."""
     mesh, rank = named_mesh(dp=2), dist.get_rank()
     dims = peer.DataParallelMeshDims(shard="dp")
     x = torch.full((2, 3), 1.0 + rank)

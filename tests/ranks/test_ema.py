@@ -39,7 +39,7 @@ def warm_up(step: int) -> float:
 
 
 def train_both(model: nn.Module, reference: nn.Module, task: str, after: Callable[[], None], steps: int = 3) -> None:
-    """Both on the same batch, so that the reference needs no averaging over ranks."""
+    """Train both on the same batch, so that the reference needs no averaging over ranks."""
     ours, theirs = adamw(model.parameters()), adamw(reference.parameters())
     for step in range(steps):
         for module, optimizer in ((model, ours), (reference, theirs)):
@@ -98,7 +98,7 @@ def test_averages_are_those_of_the_unsharded_model(task: str, shape: tuple[int, 
 
 
 def computes_with_averages(options: dict[str, Any]) -> None:
-    """What ranks keep of parameters from pass to pass, gathered or cast, never outlives a swap."""
+    """Check that gathered or cast parameters kept between passes are updated by a swap."""
     task = TASKS["transformer"]
     batch = task.batch_of(0, dist.get_rank())
     model, other = (shard_layers(task.build(), fully_shard, **options) for _ in range(2))
@@ -219,7 +219,7 @@ def test_buffers_dtypes_and_invalid_arguments_of_averages() -> None:
 
 
 def pairs(size: int) -> nn.Module:
-    """Tensor-parallel with uneven sizes where there are 4 ranks; placements alone cannot say how these are cut."""
+    """Return tensor-parallel pairs with uneven sizes on 4 ranks; placements alone do not describe their shards."""
     model = PAIRS.build()
     mesh = named_mesh(dp=size // 2, tp=2) if size == 4 else named_mesh(dp=size)
     if size == 4:

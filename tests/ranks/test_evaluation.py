@@ -27,7 +27,7 @@ FIRST, INSIDE, AFTER = "before the first step", "between forward and backward", 
 
 
 def evaluate(model: nn.Module, mode: str, step: int, rank: int) -> torch.Tensor:
-    """A number that depends on all parameters, as they are now."""
+    """Return a number that depends on the current values of all parameters."""
     task = TASKS["mlp"]
     model.eval()
     with MODES[mode]():
@@ -37,7 +37,7 @@ def evaluate(model: nn.Module, mode: str, step: int, rank: int) -> torch.Tensor:
 
 
 def playing(mode: str, when: frozenset[str]) -> Callable[[nn.Module, int, int], torch.Tensor]:
-    """A play with evaluations; their values follow the loss in what it returns."""
+    """Return a play with evaluations; it returns their values after the loss."""
     task = TASKS["mlp"]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_evaluations_are_right_and_leave_training_as_it_was_to_the_bit(
 
 
 def evaluate_parts_of_the_model() -> None:
-    """Two evaluations after each backward, of which the second leaves most layers out: these must not get stale."""
+    """Evaluate twice after each backward; the second skips most layers, which must not become stale."""
     task = TASKS["routed"]
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_layers_skipped_in_evaluation_are_not_stale_in_the_next_step() -> None:
 
 
 def build_and_evaluate_in_inference_mode() -> None:
-    """Sharding itself, too, may happen there; tensors made in it must not be inference tensors."""
+    """Shard in inference mode; tensors made there must not be inference tensors."""
     task, rank = TASKS["tied"], dist.get_rank()
 
     def shard(model: nn.Module) -> None:
@@ -156,7 +156,7 @@ def train_linears(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, tor
 
 
 def change_shards(model: nn.Module, factor: float) -> None:
-    """On rank 0. The other ranks wait."""
+    """Change shards on rank 0, while the other ranks wait."""
     if dist.get_rank() == 0:
         for parameter in model.parameters():
             parameter.mul_(factor)
@@ -165,7 +165,7 @@ def change_shards(model: nn.Module, factor: float) -> None:
 
 @torch.no_grad()
 def infer_unequally(model: Any, mode: str, *, by_hand: bool) -> None:
-    """Rank 1 runs forwards that rank 0 does not run, and which must not see what rank 0 writes to its shards."""
+    """Run forwards on rank 1 only, which must not see what rank 0 writes to its shards."""
     x, modules = torch.ones(3, WIDTH), (*model, model)
     expected = model(x).clone()
     for module in modules:
@@ -191,7 +191,7 @@ def infer_unequally(model: Any, mode: str, *, by_hand: bool) -> None:
 
 @torch.no_grad()
 def infer_with_what_a_pass_left(model: Any, mode: str, left_by: str) -> None:
-    """Parameters stay unsharded after a training forward or a backward. Rank 1 runs forwards with them, rank 0 none."""
+    """Keep parameters unsharded after a training pass; rank 1 runs forwards with them, rank 0 none."""
     x, modules = torch.ones(3, WIDTH), (*model, model)
     expected = model(x).clone()
     for module in modules:
@@ -218,7 +218,7 @@ def infer_with_what_a_pass_left(model: Any, mode: str, left_by: str) -> None:
 
 
 def go_on_unequally(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """With parameters that are gathered in each forward."""
+    """Run unequal forwards with parameters that are gathered in each of them."""
     if dist.get_rank() == 0:
         train_linears(model, optimizer)
     with torch.no_grad():
@@ -237,7 +237,7 @@ def infer_unequally_then_train() -> None:
         found, wanted = train_linears(model, optimizer), train_linears(*linears(dtype))
         for name, value in found.items():
             assert torch.equal(value, wanted[name]), name
-        infer_unequally(model, "no_grad", by_hand=True)  # what is gathered after a step must not be gathered again
+        infer_unequally(model, "no_grad", by_hand=True)  # parameters gathered after a step must not be gathered again
     model, optimizer = linears(None)
     with pytest.raises((DivergenceError, PeerError), match=r"(?s)rank 1: all-gather of .* in forward"):
         go_on_unequally(model, optimizer)

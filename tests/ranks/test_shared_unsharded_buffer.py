@@ -130,7 +130,7 @@ def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Te
         if isinstance(model, Routed):
             model.route = [0, 1, 1, 3, 0, 2]  # modules that run twice in a forward
         shard_layers(model, fully_shard, mp_policy=BF16, reshard_after_forward=reshard)
-        parameters = list(model.parameters())  # what is kept unsharded shows others in between
+        parameters = list(model.parameters())  # parameters that are kept unsharded appear as other objects in between
         optimizer = torch.optim.AdamW(parameters, lr=0.05, fused=play is accumulate)
         losses = []
         for step in range(4):

@@ -23,7 +23,7 @@ SECTION = "All-gather extensions"
 
 
 def hang_hooks(parameter: Any, pre: Any, post: Any) -> None:
-    """Makes the local tensor of a sharded parameter decide how it is gathered."""
+    """Add all-gather hooks to the local tensor of a sharded parameter."""
     local = parameter._local_tensor
     local.fsdp_pre_all_gather = types.MethodType(pre, local)
     local.fsdp_post_all_gather = types.MethodType(post, local)
@@ -66,7 +66,7 @@ def take_bf16_with_gradients(self: torch.Tensor, outputs: Any, metadata: Any, dt
 
 
 def trained(library: Library, mesh: DeviceMesh, rows: int, pre: Any, post: Any, **options: Any) -> str:
-    """Trains one layer of ``rows`` rows for two steps and compares the second gradient."""
+    """Train one layer of ``rows`` rows for two steps and compare the second gradient."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(6, rows, bias=False), nn.Tanh())
@@ -181,7 +181,7 @@ def out_ignored(library: Library, mesh: DeviceMesh) -> str:
 
 
 class Uncut(torch.Tensor):
-    """A tensor class that knows no ``split``, ``chunk`` and the like, as some quantized ones."""
+    """A tensor class that does not support ``split``, ``chunk`` and the like, as some quantized ones."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,7 +30,7 @@ _TAIL = """\
 
 
 def render() -> str:
-    """The page's text."""
+    """Return the text of the page."""
     sections = groupby(ROWS.values(), key=lambda row: row.section)
     return "\n".join([_HEAD, *(_table(title, list(rows)) for title, rows in sections), _TAIL])
 

@@ -20,7 +20,7 @@ SECTION = "Parameters and modules"
 
 
 def whole(parameter: Any) -> torch.Tensor:
-    """The values of a sharded parameter, on every rank."""
+    """Return the full values of a sharded parameter, on every rank."""
     full: torch.Tensor = parameter.detach().full_tensor()
     return full
 
@@ -464,7 +464,7 @@ def dropped_model(library: Library, mesh: DeviceMesh) -> str:
         model(batch(0, dist.get_rank())).sum().backward()
         return [weakref.ref(module) for module in model.modules()]
 
-    trained()  # what a library keeps from its first use is not counted
+    trained()  # memory that a library keeps from its first use is not counted
     gc.collect()
     gc.disable()
     try:

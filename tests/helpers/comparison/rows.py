@@ -77,13 +77,13 @@ def row(
 
 
 def seeded(build: Callable[[], nn.Module]) -> Any:
-    """The same values on all ranks."""
+    """Return the same values on all ranks."""
     torch.manual_seed(1)
     return build()
 
 
 def batch(step: int, rank: int, width: int = 6) -> torch.Tensor:
-    """Three inputs of one rank in one step."""
+    """Return three inputs of one rank in one step."""
     return torch.randn(3, width, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
