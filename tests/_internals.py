@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composable_fsdp._api.materialize import reset_parameters
     from composable_fsdp._api.param_discovery import on_other_accelerators
     from composable_fsdp._comm import broadcast, factory
-    from composable_fsdp._comm.c10d import ProcessGroupCommunicator
+    from composable_fsdp._comm.c10d import ProcessGroupCommunicator, backend_for
     from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
     from composable_fsdp._comm.factory import communicator_over, compared, duplicate
     from composable_fsdp._comm.gloo.connection import GlooConnection

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from composable_fsdp._comm.c10d import ProcessGroupCommunicator
+from composable_fsdp._comm.c10d import ProcessGroupCommunicator, backend_for
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
@@ -33,7 +33,7 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
 
     All ranks must make the first call for a group together. Its connection is cached.
     """
-    if device_type != "cpu" or dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+    if device_type != "cpu" or backend_for(group, device_type) != "gloo" or dist.get_world_size(group) == 1:
         return ProcessGroupCommunicator(group, device_type)
     if group not in _known:
         _creation_order[group] = next(_next_index)

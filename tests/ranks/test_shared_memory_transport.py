@@ -307,6 +307,15 @@ def choose_in_a_mesh() -> None:
     assert shared(new_group()).size == 4
 
 
+def choose_for_a_backend_of_each_device() -> None:
+    """``init_process_group("cpu:gloo,cuda:nccl")`` on a host without CUDA: torch's name of the backend is all of it."""
+    assert isinstance(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator)
+
+
+def test_groups_with_a_backend_of_each_device_use_it() -> None:
+    run_ranks(choose_for_a_backend_of_each_device, 2)
+
+
 def test_one_rank_can_switch_it_off_for_all() -> None:
     run_ranks(choose_where_one_rank_says_no, 2)
 

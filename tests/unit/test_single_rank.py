@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, ParameterError, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import backend_for
 from tests.helpers.models import Task, seeded, squared_error, vectors
 from tests.helpers.sharding import adamw, exactly, initialise, sharded, single_rank, train_alike, values_of
 
@@ -128,6 +129,20 @@ def test_a_dataclass_that_is_a_mapping_is_cast_in_both_its_forms() -> None:
     assert out["hidden"] is out.hidden
     assert given["hidden"] is given.hidden
     assert given.hidden.dtype == torch.float32, "what the caller passed stays as it is"
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_the_backend_of_a_device_does_not_depend_on_how_the_job_named_it(backend: str | None) -> None:
+    """Torch itself calls these ``undefined``, ``gloo`` and ``cpu:gloo``."""
+    dist.destroy_process_group()
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        world = dist.group.WORLD
+        assert world is not None
+        assert [backend_for(world, device) for device in ("cpu", "meta")] == ["gloo", ""]
+    finally:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.behaviour("A-16")
