@@ -412,6 +412,21 @@ def test_different_operations_on_ranks_are_an_error() -> None:
     run_ranks(diverge, 2)
 
 
+def label_at_length() -> None:
+    """As a group of hundreds of modules is labelled, whose label no message holds."""
+    begin = "all-gather of " + "expert.\N{GREEK SMALL LETTER ALPHA}, " * 1000
+    communicator = shared(new_group())
+    four, two = torch.empty(4), torch.ones(2)
+    communicator.all_gather([Transfer(four, two)], f"{begin}, last").wait()
+    assert four.tolist() == [1] * 4
+    with pytest.raises(DivergenceError, match="The order of collectives differs across ranks"):
+        communicator.all_gather([Transfer(four, two)], f"{begin}, {communicator.rank}").wait()
+
+
+def test_labels_of_any_length_are_compared() -> None:
+    run_ranks(label_at_length, 2)
+
+
 def interrupt_a_wait() -> None:
     communicator = shared(new_group())
     output = torch.empty(communicator.size * LARGE)
