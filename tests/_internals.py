@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composable_fsdp._api.materialize import reset_parameters
     from composable_fsdp._api.param_discovery import on_other_accelerators
     from composable_fsdp._comm import broadcast, factory
-    from composable_fsdp._comm.c10d import ProcessGroupCommunicator, backend_for
+    from composable_fsdp._comm.c10d import ProcessGroupCommunicator
     from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator, GroupCommunicator, Transfer, Work
     from composable_fsdp._comm.factory import communicator_over, compared, duplicate
     from composable_fsdp._comm.gloo.connection import GlooConnection
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from composable_fsdp._layout.shard import ShardLayout, TensorShards, resolve_dim
     from composable_fsdp._memory import buffers
     from composable_fsdp._memory.buffers import OwnedBuffer, cast_and_move
-    from composable_fsdp._memory.streams import CommStream, CommStreams, without_grad
+    from composable_fsdp._memory.streams import CommStream, CommStreams, backend_for, without_grad
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives.all_gather import (
         GatherCache,

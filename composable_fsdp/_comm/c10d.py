@@ -18,9 +18,9 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._memory.streams import blocks_the_host
+from composable_fsdp._memory.streams import backend_for, blocks_the_host
 
-__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList", "backend_for"]
+__all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList"]
 
 _Call = tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]
 
@@ -43,16 +43,6 @@ _BATCH_BYTES_ON_HOST = 1 << 19
 """On streams, only large groups with a large part per rank are split into batches. Their time is proportional to their
 bytes, split or not, and the first batch does not wait for the last gradient. Estimated, not measured.
 """
-
-
-def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the name of the backend of ``group`` for tensors on ``device_type``; an empty text if it has none.
-
-    ``dist.get_backend`` returns what ``init_process_group`` was given: ``"cpu:gloo,cuda:nccl"`` as it is, and
-    ``"undefined"`` if it was given nothing.
-    """
-    backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
-    return backends.get(device_type, "")
 
 
 @dataclass(frozen=True, slots=True)

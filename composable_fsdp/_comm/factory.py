@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from composable_fsdp._comm.c10d import ProcessGroupCommunicator, backend_for
+from composable_fsdp._comm.c10d import ProcessGroupCommunicator
 from composable_fsdp._comm.communicator import GroupCommunicator
 from composable_fsdp._comm.gloo.connection import GlooConnection
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
@@ -17,6 +17,7 @@ from composable_fsdp._comm.shm.engine import ShmEngine
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._memory.streams import backend_for
 
 __all__ = ["abandon", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 

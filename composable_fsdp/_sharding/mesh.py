@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable_fsdp._comm.c10d import backend_for
 from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._comm.loopback import LoopbackCommunicator
+from composable_fsdp._memory.streams import backend_for
 from composable_fsdp.errors import ArgumentTypeError, MeshError
 from composable_fsdp.policies import DataParallelMeshDims
 
