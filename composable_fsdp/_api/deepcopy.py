@@ -110,6 +110,7 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
     optimizer_hooks.keep_for(clone)
     uncaught_errors.keep_for(clone)
     clone.copy_settings(state)
+    clone.version_check = None if state.version_check is None else state.version_check.copy_for(copied)
     for ahead in ("forward_prefetch", "backward_prefetch"):
         known = getattr(state, ahead)
         if known is not None and all(id(other) in memo for other in alive(known)):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 from zlib import crc32
 
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from composable_fsdp._layout.block import Extent
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
-from composable_fsdp._runtime.shard_extent import extent_of, states_below
+from composable_fsdp._runtime.shard_extent import extent_of, like, states_below
 from composable_fsdp.errors import UnsupportedError
 
 __all__ = ["sharded_rng"]
@@ -151,10 +150,7 @@ class ShardedRandom(TorchDispatchMode):
             if func._schema.is_mutable:
                 local_part(tensor).copy_(values)
                 return tensor
-            local = values.contiguous()
-            spec: Any = cast(Any, tensor)._spec
-            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-            return DTensor(local, spec, requires_grad=False)
+            return like(tensor, values.contiguous())
         owner = self._shards.owner(tensor)
         if owner is None:
             return func(tensor, *rest, **kwargs)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from composable_fsdp import trace
 from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._layout.grad_scaling import ReduceOp
-from composable_fsdp._memory.streams import blocks_the_host
+from composable_fsdp._memory.streams import backend_for, blocks_the_host
 
 __all__ = ["OPERATIONS", "ProcessGroupCommunicator", "WorkList"]
 
@@ -69,7 +69,7 @@ class ProcessGroupCommunicator:
         self.group = group
         self.pooled = pooled
         self._device = torch.device(device_type)
-        self._backend = dist.get_backend(group)
+        self._backend = backend_for(group, device_type)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.aliases = False

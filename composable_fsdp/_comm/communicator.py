@@ -101,7 +101,7 @@ class AliasingCommunicator(Communicator, Protocol):
 
     @property
     def epoch(self) -> int:
-        """The number of :meth:`part` calls so far, which is the same on every rank."""
+        """The number of :meth:`end_epoch` calls so far, which is the same on every rank."""
         ...
 
     def share(self, nbytes: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from composable_fsdp._comm.shm.engine import ShmEngine
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
 from composable_fsdp._consistency.order_check import OrderCheck, order_check_from
 from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._memory.streams import backend_for
 
 __all__ = ["abandon", "communicator_over", "compare", "compared", "duplicate", "position", "reopen"]
 
@@ -33,7 +34,7 @@ def communicator_over(group: dist.ProcessGroup, device_type: str) -> GroupCommun
 
     All ranks must make the first call for a group together. Its connection is cached.
     """
-    if device_type != "cpu" or dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+    if device_type != "cpu" or backend_for(group, device_type) != "gloo" or dist.get_world_size(group) == 1:
         return ProcessGroupCommunicator(group, device_type)
     if group not in _known:
         _creation_order[group] = next(_next_index)

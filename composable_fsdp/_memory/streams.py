@@ -17,8 +17,9 @@ from types import ModuleType
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "blocks_the_host", "without_grad"]
+__all__ = ["CommStream", "CommStreams", "InFlight", "Work", "backend_for", "blocks_the_host", "without_grad"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -118,6 +119,16 @@ class InFlight(Generic[T]):
         self.has_arrived = True
         self._result = self._owned[1]()
         self._done = True
+
+
+def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
+    """Return the name of the backend of ``group`` for tensors on ``device_type``; an empty text if it has none.
+
+    ``dist.get_backend`` returns what ``init_process_group`` was given: ``"cpu:gloo,cuda:nccl"`` as it is, and
+    ``"undefined"`` if it was given nothing.
+    """
+    backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
+    return backends.get(device_type, "")
 
 
 def blocks_the_host(device: torch.device) -> bool:

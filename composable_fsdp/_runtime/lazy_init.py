@@ -34,7 +34,7 @@ ROOT_NAME = "root"
 
 _has_warned_of_low_precision = False
 _CHECKED_ATTRIBUTE = "_composable_fsdp_checked"
-"""The attribute that marks checked optimizers. Copies and pickles do not have it."""
+"""The attribute of checked optimizers with their number of parameters then. Copies and pickles do not have it."""
 
 
 def known_iteration(state: FSDPState) -> Iteration | None:
@@ -152,7 +152,8 @@ def _iterations_of(sharded: Sequence[tuple[torch.Tensor, FSDPState]]) -> set[Ite
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise if ``optimizer`` holds tensors that sharded parameters have replaced, or unsharded parameters."""
-    if _CHECKED_ATTRIBUTE in vars(optimizer):
+    number = sum(len(group["params"]) for group in optimizer.param_groups)  # ``add_param_group`` adds others
+    if vars(optimizer).get(_CHECKED_ATTRIBUTE) == number:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     stale = [taken.description for p in parameters if (taken := find_replaced(p)) is not None]
@@ -170,7 +171,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "between a forward and its backward, or after unshard(). Its step would change what is freed again. Build "
             "the optimizer before the first forward."
         )
-    vars(optimizer)[_CHECKED_ATTRIBUTE] = True
+    vars(optimizer)[_CHECKED_ATTRIBUTE] = number
     _warn_of_low_precision(optimizer, parameters)
 
 

@@ -83,6 +83,8 @@ def _with_fields(value: Any, changed: dict[str, Any]) -> Any:
     new = copy.copy(value) if changed else value
     for name, item in changed.items():
         object.__setattr__(new, name, item)  # frozen dataclasses too
+        if isinstance(new, MutableMapping) and name in new:  # fields are items too, as in outputs of transformers
+            new[name] = item
     return new
 
 

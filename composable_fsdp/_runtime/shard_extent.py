@@ -7,8 +7,9 @@ every uneven shard of a tensor-parallel one. Other DTensors are described by the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -96,15 +97,12 @@ def _storage_addresses(tensor: torch.Tensor) -> set[int]:
 
 
 def like(sharded: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the placements of ``sharded`` and the local tensor ``local``."""
-    return DTensor.from_local(
-        local,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+    """Return a DTensor with the placements of ``sharded`` and the local tensor ``local``, on the device of ``local``.
+
+    ``DTensor.from_local`` would move it to the device of the mesh, which offloaded shards are not on.
+    """
+    spec = cast(Any, sharded)._spec
+    return DTensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype)), requires_grad=False)
 
 
 def _is_placed_by(tensor: DTensor, sharding: ParameterSharding) -> bool:

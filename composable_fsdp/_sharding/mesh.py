@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp._comm.communicator import Communicator
 from composable_fsdp._comm.factory import communicator_over
 from composable_fsdp._comm.loopback import LoopbackCommunicator
+from composable_fsdp._memory.streams import backend_for
 from composable_fsdp.errors import ArgumentTypeError, MeshError
 from composable_fsdp.policies import DataParallelMeshDims
 
@@ -164,8 +165,9 @@ def _default_device_type() -> str:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "cpu"
-    backends = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
-    return "cpu" if backends.get(accelerator.type, "gloo") == "gloo" else accelerator.type
+    world = dist.group.WORLD
+    assert world is not None
+    return "cpu" if backend_for(world, accelerator.type) in ("", "gloo") else accelerator.type
 
 
 def data_parallel_axes(mesh: DeviceMesh) -> DataParallelAxes:

@@ -11,6 +11,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from composable_fsdp._layout.placement import data_parallel_placements, shard_within
@@ -24,6 +25,7 @@ __all__ = [
     "ModelParallel",
     "ParameterSharding",
     "ShardPlacementResult",
+    "as_dtensor",
     "shard_over_axes",
     "shard_over_full_mesh",
 ]
@@ -65,7 +67,7 @@ class ModelParallel:
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """Return ``local`` as a DTensor that shares its memory."""
-        return _distributed(local, self.mesh, self.placements, self.shape)
+        return as_dtensor(local, self.mesh, self.placements, self.shape)
 
     def local_gradient(self, gradient: torch.Tensor, sum_dtype: torch.dtype) -> torch.Tensor:
         """Return the gradient of this rank's loss as a plain tensor, to be averaged over the data-parallel ranks.
@@ -101,12 +103,17 @@ def _is_linear(placement: Placement) -> bool:
     return placement.is_replicate() or (isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg"))
 
 
-def _distributed(
+def as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
 ) -> DTensor:
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_strides(shape)
-    )
+    """Return a DTensor of ``shape`` on ``mesh`` in the memory of ``local``, on the device of ``local``.
+
+    ``DTensor.from_local`` would move offloaded shards to the device of the mesh. The parameter would keep that device,
+    and accept no gradient in host memory.
+    """
+    meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local.view_as(local), spec, requires_grad=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +133,7 @@ class ParameterSharding:
 
     def wrap_shard(self, local: torch.Tensor) -> DTensor:
         """Return ``local``, this rank's shard, as a DTensor that shares its memory."""
-        return _distributed(local, self.mesh, self.placements, self.shape)
+        return as_dtensor(local, self.mesh, self.placements, self.shape)
 
     def wrap_full(self, local: torch.Tensor) -> torch.Tensor:
         """Return the parameter that modules compute with, for the all-gathered tensor ``local``."""

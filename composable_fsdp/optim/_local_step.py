@@ -21,6 +21,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_fsdp._runtime.shard_extent import like
+
 __all__ = ["local_copies_of"]
 
 Entry = dict[str, Any]
@@ -182,11 +184,4 @@ def _as_state(value: Any, parameter: Any) -> Any:
     """Return a tensor of the shard's shape as a DTensor that shares its memory; return any other value unchanged."""
     if not _is_like(value, _local(parameter)):
         return value
-    return DTensor.from_local(
-        value.detach().view(parameter._local_tensor.shape),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return like(parameter, value.detach().view(parameter._local_tensor.shape))

@@ -129,6 +129,8 @@ def everything_is_kept() -> None:
     second.set_gradient_divide_factor(5.0)
     second.set_reshard_after_backward(False)
     model.set_reduce_scatter_max_input_buffers(7)
+    first.set_version_check(False)
+    second.set_version_check(True)
     task.loss(model, task.batch_of(0, rank)).backward()
     for _ in range(2):  # a copy of a copy is complete too
         twin = copy.deepcopy(model)
@@ -152,6 +154,9 @@ def everything_is_kept() -> None:
         assert (state.group.gradients.divide_factor, state.reshard_after_backward) == (5.0, False)
         assert (state.reshard.kind, state.reductions_in_flight) == (ReshardKind.NEVER, 7)
         assert others.forward_prefetch == [ref(state)]
+        assert others.version_check is None
+        assert state.version_check is not None
+        assert state.version_check.in_forward()[2] is not None, "the sums of the shards"
         assert state.precision == policy
         model = twin
         task.loss(model, task.batch_of(1, rank)).backward()

@@ -307,6 +307,15 @@ def choose_in_a_mesh() -> None:
     assert shared(new_group()).size == 4
 
 
+def choose_for_a_backend_of_each_device() -> None:
+    """``init_process_group("cpu:gloo,cuda:nccl")`` on a host without CUDA: torch's name of the backend is all of it."""
+    assert isinstance(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator)
+
+
+def test_groups_with_a_backend_of_each_device_use_it() -> None:
+    run_ranks(choose_for_a_backend_of_each_device, 2)
+
+
 def test_one_rank_disables_shared_memory_for_all() -> None:
     run_ranks(choose_where_one_rank_says_no, 2)
 
@@ -401,6 +410,21 @@ def diverge() -> None:
 
 def test_different_operations_on_ranks_are_an_error() -> None:
     run_ranks(diverge, 2)
+
+
+def label_at_length() -> None:
+    """As a group of hundreds of modules is labelled, whose label no message holds."""
+    begin = "all-gather of " + "expert.\N{GREEK SMALL LETTER ALPHA}, " * 1000
+    communicator = shared(new_group())
+    four, two = torch.empty(4), torch.ones(2)
+    communicator.all_gather([Transfer(four, two)], f"{begin}, last").wait()
+    assert four.tolist() == [1] * 4
+    with pytest.raises(DivergenceError, match="The order of collectives differs across ranks"):
+        communicator.all_gather([Transfer(four, two)], f"{begin}, {communicator.rank}").wait()
+
+
+def test_labels_of_any_length_are_compared() -> None:
+    run_ranks(label_at_length, 2)
 
 
 def interrupt_a_wait() -> None:

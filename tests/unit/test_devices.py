@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable_fsdp import MeshError, ParameterError, fully_shard
-from tests._internals import on_other_accelerators
+from tests._internals import data_parallel_axes, like, on_other_accelerators, shard_over_axes
 from tests.helpers.sharding import single_rank
 
 
@@ -49,6 +51,19 @@ def test_a_device_that_contradicts_the_mesh_is_refused(device: torch.device | st
     )
     with pytest.raises(MeshError, match=match):
         fully_shard(nn.Linear(3, 3), device=device)
+
+
+@pytest.mark.behaviour("D-02")
+def test_offloaded_shards_take_gradients_and_state_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    axes = data_parallel_axes(init_device_mesh("cuda", (1,)))
+    sharding = shard_over_axes(torch.ones(4, 4), axes, 0)
+    parameter: Any = nn.Parameter(sharding.wrap_shard(torch.ones(4, 4)))
+    parameter.grad = sharding.wrap_shard(torch.ones(4, 4))
+    state = like(parameter, torch.ones(4, 4, dtype=torch.bfloat16))
+    for tensor in (parameter, parameter.grad, state):
+        assert (tensor.device.type, tensor.to_local().device.type) == ("cpu", "cpu")
+    assert (state.shape, state.dtype, state.placements) == ((4, 4), torch.bfloat16, parameter.placements)
 
 
 @pytest.mark.behaviour("A-13")

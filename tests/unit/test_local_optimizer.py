@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
@@ -33,6 +33,17 @@ def sharded(*sizes: int) -> list[nn.Parameter]:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     return parameters
+
+
+@pytest.mark.behaviour("D-02")
+def test_state_of_offloaded_shards_stays_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    (parameter,) = sharded(8)
+    optimizer = local_optimizer(torch.optim.AdamW([parameter]))
+    monkeypatch.setattr(DeviceMesh, "device_type", "meta")  # a mesh of another device than that of the shards
+    for _ in range(2):
+        optimizer.step()
+    state = optimizer.state[parameter]
+    assert {state[key].to_local().device.type for key in ("exp_avg", "exp_avg_sq")} == {"cpu"}
 
 
 class Sign(Optimizer):

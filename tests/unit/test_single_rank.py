@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from composable_fsdp import FSDPModule, LifecycleError, MixedPrecisionPolicy, ParameterError, fully_shard, no_sync
 from composable_fsdp.trace import Operation, Recorder
+from tests._internals import backend_for
 from tests.helpers.models import Task, seeded, squared_error, vectors
 from tests.helpers.sharding import adamw, exactly, initialise, sharded, single_rank, train_alike, values_of
 
@@ -87,6 +90,59 @@ def test_one_rank_trains_with_parity_and_without_communication(
     moved = [e for e in recorder if e.operation in (Operation.UNSHARD, Operation.ALLOCATE, Operation.FREE)]
     assert moved
     assert {e.bytes for e in moved} == {0}
+
+
+@dataclass
+class MappedOutput(OrderedDict[str, torch.Tensor]):
+    """A dataclass whose fields are its items too, as every output of transformers."""
+
+    hidden: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self["hidden"] = self.hidden
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.hidden,)
+
+
+class TakesMapped(nn.Module):
+    """Takes and returns :class:`MappedOutput`, and reads it by its key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.taken: list[torch.dtype] = []
+
+    def forward(self, x: MappedOutput) -> MappedOutput:
+        self.taken = [x.hidden.dtype, x["hidden"].dtype]
+        return MappedOutput(self.linear(x["hidden"]))
+
+
+@pytest.mark.behaviour("C-06", "D-01")
+def test_a_dataclass_that_is_a_mapping_is_cast_in_both_its_forms() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = fully_shard(TakesMapped(), mp_policy=policy)
+    given = MappedOutput(torch.ones(2, 3))
+    out = model(given)
+    assert model.taken == [torch.bfloat16] * 2
+    assert (out.hidden.dtype, out["hidden"].dtype) == (torch.float64, torch.float64)
+    assert out["hidden"] is out.hidden
+    assert given["hidden"] is given.hidden
+    assert given.hidden.dtype == torch.float32, "what the caller passed stays as it is"
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_the_backend_of_a_device_does_not_depend_on_how_the_job_named_it(backend: str | None) -> None:
+    """Torch itself calls these ``undefined``, ``gloo`` and ``cpu:gloo``."""
+    dist.destroy_process_group()
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        world = dist.group.WORLD
+        assert world is not None
+        assert [backend_for(world, device) for device in ("cpu", "meta")] == ["gloo", ""]
+    finally:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.behaviour("A-16")

@@ -179,6 +179,19 @@ def test_an_optimizer_made_before_sharding_is_refused_and_can_be_rebuilt() -> No
     assert all(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.behaviour("H-02")
+def test_parameters_that_an_optimizer_gets_later_are_checked_too() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    early = list(model[1].parameters())
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": early})
+    with pytest.raises(ConfigurationError, match=r"^SGD was built before fully_shard: 2 of its 4 parameters"):
+        optimizer.step()
+
+
 # -- parameters that are changed
 
 

@@ -25,7 +25,7 @@ from composable_fsdp._comm.comm_debug import notify_comm_debug
 from composable_fsdp._comm.shm.collective import Operation
 from composable_fsdp._comm.shm.peer_errors import Peers
 from composable_fsdp._comm.shm.segment import Blocks, Segment
-from composable_fsdp._comm.shm.shm_socket import NO_BLOCK, Message, ShmSocket
+from composable_fsdp._comm.shm.shm_socket import NO_BLOCK, Message, ShmSocket, label_in_message
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.running_pass import error_summary
 from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog
@@ -170,9 +170,8 @@ class ShmEngine:
             running.own = block.memory
             for round in range(min(2, operation.num_rounds)):
                 operation.stage(round, block.memory)
-        first = Message(
-            running.sequence, 0, self.completed, operation.nbytes, operation.shape, running.block, operation.label
-        )
+        label = label_in_message(operation.label)
+        first = Message(running.sequence, 0, self.completed, operation.nbytes, operation.shape, running.block, label)
         self._socket.broadcast(first, segment)
 
     def _take_block(self, running: _Running) -> int:
@@ -251,7 +250,7 @@ class ShmEngine:
         if message is None:
             return running.own
         operation = running.operation
-        here, there = (operation.label, operation.nbytes), (message.label, message.nbytes)
+        here, there = (label_in_message(operation.label), operation.nbytes), (message.label, message.nbytes)
         if (here, operation.shape) != (there, message.shape):
             same_label = here[0] == there[0]
             own, other = (f"{label} ({nbytes} bytes)" if same_label else label for label, nbytes in (here, there))

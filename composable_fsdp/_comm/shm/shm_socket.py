@@ -11,18 +11,20 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 
 from composable_fsdp._comm.shm.segment import Segment, map_segment
 
-__all__ = ["NO_BLOCK", "Message", "ShmSocket"]
+__all__ = ["NO_BLOCK", "Message", "ShmSocket", "label_in_message"]
 
 NO_BLOCK = -1
 _GIVE_UP_ROUND = -1
 
 _HEADER = struct.Struct("=qqqqqq")
 _MAX_BYTES = 4096
+_LABEL_BYTES = _MAX_BYTES - _HEADER.size
 _DESCRIPTOR = struct.Struct("=i")
 
 
@@ -50,7 +52,20 @@ class Message(NamedTuple):
     memory: torch.Tensor | None = None
 
     def encoded(self) -> bytes:
-        return _HEADER.pack(*self[:6]) + self.label.encode()[: _MAX_BYTES - _HEADER.size]
+        return _HEADER.pack(*self[:6]) + self.label.encode()[:_LABEL_BYTES]
+
+
+def label_in_message(label: str) -> str:
+    """Return ``label``, or its beginning and a checksum if it is too long for a message.
+
+    A label names the modules of a group, of which there may be hundreds.
+    """
+    if 4 * len(label) <= _LABEL_BYTES:  # no character takes more bytes
+        return label
+    data = label.encode()
+    if len(data) <= _LABEL_BYTES:
+        return label
+    return f"{data[: _LABEL_BYTES - 16].decode(errors='ignore')}... {crc32(data):08x}"
 
 
 class ShmSocket:

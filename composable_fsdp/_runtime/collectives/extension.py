@@ -274,7 +274,7 @@ def find_extension(
     Raises:
         ExtensionError: ``local`` has only one of the two hooks, or one that takes neither one nor five arguments.
     """
-    arity = check_hooks(name, local, GATHER_HOOKS, (1, 5), "how it travels", _FORMS)
+    arity = check_hooks(name, local, GATHER_HOOKS, (1, 5), "how it is sent", _FORMS)
     if arity is None:
         return None
     padded = padded_size if getattr(local, WANTS_PADDING, False) else None

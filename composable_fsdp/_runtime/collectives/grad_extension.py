@@ -213,7 +213,7 @@ def find_gradient_extension(
     Raises:
         ExtensionError: ``local`` has only one of the two, or a first one that takes neither two nor four arguments.
     """
-    arity = check_hooks(name, local, GRADIENT_HOOKS, (2, 4), "how its gradient travels", _FORMS)
+    arity = check_hooks(name, local, GRADIENT_HOOKS, (2, 4), "how its gradient is sent", _FORMS)
     if arity is None:
         return None
     return GradientExtension(name, local, mesh, shard, padded_size, ref(module), policy, arity == 4)

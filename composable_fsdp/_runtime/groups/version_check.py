@@ -38,6 +38,10 @@ class VersionCheck:
         self._group = group
         self._reads_shards = reads_shards
 
+    def copy_for(self, group: ParameterGroup) -> VersionCheck:
+        """Return the same check of ``group``, a copy of this one's."""
+        return VersionCheck(group, reads_shards=self._reads_shards)
+
     def in_forward(self) -> Seen:
         """Return the current versions, and sums if they are read."""
         registration = self._group.tensors.registration

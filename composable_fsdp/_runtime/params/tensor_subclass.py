@@ -107,7 +107,7 @@ def cut_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, de
         return (narrow() if piece is None else piece).clone()
 
     cuts: dict[str, Callable[[], torch.Tensor | None]] = {"chunk": chunk, "narrow": narrow}
-    model_parallel_axes, piece = _first_supported(name, full, "cut into shards", cuts)
+    cut_by, piece = _first_supported(name, full, "cut into shards", cuts)
     copies = {"new_zeros and copy_": new_zeros, "clone": clone}
     copied_by, shard = _first_supported(name, full, "copied into memory of its own", copies)
     moved = shard.to(device)
@@ -115,7 +115,7 @@ def cut_shard(name: str, full: torch.Tensor, shards: TensorShards, rank: int, de
     if lost:
         by = f"to({str(device)!r})" if not hooks_of(full) - hooks_of(shard) else copied_by
         if by == "clone" and piece is not None and hooks_of(full) - hooks_of(piece):
-            by = model_parallel_axes
+            by = cut_by
         warn_of_lost_hooks(name, full, moved, lost, f"{by} of that class returned")
     return moved
 

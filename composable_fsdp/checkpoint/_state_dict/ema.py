@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._runtime.params.sharded_param import local_part
-from composable_fsdp._runtime.shard_extent import shardings_of, states_below
+from composable_fsdp._runtime.shard_extent import like, shardings_of, states_below
 from composable_fsdp.checkpoint._state_dict.loader import StateDictLoader
 from composable_fsdp.checkpoint._state_dict.names import Entry, on_meta, plain_name, prepare_for_access
 from composable_fsdp.checkpoint._state_dict.owners import OwnerRanks
@@ -229,7 +229,4 @@ def _average_of(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.d
     local = local_part(tensor).detach()
     kind = dtype or torch.promote_types(local.dtype, torch.float32)
     own = local.to(device or local.device, kind, copy=True)
-    if not isinstance(tensor, DTensor):
-        return own
-    spec = cast(Any, tensor)._spec
-    return DTensor(own, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=kind)), requires_grad=False)
+    return like(tensor, own) if isinstance(tensor, DTensor) else own

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import like
+from composable_fsdp._sharding.param_sharding import as_dtensor
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch
 from composable_fsdp.checkpoint._state_dict.loader import StateDictLoader
 from composable_fsdp.checkpoint._state_dict.model import streams_from_rank0
@@ -168,7 +169,7 @@ class _Load:
         if isinstance(own, DTensor) or not isinstance(parameter, DTensor):
             return own
         mesh = parameter.device_mesh
-        return DTensor.from_local(own, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return as_dtensor(own, mesh, [Replicate()] * mesh.ndim, tuple(own.shape))
 
 
 def _is_state(state: Any) -> bool:
