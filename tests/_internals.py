@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.root.iteration import Iteration
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
     from composable_fsdp._runtime.root.recovery import disconnect, reconnect
+    from composable_fsdp._runtime.root.recovery import timeout_of as timeout_of_group
     from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
     from composable_fsdp._runtime.schedule import passes, schedule
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from composable_fsdp import trace
 from composable_fsdp._consistency import interrupt
 from composable_fsdp._consistency.rank_report import OperationId, RankReport, diagnose, ranks_text
 from composable_fsdp._consistency.running_pass import RunningPass, error_summary
+from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = ["PATIENCE", "Watchdog", "job_watchdog", "known_watchdog"]
@@ -395,10 +395,7 @@ def _begin_watchdog(world: dist.ProcessGroup) -> Watchdog | None:
     client = _own_client()
     if client is None:
         return None
-    # The store of torchrun survives a restart, with the reports of the previous attempt.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"composable_fsdp/watch/{attempt}", client)
-    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size())
+    watchdog = Watchdog(dist.PrefixStore("watchdog", client), dist.get_rank(), dist.get_world_size())
     weakref.finalize(world, watchdog.stop).atexit = False  # _leave_at_exit reports the end first
     return watchdog
 
@@ -415,7 +412,7 @@ def _own_client() -> Any:
     ``None`` if the store has no connections, as that of simulated ranks.
     """
     try:
-        return cast(Any, dist.distributed_c10d._get_default_store()).clone()
+        return cast(Any, world_store()).clone()
     except RuntimeError:  # torch: "Tried to call pure virtual function"
         return None
 

@@ -385,3 +385,22 @@ def test_training_resumes_within_rounding_on_another_number_of_ranks(tmp_path: P
         load(tmp_path / f"end-{ranks}", models[-1])
     for (name, on_two), on_four in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(on_two, on_four, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def begin_a_second_world(folder: Path) -> None:
+    """Destroy the default group, initialize another over the same store, and make calls that do not match."""
+    rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
+    model = nn.Linear(3, 3)
+    save(folder, model, step=1)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    save(folder, model, step=2)
+    with pytest.raises(CheckpointError, match="the ranks did not make the same call"):
+        save(folder, model, step=3) if rank == 0 else load(folder, model)
+    fully_shard(model)(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.behaviour("F-12")
+@pytest.mark.parametrize("transport", [IN_COMMON, SOCKETS], ids=["shared", "sockets"])
+def test_a_second_default_group_over_the_same_store_reads_no_stale_keys(tmp_path: Path, transport: Environment) -> None:
+    run_ranks(begin_a_second_world, 2, tmp_path, environment=transport, timeout=30)

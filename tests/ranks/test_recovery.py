@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from tests._internals import (
     iteration_of,
     reconnect,
     state_of,
+    timeout_of_group,
 )
 from tests._internals import factory as choose
 from tests.helpers.failing_steps import (
@@ -404,3 +406,13 @@ def test_abandoned_connections_are_freed(transport: Environment) -> None:
         assert memory <= 1 << 20
         assert files == 0
         assert threads == 0
+
+
+def read_timeouts() -> list[float]:
+    ranks = list(range(dist.get_world_size()))
+    backends = ("gloo", "cuda:gloo", "cpu:gloo,cuda:gloo")
+    return [timeout_of_group(dist.new_group(ranks, timedelta(seconds=77), backend)) for backend in backends]
+
+
+def test_recovery_knows_the_timeout_of_groups_without_a_cpu_backend() -> None:
+    assert run_ranks(read_timeouts, 2) == [[77.0] * 3] * 2

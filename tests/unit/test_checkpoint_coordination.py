@@ -77,7 +77,7 @@ def test_long_lists_are_truncated() -> None:
 def test_a_rank_that_arrived_last_but_announced_nothing_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one to come may be killed, or slower than the deadline, before it says that all are there."""
     store: Any = dist.HashStore()
-    place, note = "composable_fsdp/checkpoint/0", {"call": "save", "group": True}
+    place, note = "checkpoint/0", {"call": "save", "group": True}
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
 
@@ -87,7 +87,7 @@ def test_a_rank_that_arrived_last_but_announced_nothing_is_not_missing(monkeypat
 
     other = threading.Thread(target=comes)
     other.start()
-    assert ranks._assemble(ranks._Rendezvous(store), note, 0.5) == {"group": True}
+    assert ranks._assemble(ranks._Rendezvous(store, store), note, 0.5) == {"group": True}
     other.join()
 
 

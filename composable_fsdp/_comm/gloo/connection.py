@@ -25,6 +25,7 @@ from composable_fsdp._comm.communicator import Transfer, Work
 from composable_fsdp._consistency.order_check import OrderCheck, OrderChecker
 from composable_fsdp._consistency.rank_report import OperationId
 from composable_fsdp._consistency.watchdog import Watchdog
+from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.errors import DivergenceError, FSDPError, PeerError
 
 __all__ = ["GlooConnection", "exchange"]
@@ -71,7 +72,7 @@ class GlooConnection:
     def _open(self) -> None:
         self._generation = next(self._numbers)
         self._id = f"{self._name}/{self._generation}"
-        store = dist.PrefixStore(f"composable_fsdp/line/{self._id}", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"connection/{self._id}", world_store())
         self.backend: Backend = dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
         self._order_checker = OrderChecker(self._exchange_digests, self._exchange_texts, self._level)
         self._broken = ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from composable_fsdp._comm.communicator import Communicator, GroupCommunicator
@@ -75,7 +74,7 @@ def rendezvous(states: Iterable[FSDPState], steps: int) -> Rendezvous:
     watchdog, groups = job_watchdog(), _groups(states)
     if watchdog is None or not groups:
         return Rendezvous()
-    seconds = max(_timeout(group) for group in groups)
+    seconds = max(timeout_of(group) for group in groups)
     here = " ".join(map(position, groups))
     occasion = "after a pass has failed all ranks must call reset_iter_state() to go on"
     ranks = _ranks(states)
@@ -121,6 +120,8 @@ def _ranks(states: Iterable[FSDPState]) -> list[int]:
     return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
-def _timeout(group: dist.ProcessGroup) -> float:
-    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the timeout of ``group`` in seconds, that of its CPU backend if it has one."""
+    device = min(group._device_types, key=lambda device: device.type != "cpu")
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
     return seconds

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from composable_fsdp._consistency.rank_report import OperationId, RankReport
 from composable_fsdp._consistency.watchdog import job_watchdog
+from composable_fsdp._consistency.world_store import world_store
 from composable_fsdp.checkpoint._coordination.mismatch import join_rank_texts, named, said
 from composable_fsdp.checkpoint._coordination.pending_save import finish_earlier
 from composable_fsdp.errors import CheckpointError, FSDPError
@@ -175,9 +176,10 @@ def _decide(
 
 
 class _Rendezvous:
-    """The store of a default process group, the number of rendezvous so far, and the process group for checkpoints."""
+    """The rendezvous of one default process group with the store ``base``, and the process group for checkpoints."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, base: dist.Store, store: dist.Store) -> None:
+        self.base = base
         self.store = store
         self.number = 0
         self.group: dist.ProcessGroup | None = None
@@ -211,10 +213,10 @@ def _join(call: str, timeout: float) -> RankGroup:
         return RankGroup(0, 1, None, timeout)
     world = dist.group.WORLD
     assert world is not None
-    store = dist.distributed_c10d._get_default_store()
+    base = dist.distributed_c10d._get_default_store()
     rendezvous = _rendezvous_states.get(world)
-    if rendezvous is None or rendezvous.store is not store:
-        rendezvous = _rendezvous_states[world] = _Rendezvous(store)
+    if rendezvous is None or rendezvous.base is not base:
+        rendezvous = _rendezvous_states[world] = _Rendezvous(base, world_store())
     if rendezvous.group is not None and not _is_registered(rendezvous.group):
         rendezvous.group = None
     try:
@@ -247,7 +249,7 @@ def _assemble(rendezvous: _Rendezvous, note: dict[str, Any], timeout: float) -> 
     missing_ranks = _MissingRanks(note["call"], timeout)
     size, deadline = dist.get_world_size(), time.monotonic() + timeout
     while True:
-        prefix = f"composable_fsdp/checkpoint/{rendezvous.number}"
+        prefix = f"checkpoint/{rendezvous.number}"
         rendezvous.number += 1
         rendezvous.keys.append(f"{prefix}/{rank}")
         if rank == 0:
