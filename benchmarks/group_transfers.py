@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
 from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.gradients import reduce_together
+from composable_fsdp._runtime.groups.param_group_gradients import reduce_together
 from composable_fsdp._runtime.groups.state import state_of
 
 KIB = [64, 256, 1024, 2048, 4096, 16384, 65536]
@@ -147,7 +147,7 @@ def main() -> None:
     options.add_argument("--alone", action="store_true", help="all rounds of a library one after the other")
     arguments = options.parse_args()
     if arguments.batch_kib is not None:
-        GlooCommunicator.batch_bytes = SharedMemoryCommunicator.batch_bytes = arguments.batch_kib << 10
+        GlooCommunicator.grad_bucket_bytes = SharedMemoryCommunicator.grad_bucket_bytes = arguments.batch_kib << 10
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()

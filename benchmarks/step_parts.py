@@ -27,8 +27,8 @@ from trainers import FSDP2, OPTIMIZERS, OURS, TRAINERS, Job
 from composable_fsdp._comm.gloo.gloo_communicator import GlooCommunicator, GlooWork
 from composable_fsdp._comm.shm.engine import ShmWork
 from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-from composable_fsdp._runtime.collectives.all_gather import RepeatedLaunch, _AllGather
-from composable_fsdp._runtime.groups.gradients import GroupGradients, Launch, PendingReduction
+from composable_fsdp._runtime.collectives.all_gather import CachedLaunch, _AllGather
+from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, PendingReduction, ReductionLaunch
 from composable_fsdp._runtime.hooks import _ModuleHooks
 from composable_fsdp._runtime.root.iteration import Iteration
 
@@ -38,10 +38,10 @@ PARTS: Mapping[str, Sequence[tuple[type, Sequence[str]]]] = {
     "hooks": [
         (_ModuleHooks, ("begin", "take_inputs", "finish")),
         (Iteration, ("pre_backward", "post_backward", "end_backward")),
-        (GroupGradients, ("arrive",)),
+        (ParamGroupGradients, ("arrive",)),
     ],
-    "gathers": [(_AllGather, ("launch", "finish")), (RepeatedLaunch, ("launch", "finish"))],
-    "reductions": [(Launch, ("run",)), (PendingReduction, ("complete",))],
+    "gathers": [(_AllGather, ("launch", "finish")), (CachedLaunch, ("launch", "finish"))],
+    "reductions": [(ReductionLaunch, ("run",)), (PendingReduction, ("complete",))],
     "communicator": [
         (SharedMemoryCommunicator, COLLECTIVES),
         (GlooCommunicator, COLLECTIVES[:3]),

@@ -87,9 +87,9 @@ class CommunicationState:
                 iteration.commit_residuals()
             for bucket in state.group.buckets:
                 name = _name(bucket, module_names) or state_name
-                for leg, encoder in bucket.scatter.encoders.items():
+                for stage, encoder in bucket.scatter.encoders.items():
                     if encoder.remembers and encoder.numel:
-                        yield f"{name}.{leg}", bucket, encoder
+                        yield f"{name}.{stage}", bucket, encoder
 
 
 def _name(bucket: AnyBucket, module_names: Mapping[nn.Module, str]) -> str | None:

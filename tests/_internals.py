@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from composable_fsdp._comm.shm.connect import SWITCH
     from composable_fsdp._comm.shm.segment import SLOT_BYTES
     from composable_fsdp._comm.shm.shm_communicator import SharedMemoryCommunicator
-    from composable_fsdp._comm.shm.staging import StagedRange as StagingExtent
-    from composable_fsdp._comm.shm.staging import plan_rounds
+    from composable_fsdp._comm.shm.staging import StagedRange, plan_rounds
     from composable_fsdp._comm.verify_ranks import difference_text, verify_same, verify_same_lines
     from composable_fsdp._consistency import interrupt, watchdog
     from composable_fsdp._consistency.order_check import CONTEXT, OrderCheck, OrderChecker, order_check_from
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass, has_ended
     from composable_fsdp._consistency.starting_values import Candidate, differing_starts, start_details
     from composable_fsdp._consistency.watchdog import PATIENCE, Watchdog, known_watchdog
-    from composable_fsdp._layout.block import Box, Cut
-    from composable_fsdp._layout.block import Extent as BlockExtent
+    from composable_fsdp._layout.block import Box, Cut, ShardExtent
     from composable_fsdp._layout.bucket_layout import (
         ALIGNMENT_BYTES,
         NEVER_ZERO_COPY,
@@ -65,15 +63,15 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime import lazy_init
     from composable_fsdp._runtime.collectives.all_gather import (
         GatherCache,
+        cached_gather,
         launch_gather,
         pack_messages,
-        repeated_gather,
     )
     from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, Bucket, CachedPart
     from composable_fsdp._runtime.collectives.extension_bucket import ExtendedBucket
     from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
-    from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
-    from composable_fsdp._runtime.groups.param_group import ParameterGroup
+    from composable_fsdp._runtime.groups.param_group import ParamGroup
+    from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
     from composable_fsdp._runtime.groups.state import Accumulation, FSDPState, find_state, state_of
     from composable_fsdp._runtime.groups.state_machine import (
         GRADIENT_TRANSITIONS,
@@ -97,7 +95,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
     from composable_fsdp._runtime.schedule.passes import GroupSpec, ScheduleOptions
     from composable_fsdp._runtime.schedule.simulate import CollectiveCost, Costs, simulate
-    from composable_fsdp._runtime.schedule.unused_groups import Lockstep
+    from composable_fsdp._runtime.schedule.unused_groups import UnusedGroups
     from composable_fsdp._runtime.shard_extent import extent_of, gather, like, shardings_of, states_below
     from composable_fsdp._sharding.mesh import (
         DataParallelAxes,

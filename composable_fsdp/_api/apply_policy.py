@@ -56,16 +56,16 @@ def shard_by_policy(model: nn.Module, policy: Policy, shard: Callable[..., objec
     options_of = [_options_of(group, options) for group in groups]
     init: InitFunction | None = options["param_init_fn"]
     sharded = {state for module in model.modules() if (state := find_state(module)) is not None}
-    lenders = sharded | {state_of(owner) for owner in options["shared_from"]}
+    owner_states = sharded | {state_of(owner) for owner in options["shared_from"]}
     registered = [entry for entry in registered_parameters(model) if len(entry.places) > 1]
     for group, chosen in zip(groups, options_of, strict=True):
         if init is not None:
             for module in group.modules:
                 materialize_meta(module, init, ignored, registered)
-        owners = [state.modules[0] for state in holders(group.modules) if state in lenders]
+        owners = [state.modules[0] for state in holders(group.modules) if state in owner_states]
         target = group.modules[0] if len(group.modules) == 1 else list(group.modules)
         shard(target, **{**chosen, "shared_from": owners, "param_init_fn": None})
-        lenders.add(state_of(group.modules[0]))
+        owner_states.add(state_of(group.modules[0]))
 
 
 def _options_of(group: Group, options: Mapping[str, Any]) -> dict[str, Any]:

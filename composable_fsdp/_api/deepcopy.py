@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._api.direct_call_errors import uncaught_errors
-from composable_fsdp._runtime.groups.param_group import ParameterGroup
+from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.state import ITERATION_ATTRIBUTE, FSDPState, alive, find_state
 from composable_fsdp._runtime.lazy_init import optimizer_hooks
 from composable_fsdp._runtime.params.sharded_param import local_part
@@ -52,14 +52,16 @@ def copy_sharded(module: nn.Module, memo: Memo) -> nn.Module:
         result = _copy_module(module, memo)
     finally:
         del markers[_COPYING]
-    for state in sorted(states, key=lambda state: bool(state.lenders)):  # owners of shared parameters first
+    for state in sorted(states, key=lambda state: bool(state.owner_states)):  # owners of shared parameters first
         _fill(memo[id(state)], state, memo)
     return result
 
 
 def _check_contained(state: FSDPState, states: list[FSDPState], within: set[nn.Module], module: nn.Module) -> None:
     owners = {owner for parameter in state.group.parameters for owner, _ in parameter.owners}
-    if not owners | set(state.modules) <= within or not set(state.lenders) | set(alive(state.borrowing)) <= set(states):
+    if not owners | set(state.modules) <= within or not set(state.owner_states) | set(alive(state.user_states)) <= set(
+        states
+    ):
         raise ConfigurationError(
             f"{type(module).__name__.removeprefix('FSDP')} shares the group of {state.name!r} with modules outside of "
             "it, so it cannot be copied alone. Copy a sharded module that contains all of them."
@@ -103,10 +105,12 @@ def _fill(clone: FSDPState, state: FSDPState, memo: Memo) -> None:
         p.copy_onto(memo[id(p.sharded)], [(memo[id(owner)], name) for owner, name in p.owners])
         for p in group.parameters
     ]
-    copied = ParameterGroup(group.name, (), group.axes, state.precision, group.offload, parameters=parameters)
+    copied = ParamGroup(group.name, (), group.axes, state.precision, group.offload, parameters=parameters)
     copied.copy_settings(group)
-    lenders = [memo[id(lender)] for lender in state.lenders]
-    FSDPState.__init__(clone, [memo[id(m)] for m in state.modules], copied, state.reshard, state.precision, lenders)
+    owner_states = [memo[id(owner)] for owner in state.owner_states]
+    FSDPState.__init__(
+        clone, [memo[id(m)] for m in state.modules], copied, state.reshard, state.precision, owner_states
+    )
     optimizer_hooks.keep_for(clone)
     uncaught_errors.keep_for(clone)
     clone.copy_settings(state)

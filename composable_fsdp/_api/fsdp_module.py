@@ -225,7 +225,7 @@ class FSDPModule(TorchFSDPModule):
         computes. If it takes longer, higher limits help, at the cost of the memory of each prefetched group. On
         accelerators, the same number of the last groups of forward stays unsharded for backward. 0 prefetches nothing.
         ``set_max_unsharded_bytes`` and explicit prefetch lists still apply. Small groups that share one all-gather
-        (``set_max_merged_bytes``) count as one. The limit must be the same on every rank.
+        (``set_max_fused_bytes``) count as one. The limit must be the same on every rank.
 
         Raises:
             ConfigurationError: not an int of at least 0, or this module is not the root of modules that have already
@@ -256,20 +256,20 @@ class FSDPModule(TorchFSDPModule):
         """
         return iteration_of(_state(self)).schedule()
 
-    def set_max_merged_bytes(self, max_merged_bytes: int) -> None:
+    def set_max_fused_bytes(self, max_fused_bytes: int) -> None:
         """Set how many bytes of full parameters of small, adjacent groups share one all-gather and one reduction.
 
-        The default is 1 MiB; 0 merges nothing. Groups of up to 512 KiB count as small. Groups are adjacent in the
-        recorded order of the last forward, so merging begins with the second forward. The unsharded parameters of a
-        module are still registered only while it runs, but the memory of all merged groups is allocated when the first
+        The default is 1 MiB; 0 fuses nothing. Groups of up to 512 KiB count as small. Groups are adjacent in the
+        recorded order of the last forward, so fusion begins with the second forward. The unsharded parameters of a
+        module are still registered only while it runs, but the memory of all fused groups is allocated when the first
         of them is gathered. Call it on the root, with the same number on every rank.
 
         Raises:
             ConfigurationError: not an int of at least 0, or this module is not the root of modules that have already
                 run.
         """
-        check_count("max_merged_bytes", max_merged_bytes)
-        set_root_option(_state(self), "max_merged_bytes", max_merged_bytes)
+        check_count("max_fused_bytes", max_fused_bytes)
+        set_root_option(_state(self), "max_fused_bytes", max_fused_bytes)
 
     def set_order_check(self, level: str) -> None:
         """Set how often ranks compare, before a collective, that all of them are about to launch the same one.

@@ -15,7 +15,7 @@ from composable_fsdp._api.fsdp_module import sharded_class
 from composable_fsdp._api.materialize import broadcast_module_states, find_ignored, materialize_meta
 from composable_fsdp._api.param_discovery import CommunicationFunction, ParamDiscovery, PlacementFunction
 from composable_fsdp._runtime.compile import mark_managed
-from composable_fsdp._runtime.groups.param_group import ParameterGroup
+from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.state import FSDPState, find_state, state_of
 from composable_fsdp._runtime.groups.unmanaged_params import plain_places
 from composable_fsdp._runtime.hooks import install_hooks, wrap_forward_method
@@ -176,8 +176,10 @@ def fully_shard(
     for each in modules:
         if param_init_fn is not None:
             materialize_meta(each, param_init_fn, ignored)
-    lenders = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(modules))))
-    discovery = ParamDiscovery(axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, lenders)
+    owner_states = list(dict.fromkeys((*map(state_of, shared_from), *tied_owner_states(modules))))
+    discovery = ParamDiscovery(
+        axes, full_mesh, shard_placement_fn, ignored.parameters, device is not None, owner_states
+    )
     if comm_policy is not None:
         discovery.communication_of = _as_function(comm_policy)
     sources = discovery.collect(modules)
@@ -190,10 +192,10 @@ def fully_shard(
             each_axes.smaller_shard_axis(reshard.mesh_size)
     name = ", ".join(type(each).__name__ for each in modules)
     classes = [sharded_class(type(each)) for each in modules]  # before anything changes: may raise
-    group = ParameterGroup(name, sources, axes, precision, offload)
+    group = ParamGroup(name, sources, axes, precision, offload)
     for source, parameter in zip(sources, group.parameters, strict=True):
         note_replaced(source, parameter, name)
-    state = FSDPState(_outermost(modules), group, reshard, precision, lenders)
+    state = FSDPState(_outermost(modules), group, reshard, precision, owner_states)
     register_client_states(state, modules, install_hooks(state))
     optimizer_hooks.keep_for(state)
     uncaught_errors.keep_for(state)

@@ -39,7 +39,7 @@ class ParamDiscovery:
         placement_of: the user's ``shard_placement_fn``.
         ignored: ids of parameters to skip.
         device_given: True if the user named the device, so that parameters are moved there from any other device.
-        lenders: FSDP states whose parameters these modules may use too.
+        owner_states: FSDP states whose parameters these modules may use too.
         communication_of: returns the codecs of each parameter.
     """
 
@@ -48,7 +48,7 @@ class ParamDiscovery:
     placement_of: PlacementFunction | None
     ignored: Collection[int]
     device_given: bool = False
-    lenders: Sequence[FSDPState] = ()
+    owner_states: Sequence[FSDPState] = ()
     communication_of: CommunicationFunction = _no_codec
     _axes_of: dict[DeviceMesh, DataParallelAxes] = field(default_factory=dict)
 
@@ -90,22 +90,25 @@ class ParamDiscovery:
             )
 
     def _find_shared(self, parameter: nn.Parameter) -> tuple[FSDPState, ShardedParameter] | None:
-        """Return the state and parameter that replaced ``parameter``, if one of ``lenders`` has sharded it."""
+        """Return the state and parameter that replaced ``parameter``, if one of ``owner_states`` has sharded it."""
         taken = find_replaced(parameter)
         sharded = taken.parameter() if taken is not None else None
-        for lender in self.lenders:
-            if sharded in lender.group.parameters and sharded is not None:
-                return lender, sharded
+        for owner in self.owner_states:
+            if sharded in owner.group.parameters and sharded is not None:
+                return owner, sharded
         return None
 
     def _register_shared(
         self, held: tuple[FSDPState, ShardedParameter], owner: nn.Module, attribute: str, place: str
     ) -> None:
-        """Register a parameter of another group at one more place. Raises unless that group is one of ``lenders``."""
+        """Register a parameter of another group at one more place.
+
+        Raises unless that group is one of ``owner_states``.
+        """
         state, parameter = held
         if (owner, attribute) in parameter.owners:
             return
-        if state not in self.lenders:
+        if state not in self.owner_states:
             raise ParameterError(
                 f"parameter {place} is the same tensor as {parameter.name!r} of {state.name}, which has been sharded "
                 f"already. {_HOW_TO_SHARE}"
@@ -173,7 +176,7 @@ def _nested_parameters(modules: Sequence[nn.Module]) -> dict[int, tuple[FSDPStat
     states = {state: None for top in modules for m in top.modules() if (state := find_state(m)) is not None}
     return {
         id(form): (state, parameter)
-        for state in dict.fromkeys(each for nested in states for each in (nested, *nested.lenders))
+        for state in dict.fromkeys(each for nested in states for each in (nested, *nested.owner_states))
         for parameter in state.group.parameters
         for form in (parameter.sharded, parameter.unsharded)
     }

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composable_fsdp._layout.block import Extent
+from composable_fsdp._layout.block import ShardExtent
 from composable_fsdp._runtime.groups.state import FSDPState
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, local_part
 from composable_fsdp._runtime.shard_extent import extent_of, like, states_below
@@ -109,7 +109,7 @@ class ShardedRandom(TorchDispatchMode):
         parameters = [parameter for state in states for parameter in state.group.parameters]
         self._shardings = {(p.sharding.shape, p.sharding.mesh, p.sharding.placements): p.sharding for p in parameters}
         self._shards = _Shards(parameters)
-        self._streams: dict[tuple[Extent, torch.device], torch.Tensor] = {}
+        self._streams: dict[tuple[ShardExtent, torch.device], torch.Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,7 +170,7 @@ class ShardedRandom(TorchDispatchMode):
         full = torch.empty(shape, dtype=tensor.dtype, device=local_part(tensor).device).expand(tensor.shape)
         return extent.take(func(full, *rest, **kwargs))
 
-    def _extent(self, tensor: DTensor) -> Extent:
+    def _extent(self, tensor: DTensor) -> ShardExtent:
         return extent_of(tensor, self._shardings.get((tuple(tensor.shape), tensor.device_mesh, tensor.placements)))
 
     @contextmanager

@@ -38,10 +38,11 @@ _COALESCED_LAUNCH_BYTES = 1 << 19
 _ALL_REDUCE_PADDING_BYTES = _COALESCED_LAUNCH_BYTES
 """The cost of a launch in bytes, as above."""
 
-_BATCH_BYTES_ON_STREAMS, _BATCH_PART_BYTES_ON_STREAMS = 1 << 27, 1 << 15
-_BATCH_BYTES_ON_HOST = 1 << 19
-"""On streams, only large groups with a large part per rank are split into batches. Their time is proportional to their
-bytes, split or not, and the first batch does not wait for the last gradient. Estimated, not measured.
+_GRAD_BUCKET_BYTES_ON_STREAMS, _GRAD_BUCKET_PART_BYTES_ON_STREAMS = 1 << 27, 1 << 15
+_GRAD_BUCKET_BYTES_ON_HOST = 1 << 19
+"""On streams, only large groups with a large part per rank are split into gradient buckets. Their time is proportional
+to their bytes, split or not, and the first gradient bucket does not wait for the last gradient. Estimated, not
+measured.
 """
 
 
@@ -77,17 +78,17 @@ class ProcessGroupCommunicator:
         self.widens = False
         self.zero_copy_min_bytes = self._zero_copy_bytes()
         self.all_reduce_bytes = _ALL_REDUCE_PADDING_BYTES
-        self.batch_bytes = self._batch_bytes()
+        self.grad_bucket_bytes = self._grad_bucket_bytes()
 
     def _zero_copy_bytes(self) -> int:
         if self._backend == "nccl":
             return _COALESCED_LAUNCH_BYTES
         return min(self.size * _ZERO_COPY_BYTES_PER_RANK, _ZERO_COPY_BYTES)
 
-    def _batch_bytes(self) -> int:
+    def _grad_bucket_bytes(self) -> int:
         if blocks_the_host(self._device):
-            return _BATCH_BYTES_ON_HOST
-        return max(_BATCH_BYTES_ON_STREAMS, self.size * _BATCH_PART_BYTES_ON_STREAMS)
+            return _GRAD_BUCKET_BYTES_ON_HOST
+        return max(_GRAD_BUCKET_BYTES_ON_STREAMS, self.size * _GRAD_BUCKET_PART_BYTES_ON_STREAMS)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend}, rank {self.rank} of {self.size})"

@@ -71,7 +71,7 @@ class Communicator(Protocol):
         ...
 
     @property
-    def batch_bytes(self) -> int:
+    def grad_bucket_bytes(self) -> int:
         """Bytes of a group's ready gradients from which they are worth a separate reduction, ahead of the rest."""
         ...
 

@@ -32,7 +32,7 @@ class LoopbackCommunicator:
     aliases: bool = True
     zero_copy_min_bytes: int = 0
     all_reduce_bytes: int = NEVER_ZERO_COPY
-    batch_bytes: int = 1 << 19
+    grad_bucket_bytes: int = 1 << 19
     epoch: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

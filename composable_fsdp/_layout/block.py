@@ -12,7 +12,7 @@ import torch
 
 from composable_fsdp._layout.shard import ShardLayout
 
-__all__ = ["Box", "Cut", "Extent"]
+__all__ = ["Box", "Cut", "ShardExtent"]
 
 Ranges = tuple[range, ...]
 
@@ -93,7 +93,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class ShardExtent:
     """The part of a tensor of ``shape`` that one rank holds.
 
     Invariant: in each dim the ``ranges`` are disjoint, ascending, not empty and not adjacent. The part is the product
@@ -104,12 +104,12 @@ class Extent:
     ranges: tuple[Ranges, ...]
 
     @staticmethod
-    def after(shape: tuple[int, ...], cuts: Iterable[Cut] = ()) -> Extent:
+    def after(shape: tuple[int, ...], cuts: Iterable[Cut] = ()) -> ShardExtent:
         """Return what remains of a tensor of ``shape`` after ``cuts``, applied in order."""
         ranges: list[Ranges] = [(range(length),) if length else () for length in shape]
         for cut in cuts:
             ranges[cut.dim] = _cut(ranges[cut.dim], cut)
-        return Extent(tuple(shape), tuple(ranges))
+        return ShardExtent(tuple(shape), tuple(ranges))
 
     @property
     def local_shape(self) -> tuple[int, ...]:

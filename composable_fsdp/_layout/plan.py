@@ -40,11 +40,11 @@ __all__ = [
 _WIDENED = {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
 """Pairs of the dtype of computed gradients and the dtype of their sum."""
 
-_MAX_BATCHES = 4
-"""Maximum number of batches of a group. More cost more time than the memory they save is worth."""
+_MAX_GRAD_BUCKETS = 4
+"""Maximum number of gradient buckets of a group. More cost more time than the memory they save is worth."""
 
 _SMALL_FRACTION = 64
-"""The smallest parameters that together have less than this fraction (1/64) of a group's bytes delay no batch."""
+"""The smallest parameters that together have less than this fraction (1/64) of a group's bytes delay no other."""
 
 SMALL_BYTES = 1 << 19
 """Size of a group's full parameters up to which latency, not bandwidth, dominates its collectives."""
@@ -128,7 +128,7 @@ class PlanOptions:
         flags: messages carry a flag per parameter that says if any rank had a gradient. There are none for a large
             parameter that is its group's only trainable one: it is reduced on every rank or on none.
         widens: 16-bit gradients may be summed in fp32 without a cast before the collective.
-        batch_bytes: bytes of gradients from which a batch is worth a reduction of its own.
+        grad_bucket_bytes: bytes of gradients from which a gradient bucket is worth a reduction of its own.
         all_reduce_bytes: bytes of padding in an all-gather from which an all-reduce in its place is worth a launch.
         reduce_whole_bytes: the same for a reduce-scatter.
     """
@@ -139,7 +139,7 @@ class PlanOptions:
     alias: bool = False
     flags: bool = True
     widens: bool = False
-    batch_bytes: int = NEVER_ZERO_COPY
+    grad_bucket_bytes: int = NEVER_ZERO_COPY
     all_reduce_bytes: int = NEVER_ZERO_COPY
     reduce_whole_bytes: int = NEVER_ZERO_COPY
 
@@ -157,7 +157,7 @@ class BucketPlan:
     reduce_dtype: torch.dtype
     gradient_dtype: torch.dtype
     axes: int
-    batch: int
+    grad_bucket: int
     extended: bool
     codec: Codec | None
     gradient_codecs: GradientCodecs
@@ -233,17 +233,17 @@ class BucketPlan:
 class GroupPlan:
     """The buckets of one parameter group.
 
-    ``batches`` has the number of trainable parameters of each batch, in the order in which batches are reduced.
-    Invariant: every parameter of the group is in exactly one bucket.
+    ``grad_buckets`` has the number of trainable parameters of each gradient bucket, in the order in which gradient
+    buckets are reduced. Invariant: every parameter of the group is in exactly one bucket.
     """
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[BucketPlan, ...]
-    batches: tuple[int, ...]
-    batch_bytes: tuple[int, ...]
-    """Bytes of each batch's gradients over all ranks, in the dtype in which they are summed."""
-    in_batches: bool
-    """True if batches are worth reductions of their own. False if most of their parameters are frozen."""
+    grad_buckets: tuple[int, ...]
+    grad_bucket_bytes: tuple[int, ...]
+    """Bytes of each gradient bucket's gradients over all ranks, in the dtype in which they are summed."""
+    in_grad_buckets: bool
+    """True if gradient buckets are worth reductions of their own. False if most of their parameters are frozen."""
     num_trainable: int
 
     @property
@@ -277,50 +277,51 @@ def plan_group(specs: tuple[ParameterSpec, ...], options: tuple[PlanOptions, ...
         specs: the parameters.
         options: the options of each of the group's pairs of axes.
     """
-    batch_of = _batches(specs, options)
+    grad_bucket_of = _grad_buckets(specs, options)
     members: dict[tuple[int, BucketKey], list[int]] = {}
     for index, spec in enumerate(specs):
-        members.setdefault((batch_of[index], spec.bucket_key), []).append(index)
-    batches = [0] * (1 + max(batch_of, default=0))
-    for batch, spec in zip(batch_of, specs, strict=True):
-        batches[batch] += spec.trainable
+        members.setdefault((grad_bucket_of[index], spec.bucket_key), []).append(index)
+    grad_buckets = [0] * (1 + max(grad_bucket_of, default=0))
+    for grad_bucket, spec in zip(grad_bucket_of, specs, strict=True):
+        grad_buckets[grad_bucket] += spec.trainable
     buckets = tuple(
-        _plan_bucket(specs, tuple(indices), options, batch, sum(batches)) for (batch, _), indices in members.items()
+        _plan_bucket(specs, tuple(indices), options, grad_bucket, sum(grad_buckets))
+        for (grad_bucket, _), indices in members.items()
     )
-    batch_bytes = [0] * len(batches)
+    grad_bucket_bytes = [0] * len(grad_buckets)
     for bucket in buckets:
-        batch_bytes[bucket.batch] += bucket.reduce.wire_numel * bucket.sum_dtype.itemsize
-    least = max(option.batch_bytes for option in options)
-    in_batches = len(batches) > 1 and all(nbytes >= least for nbytes in batch_bytes if nbytes)
-    return GroupPlan(specs, buckets, tuple(batches), tuple(batch_bytes), in_batches, sum(batches))
+        grad_bucket_bytes[bucket.grad_bucket] += bucket.reduce.wire_numel * bucket.sum_dtype.itemsize
+    least = max(option.grad_bucket_bytes for option in options)
+    in_grad_buckets = len(grad_buckets) > 1 and all(nbytes >= least for nbytes in grad_bucket_bytes if nbytes)
+    return GroupPlan(specs, buckets, tuple(grad_buckets), tuple(grad_bucket_bytes), in_grad_buckets, sum(grad_buckets))
 
 
-def _batches(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:
-    """Return the batch of each parameter; the last parameters are in the first batch.
+def _grad_buckets(specs: Sequence[ParameterSpec], options: Sequence[PlanOptions]) -> list[int]:
+    """Return the gradient bucket of each parameter; the last parameters are in the first gradient bucket.
 
-    A batch has at least a quarter of the large parameters' bytes; the last may have half of that.
+    A gradient bucket has at least a quarter of the large parameters' bytes; the last may have half of that.
 
     Backward reaches parameters roughly in that order. Norms and biases are an exception: modules often register them
-    after parameters that forward uses later. Such small ones are in the last batch, so that no other batch waits for
-    them. Encoded parameters are not split, because codecs encode whole messages.
+    after parameters that forward uses later. Such small ones are in the last gradient bucket, so that no other gradient
+    bucket waits for them. Encoded parameters are not split, because codecs encode whole messages.
     """
-    batch_of = [0] * len(specs)
+    grad_bucket_of = [0] * len(specs)
     if any(spec.extended or spec.codec or spec.gradient_codecs != PLAIN or spec.gradient_extended for spec in specs):
-        return batch_of
-    least = max(option.batch_bytes for option in options)
+        return grad_bucket_of
+    least = max(option.grad_bucket_bytes for option in options)
     sizes = [prod(spec.shape) * _wire_dtype(spec, options[spec.axes]).itemsize for spec in specs]
     small_bytes = _small_bytes(sizes)
     is_small = [size <= small_bytes for size in sizes]
-    batch, filled, left = 0, 0, sum(size for size in sizes if size > small_bytes)
-    share = max(least, left // _MAX_BATCHES)
+    grad_bucket, filled, left = 0, 0, sum(size for size in sizes if size > small_bytes)
+    share = max(least, left // _MAX_GRAD_BUCKETS)
     for index in reversed(range(len(specs))):
         if is_small[index]:
             continue
-        batch_of[index] = batch
+        grad_bucket_of[index] = grad_bucket
         filled, left = filled + sizes[index], left - sizes[index]
         if filled >= share and left >= max(least, share // 2):
-            batch, filled = batch + 1, 0
-    return [batch if small else of for small, of in zip(is_small, batch_of, strict=True)]
+            grad_bucket, filled = grad_bucket + 1, 0
+    return [grad_bucket if small else of for small, of in zip(is_small, grad_bucket_of, strict=True)]
 
 
 def _wire_dtype(spec: ParameterSpec, axes: PlanOptions) -> torch.dtype:
@@ -344,7 +345,7 @@ def _plan_bucket(
     specs: Sequence[ParameterSpec],
     indices: tuple[int, ...],
     options: Sequence[PlanOptions],
-    batch: int,
+    grad_bucket: int,
     group_trainable: int,
 ) -> BucketPlan:
     first = specs[indices[0]]
@@ -388,7 +389,7 @@ def _plan_bucket(
         first.reduce_dtype,
         first.gradient_dtype,
         first.axes,
-        batch,
+        grad_bucket,
         first.extended,
         first.codec,
         first.gradient_codecs,

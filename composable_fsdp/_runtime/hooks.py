@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable_fsdp._runtime.compile import DynamoDisabled, calling_frame, frame_of_call
-from composable_fsdp._runtime.groups.group_tensors import shard_full_tensor
+from composable_fsdp._runtime.groups.param_group_buckets import shard_full_tensor
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState, InputView, ModuleReference, PassHooks
 from composable_fsdp._runtime.lazy_init import assemble
 from composable_fsdp._runtime.params.sharded_param import alias_of, local_part

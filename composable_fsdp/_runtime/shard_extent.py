@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from composable_fsdp._comm.communicator import Transfer
-from composable_fsdp._layout.block import Cut, Extent
+from composable_fsdp._layout.block import Cut, ShardExtent
 from composable_fsdp._layout.shard import TensorShards
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.params.sharded_param import local_part
@@ -44,7 +44,7 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def extent_of(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> Extent:
+def extent_of(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> ShardExtent:
     """Return the extent of ``tensor`` on this rank: all of a plain tensor, none of a DTensor on another mesh.
 
     Args:
@@ -53,13 +53,13 @@ def extent_of(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Extent.after(shape)
+        return ShardExtent.after(shape)
     if tensor.device_mesh.get_coordinate() is None:
-        return Extent(shape, ((),) * len(shape))
+        return ShardExtent(shape, ((),) * len(shape))
     if sharding is None or not _is_placed_by(tensor, sharding):
-        return Extent.after(shape, _cuts(tensor.device_mesh, tensor.placements))
+        return ShardExtent.after(shape, _cuts(tensor.device_mesh, tensor.placements))
     shard = sharding.axes.shard
-    return Extent.after(shape, [*_inner_cuts(sharding), Cut(sharding.dim, shard.size, shard.rank)])
+    return ShardExtent.after(shape, [*_inner_cuts(sharding), Cut(sharding.dim, shard.size, shard.rank)])
 
 
 def gather(tensor: torch.Tensor, sharding: ParameterSharding | None = None) -> torch.Tensor:
@@ -130,7 +130,7 @@ def _cuts(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[Cut]:
 def _all_gather_shards(local: torch.Tensor, sharding: ParameterSharding) -> torch.Tensor:
     """All-gather the shards of the shard axis. They are sent as bytes, since not every backend supports every dtype."""
     axis = sharding.axes.shard
-    shards = TensorShards(Extent.after(sharding.shape, _inner_cuts(sharding)).local_shape, sharding.dim, axis.size)
+    shards = TensorShards(ShardExtent.after(sharding.shape, _inner_cuts(sharding)).local_shape, sharding.dim, axis.size)
     if axis.size == 1:
         return local
     message = F.pad(local.reshape(-1).view(torch.uint8), (0, shards.padded_numel * local.itemsize - local.nbytes))

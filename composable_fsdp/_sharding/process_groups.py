@@ -16,7 +16,7 @@ from composable_fsdp._sharding.mesh import DataParallelAxes
 __all__ = ["ProcessGroups", "group_by_key"]
 
 Key = TypeVar("Key")
-Member = TypeVar("Member")
+Item = TypeVar("Item")
 
 
 class ProcessGroups:
@@ -92,15 +92,15 @@ class ProcessGroups:
             all_reduce_bytes=self.gather.all_reduce_bytes,
             reduce_whole_bytes=self.scatter.all_reduce_bytes,
             widens=self.scatter.widens,
-            batch_bytes=self._batch_bytes(),
+            grad_bucket_bytes=self._grad_bucket_bytes(),
             alias=self.gather.aliases and not offloaded and (self.gather.size == 1 or self.shared_memory is not None),
             flags=self.axes.num_ranks > 1 and not self.unequal_use,
         )
 
-    def _batch_bytes(self) -> int:
+    def _grad_bucket_bytes(self) -> int:
         if self.axes.shard.size == 1 and self.replicate.size > 1:  # the only axis with communication
-            return self.replicate.batch_bytes
-        return max(self.gather.batch_bytes, self.scatter.batch_bytes)
+            return self.replicate.grad_bucket_bytes
+        return max(self.gather.grad_bucket_bytes, self.scatter.grad_bucket_bytes)
 
     def customize_gather(self, collective: object) -> None:
         """Use ``collective`` for all-gathers."""
@@ -161,12 +161,12 @@ class ProcessGroups:
         return communicator
 
 
-def group_by_key(keys: Iterable[Key], members: Iterable[Member]) -> list[tuple[Key, list[Member]]]:
+def group_by_key(keys: Iterable[Key], members: Iterable[Item]) -> list[tuple[Key, list[Item]]]:
     """Group members with equal keys, in the order of the first of each: the same on every rank."""
     keys, members = list(keys), list(members)
     if keys and keys.count(keys[0]) == len(keys) == len(members):  # usually one communicator: skip hashing it
         return [(keys[0], members)]
-    found: dict[Key, list[Member]] = {}
+    found: dict[Key, list[Item]] = {}
     for key, member in zip(keys, members, strict=True):
         found.setdefault(key, []).append(member)
     return list(found.items())

@@ -161,10 +161,10 @@ def _has_groups(mesh: DeviceMesh) -> bool:
 
 def _ranks_per_host(strategy: ShardingStrategy, flat: DeviceMesh) -> int:
     """Return the number of ranks per host from ``LOCAL_WORLD_SIZE``, which ``torchrun`` sets alike on every host."""
-    ranks, told = flat.size(), os.environ.get("LOCAL_WORLD_SIZE")
-    local = int(told) if told is not None and told.isdigit() else ranks
+    ranks, per_host = flat.size(), os.environ.get("LOCAL_WORLD_SIZE")
+    local = int(per_host) if per_host is not None and per_host.isdigit() else ranks
     if ranks > 1 and (local == ranks or not local or ranks % local):
-        found = f"LOCAL_WORLD_SIZE={told}" if told is not None else "LOCAL_WORLD_SIZE is not set"
+        found = f"LOCAL_WORLD_SIZE={per_host}" if per_host is not None else "LOCAL_WORLD_SIZE is not set"
         raise MeshError(
             f"strategy={strategy.name} shards within a host and replicates over hosts, but {found} for {ranks} ranks: "
             f"there is one host only, or not as many ranks on each. Pass mesh=. "

@@ -155,7 +155,7 @@ def describe_groups(model: nn.Module) -> list[GroupDescription]:
 
 def _describe_group(state: FSDPState, places: Mapping[nn.Module, str]) -> GroupDescription:
     parameters, specs = state.group.parameters, state.group.plan.specs
-    used = [p for lender in state.lenders for p in lender.group.parameters if _is_used(p, state)]
+    used = [p for owner in state.owner_states for p in owner.group.parameters if _is_used(p, state)]
     return GroupDescription(
         names=tuple(places[module] for module in state.modules if module in places),
         classes=tuple(type(module).__name__.removeprefix("FSDP") for module in state.modules),

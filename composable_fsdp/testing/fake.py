@@ -124,7 +124,7 @@ class FakeWorld:
         averages: bool = True,
         zero_copy_min_bytes: int = 0,
         all_reduce_bytes: int = NEVER_ZERO_COPY,
-        batch_bytes: int = 1 << 19,
+        grad_bucket_bytes: int = 1 << 19,
     ) -> None:
         """Create a world.
 
@@ -133,7 +133,7 @@ class FakeWorld:
             averages: support ``ReduceOp.AVERAGE``.
             zero_copy_min_bytes: the ``zero_copy_min_bytes`` of the communicators.
             all_reduce_bytes: the ``all_reduce_bytes`` of the communicators.
-            batch_bytes: the ``batch_bytes`` of the communicators.
+            grad_bucket_bytes: the ``grad_bucket_bytes`` of the communicators.
         """
         if size < 1:
             raise ConfigurationError(f"A world has at least one rank, not {size}.")
@@ -141,7 +141,7 @@ class FakeWorld:
         self.averages = averages
         self.zero_copy_min_bytes = zero_copy_min_bytes
         self.all_reduce_bytes = all_reduce_bytes
-        self.batch_bytes = batch_bytes
+        self.grad_bucket_bytes = grad_bucket_bytes
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._launched = [0] * size
@@ -218,8 +218,8 @@ class FakeCommunicator:
         return self.world.all_reduce_bytes
 
     @property
-    def batch_bytes(self) -> int:
-        return self.world.batch_bytes
+    def grad_bucket_bytes(self) -> int:
+        return self.world.grad_bucket_bytes
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

@@ -5,7 +5,7 @@ names of operations in errors, such as ``"all-gather of layers.2 in forward"`` o
 :func:`inject_faults` yields those of a model.
 
     with inject_faults(model, Fault(Kill(), label="all-gather of layers.2 in backward", rank=1)):
-        model(batch).sum().backward()
+        model(gradient bucket).sum().backward()
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class FaultyCommunicator:
         return self.base.all_reduce_bytes
 
     @property
-    def batch_bytes(self) -> int:
-        return self.base.batch_bytes
+    def grad_bucket_bytes(self) -> int:
+        return self.base.grad_bucket_bytes
 
     @property
     def epoch(self) -> int:

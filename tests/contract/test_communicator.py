@@ -67,7 +67,7 @@ def a_rank_knows_its_place(comm: Communicator) -> Iterator[None]:
     assert isinstance(comm.averages, bool)
     assert comm.zero_copy_min_bytes >= 0
     assert comm.all_reduce_bytes >= 0
-    assert comm.batch_bytes >= 0
+    assert comm.grad_bucket_bytes >= 0
     assert isinstance(comm.aliases, bool)
     assert isinstance(comm.widens, bool)
     yield

@@ -40,7 +40,7 @@ def flip_a_bit(self: ShardedParameter, *args: Any) -> None:
 ACCEPT = ShardedParameter.accept_gradient
 BREAKAGES: dict[str, tuple[Any, Callable[..., Any], str]] = {
     "_keep": (ScheduleRunner, free_after_every_forward, "collective:all-gather"),
-    "merge_adjacent": (passes, fuse_nothing, "collective:all-gather"),
+    "fuse_adjacent": (passes, fuse_nothing, "collective:all-gather"),
     "accept_gradient": (ShardedParameter, flip_a_bit, "results"),
 }
 """By the name that is replaced: where it is, by what, and what must be said to differ."""

@@ -58,7 +58,7 @@ class Plan:
     alone: bool
     reshard: bool
     prefetch: bool
-    merged: bool
+    fused: bool
     encoded: bool = False
     hybrid: bool = False
     feedback: bool = False
@@ -74,8 +74,8 @@ def build(plan: Plan) -> Any:
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    if not plan.merged:
-        model.set_max_merged_bytes(0)
+    if not plan.fused:
+        model.set_max_fused_bytes(0)
     if plan.prefetch:
         model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
         model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])

@@ -12,7 +12,7 @@ from tests.helpers.counted_collectives import counted_collectives
 
 __all__ = ["WIDTH", "Tower", "batch", "play", "use_different_weights"]
 
-WIDTH = 740  # 2,190,400 bytes a weight: more than a batch needs
+WIDTH = 740  # 2,190,400 bytes a weight: more than a gradient bucket needs
 
 
 class Tower(nn.Module):

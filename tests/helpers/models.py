@@ -231,15 +231,15 @@ TASKS = {
 
 
 def shard_layers(
-    model: nn.Module, fully_shard: Callable[..., Any], *, merges: object = True, **options: Any
+    model: nn.Module, fully_shard: Callable[..., Any], *, fuses: object = True, **options: Any
 ) -> nn.Module:
     """Apply ``fully_shard`` to every module in ``model.layers``, then to the model.
 
-    All groups are so small that they would be fused; without ``merges`` they are not.
+    All groups are so small that they would be fused; without ``fuses`` they are not.
     """
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    if not merges:
-        model.set_max_merged_bytes(0)  # type: ignore[operator]
+    if not fuses:
+        model.set_max_fused_bytes(0)  # type: ignore[operator]
     return model

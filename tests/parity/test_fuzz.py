@@ -34,10 +34,10 @@ from composable_fsdp.testing import RanksError, run_ranks, shutdown
 from tests._internals import (
     Bucket,
     BucketReduceScatter,
-    GroupGradients,
     Iteration,
     ModelParallel,
     OptimizerSteps,
+    ParamGroupGradients,
     Reduction,
 )
 from tests.helpers.fuzz.draw import programs
@@ -269,7 +269,7 @@ def forget_what_is_kept(self: Iteration, *args: object) -> object:
     return None
 
 
-def forget_what_was_held(self: GroupGradients, *args: object) -> object:
+def forget_what_was_held(self: ParamGroupGradients, *args: object) -> object:
     WHOLE["hold"](self, *args)
     for parameter in self._tensors.parameters:
         parameter.drop_gradient()
@@ -301,7 +301,7 @@ STEPS = SimpleNamespace()
 BREAKAGES: dict[str, tuple[type, Callable[..., object], str, Environment]] = {
     "finish": (BucketReduceScatter, forget_to_divide, "backward all", SOCKETS),
     "end_backward": (Iteration, forget_what_is_kept, "keep always", SOCKETS),
-    "hold": (GroupGradients, forget_what_was_held, "hold all", SOCKETS),
+    "hold": (ParamGroupGradients, forget_what_was_held, "hold all", SOCKETS),
     "prepare_gather": (Bucket, leave_out_a_rank, "backward all", SOCKETS),
     "local_gradient": (ModelParallel, divide_replicated_gradients, "dp_mesh_dims, gradients replicated", SOCKETS),
     "__init__": (OptimizerSteps, count_steps_of_all_threads, "two threads", IN_COMMON),

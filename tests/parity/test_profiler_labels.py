@@ -111,7 +111,7 @@ def test_logging_enabled_between_steps_begins_with_the_next_step(caplog: pytest.
 
 def are_counted_for_the_modules_that_run() -> None:
     model = chain(ours.fully_shard)
-    model.set_max_merged_bytes(0)
+    model.set_max_fused_bytes(0)
     x = torch.ones(2, 3, requires_grad=True)
     model(x).sum().backward()
     with CommDebugMode() as mode:
@@ -141,7 +141,7 @@ def collectives_of(shard: Any) -> list[tuple[str, str, int]]:
     """Return torch's name, the group of the enclosing label and the bytes of each collective of one step."""
     model = chain(shard)
     if isinstance(model, ours.FSDPModule):
-        model.set_max_merged_bytes(0)
+        model.set_max_fused_bytes(0)
     model(torch.ones(2, 3)).sum().backward()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         model(torch.ones(2, 3)).sum().backward()

@@ -133,7 +133,7 @@ def accumulate(mesh_shape: tuple[int, ...], reshard_after_forward: bool | int | 
     for setting in SETTINGS:
         model = shard_layers(build(), fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward)
         assert isinstance(model, FSDPModule)
-        model.set_max_merged_bytes(0)  # unused layers would be fused with adjacent ones
+        model.set_max_fused_bytes(0)  # unused layers would be fused with adjacent ones
         ours = train(model, accumulating(setting), ranks=[rank], watched=rank)
         assert_equal_runs(ours, expected, what=setting.__name__)
         states = [state for module in model.modules() if (state := find_state(module)) is not None]
@@ -343,7 +343,7 @@ def accumulate_gradients(reshard_after_forward: bool | int | None) -> None:
             accumulating_in_microbatches(setting),
             what=setting,
             steps=5,
-            merges=False,
+            fuses=False,
             reshard_after_forward=reshard_after_forward,
         )
 

@@ -133,7 +133,7 @@ class CheckpointedChain(Chain):
 
 def trace_recomputation() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(CheckpointedChain(depth=3), fully_shard, merges=False)
+    model = shard_layers(CheckpointedChain(depth=3), fully_shard, fuses=False)
     for step in range(2):
         loss = task.loss(model, task.batch_of(step, rank))
         with Recorder() as backward:

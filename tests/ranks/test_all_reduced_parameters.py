@@ -109,7 +109,7 @@ def on_the_last_dim() -> Any:
 
 def each_by_itself() -> Any:
     model = plain()
-    model.set_max_merged_bytes(0)
+    model.set_max_fused_bytes(0)
     return model
 
 
@@ -254,7 +254,7 @@ def test_at_4096_ranks_a_step_takes_no_memory_for_padding() -> None:
         for block in blocks:
             fully_shard(block)
         root: Any = fully_shard(model)
-        root.set_max_merged_bytes(0)
+        root.set_max_fused_bytes(0)
         peak = peak_above_idle(root, torch.zeros(1, width))
     finally:
         dist.destroy_process_group()

@@ -271,7 +271,7 @@ def separate_and_pool() -> None:
 
 def trace_reductions_in_flight() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard, merges=False)
+    model = shard_layers(task.build(), fully_shard, fuses=False)
     assert isinstance(model, FSDPModule)
 
     def most_in_flight() -> int:

@@ -273,7 +273,7 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
         fully_shard(layer, mesh=mesh, comm_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, comm_policy=policy)
     if policy is None and not slack:
-        model.set_max_merged_bytes(0)
+        model.set_max_fused_bytes(0)
     sent = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
 
     def count(communicator: Any, method: str, direction: str, weight: int) -> None:

@@ -192,7 +192,7 @@ def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
 
 def prefetch_as_told() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard, merges=False)
+    model = shard_layers(task.build(), fully_shard, fuses=False)
     layers = sharded_layers(model)
     # Two ahead in forward, each group only once; in backward two ahead from the last, then nothing.
     layers[0].set_modules_to_forward_prefetch([layers[1], layers[2]])

@@ -34,7 +34,7 @@ WEIGHTS = [768 * 1024 * 4, 1028 * 768 * 4]  # 1027 rows are padded to 1028
 def watch_training_steps(reshard_after_forward: bool | int | None) -> None:
     task, rank = TASKS["wide"], dist.get_rank()
     live = LiveStorages()
-    model = shard_layers(task.build(), fully_shard, merges=False, reshard_after_forward=reshard_after_forward)
+    model = shard_layers(task.build(), fully_shard, fuses=False, reshard_after_forward=reshard_after_forward)
     optimizer = OPTIMIZERS["adamw-foreach"](model.parameters())
     kept = WEIGHTS if reshard_after_forward is False else []
     live.check("after sharding", least=FULL, expected=[])
@@ -107,9 +107,7 @@ class CheckedLedger:
 def compare_ledger_with_storages(task_name: str, precision: MixedPrecisionPolicy) -> None:
     task, rank = TASKS[task_name], dist.get_rank()
     for reshard in (True, False, None, 2):
-        model = shard_layers(
-            task.build(), fully_shard, merges=False, reshard_after_forward=reshard, mp_policy=precision
-        )
+        model = shard_layers(task.build(), fully_shard, fuses=False, reshard_after_forward=reshard, mp_policy=precision)
         task.loss(model, task.batch_of(0, rank)).backward()  # names the groups
         for state in states_of(model):
             state.group.reshard()
@@ -138,7 +136,7 @@ def test_the_ledger_of_the_trace_equals_the_storage_bytes(
 
 def count_groups_in_memory() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard, merges=False)
+    model = shard_layers(task.build(), fully_shard, fuses=False)
     for step in range(3):
         with Recorder() as forward, CheckedLedger(model) as checked:
             loss = task.loss(model, task.batch_of(step, rank))

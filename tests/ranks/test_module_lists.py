@@ -169,7 +169,7 @@ def test_modules_of_a_list_can_be_called_outside_of_a_common_parent(world_size: 
 def trace_a_list() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = ends_of_the_chain(task.build())
-    model.set_max_merged_bytes(0)  # type: ignore[operator]
+    model.set_max_fused_bytes(0)  # type: ignore[operator]
     x, target = task.batch_of(0, rank)
     for needs_gradient in (True, False):
         forward, backward = Recorder(), Recorder()

@@ -26,7 +26,7 @@ from tests._internals import (
     GroupCommunicator,
     OperationId,
     OrderCheck,
-    ParameterGroup,
+    ParamGroup,
     Transfer,
     disconnect,
     iteration_of,
@@ -65,7 +65,7 @@ plans = st.builds(
     alone=st.sampled_from([False, False, True]),
     reshard=st.booleans(),
     prefetch=st.booleans(),
-    merged=st.booleans(),
+    fused=st.booleans(),
     encoded=st.booleans(),
     feedback=st.booleans(),
 )
@@ -141,9 +141,9 @@ def test_reductions_kept_by_fsdp2_after_a_failed_step_are_dropped(plan: Plan) ->
 def memory_is_given_back_last() -> None:
     """Of gathers under way, which gloo writes to until their connections are closed."""
     found: set[tuple[str, int]] = set()
-    abandon = ParameterGroup.abandon
+    abandon = ParamGroup.abandon
 
-    def watched(group: ParameterGroup) -> None:
+    def watched(group: ParamGroup) -> None:
         communicator = group.process_groups[0].axes.shard
         assert isinstance(communicator, GroupCommunicator)
         line = choose._known[communicator.group]
@@ -151,7 +151,7 @@ def memory_is_given_back_last() -> None:
         found.add((line.position, len(line._kept)))
         abandon(group)
 
-    with mock.patch.object(ParameterGroup, "abandon", watched):
+    with mock.patch.object(ParamGroup, "abandon", watched):
         fail_and_go_on(Plan("before", 1, 0, 1, True, True, True, False))
     assert found == {("broken", 0)}, found
 

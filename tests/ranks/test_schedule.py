@@ -21,7 +21,7 @@ SCHEDULE = (*PARAMETERS, Operation.REDUCE)
 
 def trace_the_first_iterations() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard, merges=False)
+    model = shard_layers(task.build(), fully_shard, fuses=False)
     forwards, backwards = [], []
     for step in range(3):
         with Recorder() as forward:
@@ -96,7 +96,7 @@ def trace_a_group_whose_inputs_need_no_gradient() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
     fully_shard(model.get_submodule("side"))
-    shard_layers(model, fully_shard, merges=False)
+    shard_layers(model, fully_shard, fuses=False)
     for step in range(2):
         loss = task.loss(model, task.batch_of(step, rank))
         with Recorder() as backward:
@@ -137,7 +137,7 @@ def leave_out_what_was_prefetched() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
     assert isinstance(model, Routed)
-    shard_layers(model, fully_shard, merges=False)
+    shard_layers(model, fully_shard, fuses=False)
     task.loss(model, task.batch_of(0, rank)).backward()
     model.zero_grad()
     model.route = [0, 1, 2]
@@ -182,7 +182,7 @@ def free_the_root_last() -> None:
         fully_shard(layer)
     fully_shard(model)
     assert isinstance(model, FSDPModule)
-    model.set_max_merged_bytes(0)
+    model.set_max_fused_bytes(0)
     for skips, order in ((False, ["reshard root", "reduce root"]), (True, ["reduce root", "reshard root"])):
         model.skips = skips
         loss = model(torch.arange(8)).square().mean()
@@ -200,7 +200,7 @@ def test_a_root_is_freed_before_its_reduction_if_all_other_backwards_are_done() 
 
 def bound_what_is_gathered_ahead() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
-    model = shard_layers(task.build(), fully_shard, merges=False)
+    model = shard_layers(task.build(), fully_shard, fuses=False)
     assert isinstance(model, FSDPModule)
     layer_bytes = max(e.group.plan.unsharded_bytes for e in map(state_of, model.get_submodule("layers").children()))
 
@@ -246,7 +246,7 @@ def train_along_changing_routes() -> None:
 
     def shard(model: nn.Module) -> None:
         fully_shard(model.get_submodule("side"))
-        shard_layers(model, fully_shard, merges=False)
+        shard_layers(model, fully_shard, fuses=False)
 
     check_parity(task.build, play, shard=shard, steps=len(ROUTES))
     assert max(peaks) == 2  # the one that runs, and one ahead

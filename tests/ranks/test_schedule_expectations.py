@@ -89,7 +89,7 @@ def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("task", "options", "transport"),
     [
-        ("mlp", {"set_max_merged_bytes": 0}, "sockets"),
+        ("mlp", {"set_max_fused_bytes": 0}, "sockets"),
         *(("transformer", {"set_prefetch_limit": 3}, transport) for transport in TRANSPORTS),
         ("transformer", {"set_max_unsharded_bytes": 1000, "set_reshard_after_backward": False}, "in common"),
     ],

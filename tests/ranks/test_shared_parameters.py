@@ -29,7 +29,7 @@ def tied_transformer() -> Transformer:
     return model
 
 
-def lend_the_embedding(model: nn.Module, **options: Any) -> nn.Module:
+def own_by_embedding(model: nn.Module, **options: Any) -> nn.Module:
     """The head has a group of its own, in which nothing is left but a bias, if it has one."""
     assert isinstance(model, Transformer)
     fully_shard(model.embedding, **options)
@@ -39,8 +39,8 @@ def lend_the_embedding(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def lend_the_head(model: nn.Module, **options: Any) -> nn.Module:
-    """The other way round: the one that runs last owns the weight, and the one that runs first borrows it."""
+def own_by_head(model: nn.Module, **options: Any) -> nn.Module:
+    """The other way round: the one that runs last owns the weight, and the one that runs first uses it."""
     assert isinstance(model, Transformer)
     fully_shard(model.head, **options)
     fully_shard(model.embedding, shared_from=[model.head], **options)
@@ -60,7 +60,7 @@ def tie_when_sharded(model: nn.Module, *, head: bool, **options: Any) -> nn.Modu
     return model
 
 
-class Borrowers(nn.Module):
+class Users(nn.Module):
     """Every layer uses the first one's weight, two of them the second one's bias besides."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Borrowers(nn.Module):
         return x
 
 
-def lend_to_many(model: nn.Module, **options: Any) -> nn.Module:
+def share_with_many(model: nn.Module, **options: Any) -> nn.Module:
     first, second, third, fourth = model.get_submodule("layers").children()
     fully_shard(first, **options)
     fully_shard(second, shared_from=[first], **options)
@@ -85,8 +85,8 @@ def lend_to_many(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def lend_to_a_list_around_the_owner(model: nn.Module, **options: Any) -> nn.Module:
-    """The owner ends its forward while the list that borrows from it is in the middle of its own."""
+def share_with_a_list_around_the_owner(model: nn.Module, **options: Any) -> nn.Module:
+    """The owner ends its forward while the list that uses its weight is in the middle of its own."""
     first, second, third, fourth = model.get_submodule("layers").children()
     fully_shard(second, **options)
     fully_shard([first, third, fourth], shared_from=[second], **options)
@@ -99,8 +99,8 @@ def nested() -> nn.Module:
     return model
 
 
-def lend_into_a_unit(model: nn.Module, **options: Any) -> nn.Module:
-    """What contains the borrower does not contain the owner, and need not know of it."""
+def share_with_a_nested_group(model: nn.Module, **options: Any) -> nn.Module:
+    """What contains the user does not contain the owner, and need not know of it."""
     owner = fully_shard(model.get_submodule("0"), **options)
     fully_shard(model.get_submodule("2.0"), shared_from=[owner], **options)
     fully_shard(model.get_submodule("2"), **options)
@@ -108,17 +108,17 @@ def lend_into_a_unit(model: nn.Module, **options: Any) -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[..., nn.Module]]] = {
-    "embedding to head": (tied_transformer, "tied", lend_the_embedding),
-    "head to embedding": (tied_transformer, "tied", lend_the_head),
+    "embedding to head": (tied_transformer, "tied", own_by_embedding),
+    "head to embedding": (tied_transformer, "tied", own_by_head),
     "tied when sharded": (tied_transformer, "tied", partial(tie_when_sharded, head=True)),
     "tied when sharded, in the root": (tied_transformer, "tied", partial(tie_when_sharded, head=False)),
-    "to many": (seeded(Borrowers), "chain", lend_to_many),
-    "to a list around it": (seeded(Borrowers), "chain", lend_to_a_list_around_the_owner),
-    "into a unit": (seeded(nested), "chain", lend_into_a_unit),
+    "to many": (seeded(Users), "chain", share_with_many),
+    "to a list around it": (seeded(Users), "chain", share_with_a_list_around_the_owner),
+    "into a unit": (seeded(nested), "chain", share_with_a_nested_group),
 }
 
 
-def train_with_lent_parameters(reshard_after_forward: bool | int | None) -> None:
+def train_with_shared_parameters(reshard_after_forward: bool | int | None) -> None:
     for what, (build, task, shard) in CASES.items():
         for optimizer in ("sgd", "adamw-fused"):
             with Recorder() as recorder:
@@ -136,14 +136,14 @@ def train_with_lent_parameters(reshard_after_forward: bool | int | None) -> None
 @pytest.mark.behaviour("A-10")
 @pytest.mark.parametrize(("world_size", "reshard"), [(2, True), (2, False), (2, None), (4, 2)])
 def test_a_parameter_used_by_other_groups_trains_like_a_tied_one(world_size: int, reshard: bool | int | None) -> None:
-    run_ranks(train_with_lent_parameters, world_size, reshard)
+    run_ranks(train_with_shared_parameters, world_size, reshard)
 
 
-def trace_a_lent_parameter() -> None:
-    """The owner comes into memory with the borrower, and its gradient travels once, when both have added to it."""
+def trace_a_shared_parameter() -> None:
+    """The owner comes into memory with the user, and its gradient travels once, when both have added to it."""
     task, rank = TASKS["tied"], dist.get_rank()
-    model = lend_the_embedding(tied_transformer())
-    model.set_max_merged_bytes(0)  # type: ignore[operator]
+    model = own_by_embedding(tied_transformer())
+    model.set_max_fused_bytes(0)  # type: ignore[operator]
     forward, backward = Recorder(), Recorder()
     for step in range(2):
         with forward if step else Recorder():
@@ -161,8 +161,8 @@ def trace_a_lent_parameter() -> None:
     )
 
 
-def a_lent_parameter_stays_one() -> None:
-    model = lend_the_embedding(tied_transformer())
+def a_shared_parameter_stays_one() -> None:
+    model = own_by_embedding(tied_transformer())
     assert isinstance(model, Transformer)
     assert model.head.weight is model.embedding.weight
     assert isinstance(model.head.weight, DTensor)
@@ -182,13 +182,13 @@ def a_lent_parameter_stays_one() -> None:
     assert loss.dtype is torch.float64
     loss.backward()
     assert isinstance(model.head.weight.grad, DTensor)
-    assert state_of(model.embedding).is_lent is False
+    assert state_of(model.embedding).user_is_running is False
 
 
 @pytest.mark.behaviour("A-10")
 def test_a_shared_parameter_is_unsharded_with_every_group_that_uses_it() -> None:
-    run_ranks(trace_a_lent_parameter, 2, environment=SOCKETS)
-    run_ranks(a_lent_parameter_stays_one, 2)
+    run_ranks(trace_a_shared_parameter, 2, environment=SOCKETS)
+    run_ranks(a_shared_parameter_stays_one, 2)
 
 
 def share_without_saying_so() -> None:
@@ -204,7 +204,7 @@ def share_without_saying_so() -> None:
     with pytest.raises(LifecycleError, match="Linear has not been sharded"):
         fully_shard(model.norm, shared_from=[model.head])
     fully_shard(model.norm)
-    with pytest.raises(ParameterError, match="'weight' of Embedding"):  # a lender that does not own it
+    with pytest.raises(ParameterError, match="'weight' of Embedding"):  # an owner that does not own it
         fully_shard(model.head, shared_from=[model.norm])
 
 
@@ -237,42 +237,42 @@ def test_sharing_across_groups_is_an_error_with_both_names_and_the_remedies(worl
     run_ranks(tie_after_sharding, world_size)
 
 
-class LentTwice(nn.Module):
-    """Owner and borrower run inside one another, and the borrower twice."""
+class SharedTwice(nn.Module):
+    """Owner and user run inside one another, and the user twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.owner = nn.Linear(8, 8)
-        self.borrower = nn.Linear(8, 8)
-        self.borrower.weight = self.owner.weight
+        self.user = nn.Linear(8, 8)
+        self.user.weight = self.owner.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.borrower(x))
-        return torch.tanh(self.owner(x)) + torch.tanh(self.borrower(x))
+        x = torch.tanh(self.user(x))
+        return torch.tanh(self.owner(x)) + torch.tanh(self.user(x))
 
 
-def evaluate_and_freeze_lent_parameters() -> None:
+def evaluate_and_freeze_shared_parameters() -> None:
     def shard(model: nn.Module) -> None:
-        assert isinstance(model, LentTwice)
+        assert isinstance(model, SharedTwice)
         fully_shard(model.owner)
-        fully_shard(model.borrower, shared_from=[model.owner])
+        fully_shard(model.user, shared_from=[model.owner])
         fully_shard(model)
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        assert isinstance(model, LentTwice)
+        assert isinstance(model, SharedTwice)
         x, _ = TASKS["chain"].batch_of(step, rank)
         model.owner.weight.requires_grad_(step % 3 != 1)
         with torch.inference_mode(step == 2), torch.no_grad():
-            value = model.borrower(x).sum()  # on its own, outside of the parent's forward
+            value = model.user(x).sum()  # on its own, outside of the parent's forward
         loss: torch.Tensor = model(x).square().mean()
         loss.backward()
         return torch.stack([loss.detach(), value])
 
     with Recorder() as recorder:
-        check_parity(seeded(LentTwice), play, shard=shard, steps=6)
+        check_parity(seeded(SharedTwice), play, shard=shard, steps=6)
     assert recorder.allocated == {}
 
 
 @pytest.mark.behaviour("A-10", "C-05", "C-10")
 def test_shared_parameters_can_be_frozen_and_their_user_can_run_alone() -> None:
-    run_ranks(evaluate_and_freeze_lent_parameters, 2)
+    run_ranks(evaluate_and_freeze_shared_parameters, 2)

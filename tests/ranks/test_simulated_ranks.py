@@ -19,9 +19,9 @@ from tests._internals import (
     NEVER_ZERO_COPY,
     CommStreams,
     DataParallelAxes,
-    ParameterGroup,
     ParameterSource,
     ParameterState,
+    ParamGroup,
     reduce_together,
     shard_over_axes,
 )
@@ -53,7 +53,7 @@ def originals() -> dict[str, torch.Tensor]:
     return {name: torch.randint(-9, 10, shape, generator=generator).float() for name, (shape, _) in SHAPES.items()}
 
 
-def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrecisionPolicy) -> list[ParameterGroup]:
+def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrecisionPolicy) -> list[ParamGroup]:
     groups = []
     for rank in range(world.size):
         owner, sources = nn.Module(), []
@@ -63,7 +63,7 @@ def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrec
             owner.register_parameter(name, parameter)
             sharding = shard_over_axes(parameter, axes, SHAPES[name][1])
             sources.append(ParameterSource(name, parameter, ((owner, name),), sharding))
-        groups.append(ParameterGroup("group", sources, axes, precision, OffloadPolicy()))
+        groups.append(ParamGroup("group", sources, axes, precision, OffloadPolicy()))
     return groups
 
 

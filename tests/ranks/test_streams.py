@@ -39,14 +39,14 @@ def streams() -> Iterator[None]:
 
 
 def towers() -> nn.Sequential:
-    """Three groups to be, of four batches each."""
+    """Three groups to be, of four gradient buckets each."""
     return nn.Sequential(*(Tower() for _ in range(3)))
 
 
 def shard_towers(model: nn.Module, ahead: int = 1) -> None:
     for tower in model.children():
         fully_shard(tower)
-        assert len(state_of(tower).group.plan.batches) == 4
+        assert len(state_of(tower).group.plan.grad_buckets) == 4
     fully_shard(model)
     assert isinstance(model, FSDPModule)
     model.set_prefetch_limit(ahead)
@@ -65,7 +65,7 @@ def test_streams_train_like_the_unsharded_model(ahead: int, transport: Environme
 
 
 def reduce_on_streams() -> None:
-    """All batches are alike, so that their number tells their bytes."""
+    """All gradient buckets are alike, so that their number tells their bytes."""
     rank = dist.get_rank()
     with streams():
         model = towers()
@@ -88,7 +88,7 @@ def test_bytes_in_flight_on_streams_are_bounded_by_one_group() -> None:
 def reduce_whole_groups_on_streams() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     with streams():
-        model = shard_layers(task.build(), fully_shard, merges=False)
+        model = shard_layers(task.build(), fully_shard, fuses=False)
         for step in range(2):
             task.loss(model, task.batch_of(step, rank)).backward()
         with Recorder() as recorder:

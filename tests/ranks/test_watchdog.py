@@ -45,7 +45,7 @@ class FallingBack(Layers):
         return self.layers[2](self.layers[1](x))  # type: ignore[no-any-return]
 
 
-def late_with_a_batch(kind: type[Layers]) -> None:
+def late_with_a_grad_bucket(kind: type[Layers]) -> None:
     model: Any = kind()
     for layer in model.layers:
         fully_shard(layer)
@@ -63,7 +63,7 @@ def late_with_a_batch(kind: type[Layers]) -> None:
 @pytest.mark.parametrize("kind", [Recomputing, FallingBack])
 @both_transports
 def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers], transport: Environment) -> None:
-    run_ranks(late_with_a_batch, 2, kind, environment=transport)
+    run_ranks(late_with_a_grad_bucket, 2, kind, environment=transport)
 
 
 def late_after_a_recovery() -> None:

@@ -101,7 +101,7 @@ def options_reach_all_groups() -> None:
     }
     assert [name for name, state in sharded.items() if state.reshard.kind.value == "never"] == ["layers.1"]
     assert model.get_parameter("norm.bias") is frozen
-    assert sharded["head"].lenders == (sharded["embedding"],)
+    assert sharded["head"].owner_states == (sharded["embedding"],)
 
 
 @pytest.mark.behaviour("B-05", "B-01", "A-11")

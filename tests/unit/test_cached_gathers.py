@@ -21,9 +21,9 @@ from tests._internals import (
     OwnedBuffer,
     ProcessGroupCommunicator,
     TensorShards,
+    cached_gather,
     find_runs,
     plan_gather,
-    repeated_gather,
 )
 
 RANKS = 2
@@ -78,7 +78,7 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
     communicators = [kind(world, rank) for rank in range(RANKS)]
     gathers = []
     for parts, communicator in zip(ranks, communicators, strict=True):
-        gather = repeated_gather(parts, [communicator] * len(parts))
+        gather = cached_gather(parts, [communicator] * len(parts))
         assert gather is not None
         gathers.append(gather)
     for step in range(2):
@@ -100,10 +100,10 @@ def test_full_parameters_are_made_of_all_ranks_shards_again_and_again(
 def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:
     one, other = FakeWorld(RANKS).communicator(0), FakeWorld(RANKS).communicator(0)
     part = part_of([8, 16], rank=0, in_runs=False)
-    assert repeated_gather([part, part], [one, one]) is not None
-    assert repeated_gather([], []) is None
-    assert repeated_gather([part, None], [one, one]) is None
-    assert repeated_gather([part, part], [one, other]) is None
+    assert cached_gather([part, part], [one, one]) is not None
+    assert cached_gather([], []) is None
+    assert cached_gather([part, None], [one, one]) is None
+    assert cached_gather([part, part], [one, other]) is None
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_gathers_with_copies_or_over_other_ranks_are_not_cached() -> None:
 def test_payloads_that_do_not_fit_one_message_are_refused(other: CachedPart) -> None:
     communicator = FakeWorld(RANKS).communicator(0)
     part = part_of([8], rank=0, in_runs=False)
-    assert repeated_gather([part, other], [communicator] * 2) is None
+    assert cached_gather([part, other], [communicator] * 2) is None
 
 
 def test_messages_are_allocated_by_the_latest_chosen_allocator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,17 @@ from torch import nn
 
 from composable_fsdp.checkpoint import load_safetensors, save_safetensors
 from composable_fsdp.errors import CheckpointError, ConfigurationError
-from tests._internals import DTYPES, Cut, Reader, Replacement, StoredTensors, TensorFiles, TensorSpec, dtype_code
-from tests._internals import BlockExtent as Extent
+from tests._internals import (
+    DTYPES,
+    Cut,
+    Reader,
+    Replacement,
+    ShardExtent,
+    StoredTensors,
+    TensorFiles,
+    TensorSpec,
+    dtype_code,
+)
 from tests._internals import reader as stored
 from tests.helpers.small_model import Small, assert_alike, filled
 
@@ -102,14 +111,14 @@ def test_blocks_are_read_through_a_window_and_the_file_is_opened_anew(tmp_path: 
     monkeypatch.setattr(stored, "opened", counted)
     reader = Reader(StoredTensors.at(tmp_path))
     opened.clear()
-    extent = Extent.after((24, 10), [Cut(1, 2, 1), Cut(0, 2, 0)])
+    extent = ShardExtent.after((24, 10), [Cut(1, 2, 1), Cut(0, 2, 0)])
     found = torch.zeros(extent.local_shape)
     for box, values in reader.blocks("t", extent.boxes()):
         assert sum((n - 1) * s for n, s in zip(box.sizes, (10, 1), strict=True)) < 40
         found[box.local_offsets[0] : box.local_offsets[0] + box.sizes[0]] = values
     assert torch.equal(found, whole[:12, 5:])
     assert len(opened) == 3
-    ((_, one),) = reader.blocks("one", Extent.after(()).boxes())
+    ((_, one),) = reader.blocks("one", ShardExtent.after(()).boxes())
     assert one.item() == 3
 
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests._internals import BlockExtent as Extent
-from tests._internals import Box, Cut
+from tests._internals import Box, Cut, ShardExtent
 
 SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
 
@@ -53,7 +52,7 @@ def all_ranks(axes: list[tuple[int, int, int]]) -> list[list[Cut]]:
 def test_each_local_shard_is_a_chunk_of_chunks(drawn) -> None:
     shape, axes = drawn
     for cuts in all_ranks(axes):
-        extent, expected = Extent.after(shape, cuts), by_chunks(shape, cuts)
+        extent, expected = ShardExtent.after(shape, cuts), by_chunks(shape, cuts)
         assert extent.local_shape == tuple(expected.shape)
         assert torch.equal(extent.take(numbered(shape)), expected)
 
@@ -64,7 +63,7 @@ def test_the_boxes_of_all_ranks_tile_the_tensor(drawn) -> None:
     shape, axes = drawn
     seen = torch.zeros(shape, dtype=torch.int64)
     for cuts in all_ranks(axes):
-        extent = Extent.after(shape, cuts)
+        extent = ShardExtent.after(shape, cuts)
         part = torch.full(extent.local_shape, -1)
         for offsets, local_offsets, sizes in extent.boxes():
             here = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
@@ -77,12 +76,12 @@ def test_the_boxes_of_all_ranks_tile_the_tensor(drawn) -> None:
 
 def test_a_local_shard_in_one_block_is_a_view() -> None:
     whole = numbered((6, 4))
-    part = Extent.after((6, 4), [Cut(0, 2, 1), Cut(1, 2, 0)]).take(whole)
+    part = ShardExtent.after((6, 4), [Cut(0, 2, 1), Cut(1, 2, 0)]).take(whole)
     assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def test_ranges_that_touch_are_one_box() -> None:
-    both = Extent.after((8,), [Cut(0, 1, 0, blocks=2)])
+    both = ShardExtent.after((8,), [Cut(0, 1, 0, blocks=2)])
     assert [box.sizes for box in both.boxes()] == [(8,)]
 
 
@@ -92,7 +91,7 @@ def test_pieces_tile_a_box_in_its_order_and_span_no_more_than_asked(drawn, limit
     shape, axes = drawn
     whole = numbered(shape)
     for cuts in all_ranks(axes):
-        extent = Extent.after(shape, cuts)
+        extent = ShardExtent.after(shape, cuts)
         for box in extent.boxes():
             pieces = list(box.pieces(shape, limit))
             found = [taken(whole, p.offsets, p.sizes).reshape(-1) for p in pieces]
@@ -114,14 +113,14 @@ def test_a_box_without_elements_is_one_piece(shape: tuple[int, ...]) -> None:
 def test_runs_are_the_positions_of_the_elements_of_a_block(drawn) -> None:
     shape, axes = drawn
     for cuts in all_ranks(axes):
-        for box in Extent.after(shape, cuts).boxes():
+        for box in ShardExtent.after(shape, cuts).boxes():
             length, starts = box.runs(shape)
             found = [element for start in starts for element in range(start, start + length)]
             assert found == taken(numbered(shape), box.offsets, box.sizes).reshape(-1).tolist()
 
 
 def test_a_block_of_full_rows_is_one_run() -> None:
-    (box,) = Extent.after((8, 5, 3), [Cut(0, 2, 1)]).boxes()
+    (box,) = ShardExtent.after((8, 5, 3), [Cut(0, 2, 1)]).boxes()
     length, starts = box.runs((8, 5, 3))
     assert (length, list(starts)) == (60, [60])
 

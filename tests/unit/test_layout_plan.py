@@ -264,18 +264,18 @@ def spec_of(name: str, numel: int) -> ParameterSpec:
     return ParameterSpec(name, (numel,), 0, fp32, bf16, fp32, fp32, trainable=True)
 
 
-def batches_of(sizes: dict[str, int], least: int) -> list[list[str]]:
-    """Names of the parameters of each batch; ``sizes`` in elements, which travel in 4 bytes."""
+def grad_buckets_of(sizes: dict[str, int], least: int) -> list[list[str]]:
+    """Names of the parameters of each gradient bucket; ``sizes`` in elements, which travel in 4 bytes."""
     specs = tuple(spec_of(name, numel) for name, numel in sizes.items())
-    plan = plan_group(specs, (PlanOptions(2, NEVER_ZERO_COPY, NEVER_ZERO_COPY, batch_bytes=least),))
-    found: list[list[str]] = [[] for _ in plan.batches]
+    plan = plan_group(specs, (PlanOptions(2, NEVER_ZERO_COPY, NEVER_ZERO_COPY, grad_bucket_bytes=least),))
+    found: list[list[str]] = [[] for _ in plan.grad_buckets]
     for bucket in plan.buckets:
-        found[bucket.batch] += [specs[i].name for i in bucket.indices]
+        found[bucket.grad_bucket] += [specs[i].name for i in bucket.indices]
     return found
 
 
 def test_gradient_buckets_begin_with_the_last_parameters_and_skip_small_ones() -> None:
     block = {"q": 25, "o": 17, "up": 117, "down": 59, "norm": 1}
     block = {name: numel * 1024 for name, numel in block.items()}
-    assert batches_of(block, least=128 << 10) == [["down"], ["up"], ["q", "o", "norm"]]
-    assert batches_of(block, least=256 << 10) == [[*block]], "what is left over would be too little"
+    assert grad_buckets_of(block, least=128 << 10) == [["down"], ["up"], ["q", "o", "norm"]]
+    assert grad_buckets_of(block, least=256 << 10) == [[*block]], "what is left over would be too little"

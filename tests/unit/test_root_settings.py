@@ -47,9 +47,9 @@ def onto_meta(layer: Any) -> None:
             "one counts for all. Call set_prefetch_limit on the root only.",
         ),
         (
-            lambda layer: layer.set_max_merged_bytes(7),
-            "the max_merged_bytes of 'layers.1' (Linear) is 7, but that of 'root' (Chain), which contains it, is "
-            "1048576, and one counts for all. Call set_max_merged_bytes on the root only.",
+            lambda layer: layer.set_max_fused_bytes(7),
+            "the max_fused_bytes of 'layers.1' (Linear) is 7, but that of 'root' (Chain), which contains it, is "
+            "1048576, and one counts for all. Call set_max_fused_bytes on the root only.",
         ),
         (
             onto_meta,
@@ -67,7 +67,7 @@ def test_the_first_forward_names_both_modules_and_values(change: Callable[[Any],
 
 
 @pytest.mark.behaviour("B-04")
-@pytest.mark.parametrize("setter", ["set_prefetch_limit", "set_max_unsharded_bytes", "set_max_merged_bytes"])
+@pytest.mark.parametrize("setter", ["set_prefetch_limit", "set_max_unsharded_bytes", "set_max_fused_bytes"])
 def test_inner_modules_refuse_root_settings_after_the_first_forward(setter: str) -> None:
     model = fully_shard(Chain(), policy={nn.Linear})
     model(torch.ones(1, 8)).sum().backward()
@@ -122,11 +122,11 @@ def test_root_settings_apply_to_all_groups_and_can_be_corrected() -> None:
     root, layer = sharded(model), sharded(model.layers[0])
     root.set_order_check("always")
     root.set_max_unsharded_bytes(0)
-    root.set_max_merged_bytes(0)
-    layer.set_max_merged_bytes(5)
-    with pytest.raises(ConfigurationError, match=r"the max_merged_bytes of 'layers\.0'"):
+    root.set_max_fused_bytes(0)
+    layer.set_max_fused_bytes(5)
+    with pytest.raises(ConfigurationError, match=r"the max_fused_bytes of 'layers\.0'"):
         model(torch.ones(1, 8))
-    layer.set_max_merged_bytes(0)
+    layer.set_max_fused_bytes(0)
     model(torch.ones(1, 8)).sum().backward()
 
 

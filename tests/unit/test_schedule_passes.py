@@ -51,7 +51,7 @@ def models(draw: st.DrawFn) -> tuple[list[schedule.Event], dict[str, GroupSpec],
             reshard_after_backward=draw(st.booleans()),
             unshard_in_backward=draw(st.integers(0, 4)) > 0,
             reduces=draw(st.booleans()),
-            reduces_buckets=draw(st.booleans()),
+            reduces_grad_buckets=draw(st.booleans()),
             frees_with_last_gradient=draw(st.booleans()),
             has_nested=name == "root",
             can_delay_prefetch=draw(st.booleans()),
@@ -106,7 +106,7 @@ def test_every_group_is_gathered_before_it_computes_and_every_bucket_is_reduced_
     assert in_flight == 0
     assert all(not specs[name].reshard_after_backward for name in held)
     expected = {
-        s.Bucket(name, number)
+        s.GradBucket(name, number)
         for name, spec in specs.items()
         for number in range(len(spec.gradient_bytes))
         if spec.reduces
@@ -175,7 +175,7 @@ def test_the_last_group_of_forward_is_kept_if_the_device_would_wait_for_it() -> 
 
 
 def test_a_prefetch_on_the_host_follows_the_last_bucket_but_one() -> None:
-    specs = chain(reduces_buckets=True, can_delay_prefetch=True)
+    specs = chain(reduces_grad_buckets=True, can_delay_prefetch=True)
     specs["c"] = replace(specs["c"], gradient_bytes=(1, 1, 1, 1))
     plan = passes.build(CHAIN, specs, ScheduleOptions(host_waits=True))
     assert line_of(plan, s.Event(s.Hook.PRE_BACKWARD, "c")) == ["gather c", "wait c"]
@@ -217,13 +217,15 @@ def test_a_schedule_prints_as_a_table() -> None:
 
 @pytest.mark.parametrize(("buckets", "number"), [(1, None), (2, 0), (3, 1), (4, 2)])
 def test_a_delayed_prefetch_has_a_bucket_after_it(buckets: int, number: int | None) -> None:
-    own = GroupSpec("own", full_bytes=100, gradient_bytes=(1,) * buckets, reduces_buckets=True, can_delay_prefetch=True)
+    own = GroupSpec(
+        "own", full_bytes=100, gradient_bytes=(1,) * buckets, reduces_grad_buckets=True, can_delay_prefetch=True
+    )
     assert passes.delayed_until(own, ["next"], {"next": GroupSpec("next", unsharded_bytes=100)}) == number
 
 
 @pytest.mark.parametrize(("nbytes", "number"), [(25, 2), (24, None), (0, None)])
 def test_a_prefetch_smaller_than_a_bucket_is_not_delayed(nbytes: int, number: int | None) -> None:
-    own = GroupSpec("own", full_bytes=100, gradient_bytes=(1,) * 4, reduces_buckets=True, can_delay_prefetch=True)
+    own = GroupSpec("own", full_bytes=100, gradient_bytes=(1,) * 4, reduces_grad_buckets=True, can_delay_prefetch=True)
     assert passes.delayed_until(own, ["next"], {"next": GroupSpec("next", unsharded_bytes=nbytes)}) == number
 
 
@@ -233,7 +235,7 @@ SIZES = st.dictionaries(NAMES, st.integers(0, 100))
 
 @given(ORDERS, SIZES, st.integers(0, 150))
 def test_fused_groups_are_small_enough_and_adjacent(order: list[str], sizes: dict[str, int], limit: int) -> None:
-    fused = passes.merge_adjacent(order, sizes, limit)
+    fused = passes.fuse_adjacent(order, sizes, limit)
     first_runs = list(dict.fromkeys(order))
     for group, run in fused.items():
         assert group in run
@@ -246,7 +248,7 @@ def test_fused_groups_are_small_enough_and_adjacent(order: list[str], sizes: dic
 
 @given(ORDERS, SIZES, st.integers(0, 150))
 def test_adjacent_groups_within_the_limit_are_fused(order: list[str], sizes: dict[str, int], limit: int) -> None:
-    fused = passes.merge_adjacent(order, sizes, limit)
+    fused = passes.fuse_adjacent(order, sizes, limit)
     runs = list(dict.fromkeys(fused.get(name, (name,)) for name in order))
     for left, right in pairwise(runs):
         joined = (*left, right[0])
@@ -254,4 +256,4 @@ def test_adjacent_groups_within_the_limit_are_fused(order: list[str], sizes: dic
 
 
 def test_a_limit_of_zero_bytes_fuses_no_group_that_has_bytes() -> None:
-    assert passes.merge_adjacent("abc", {"a": 1, "b": 1, "c": 1}, 0) == {}
+    assert passes.fuse_adjacent("abc", {"a": 1, "b": 1, "c": 1}, 0) == {}

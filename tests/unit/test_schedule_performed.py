@@ -35,7 +35,7 @@ class Drawn:
     order: tuple[int, ...]
     limit: int
     max_unsharded: int | None
-    max_merged: int
+    max_fused: int
     keeps_after_backward: bool
     frozen: int | None
     is_synced: bool
@@ -104,7 +104,7 @@ def build(drawn: Drawn) -> FSDPModule:
     assert isinstance(model, FSDPModule)
     model.set_prefetch_limit(drawn.limit)
     model.set_max_unsharded_bytes(drawn.max_unsharded)
-    model.set_max_merged_bytes(drawn.max_merged)
+    model.set_max_fused_bytes(drawn.max_fused)
     model.set_reshard_after_backward(not drawn.keeps_after_backward)
     model.set_requires_gradient_sync(drawn.is_synced)
     return model

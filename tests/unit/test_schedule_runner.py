@@ -194,7 +194,7 @@ def test_a_backward_inside_the_forward_leaves_a_complete_schedule(mesh: DeviceMe
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.set_max_merged_bytes(0)  # type: ignore[operator]
+    model.set_max_fused_bytes(0)  # type: ignore[operator]
     for _ in range(2):
         train(model, torch.ones(1, WIDTH, requires_grad=True))
     found = unsharded_in(lambda: model(torch.ones(1, WIDTH, requires_grad=True)))

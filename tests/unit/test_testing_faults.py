@@ -56,7 +56,7 @@ def test_a_faulty_communicator_without_faults_behaves_like_its_base() -> None:
         "aliases",
         "zero_copy_min_bytes",
         "all_reduce_bytes",
-        "batch_bytes",
+        "grad_bucket_bytes",
     ):
         assert getattr(communicator, name) == getattr(communicator.base, name)
 

@@ -377,8 +377,8 @@ def test_groups_list_the_owners_of_shared_parameters() -> None:
     model.layers[1].weight = owned.weight
     fully_shard(owned)
     fully_shard(model, policy={nn.Linear}, shared_from=[owner, owned])
-    lenders = [state_of(layer).lenders for layer in model.layers]
-    assert lenders == [(), (state_of(owned),)]
+    owner_states = [state_of(layer).owner_states for layer in model.layers]
+    assert owner_states == [(), (state_of(owned),)]
 
 
 @pytest.mark.behaviour("B-01", "A-14")

@@ -88,7 +88,7 @@ class GlooCommunicator:
     widens = True
     all_reduce_bytes = NEVER_ZERO_COPY
     """Gloo's all-reduce does not sum in rank order."""
-    batch_bytes = 1 << 21
+    grad_bucket_bytes = 1 << 21
     """With a quarter of this, reductions of groups of 2 to 4 MiB take 1.4 to 2.3 times as long
     (``benchmarks/group_transfers.py``).
     """

@@ -1,7 +1,7 @@
 """All-gather of the parameters of one or several groups.
 
 Small groups whose packed shards are sent unchanged repeat the same all-gather in every step. Host time dominates for
-them, so everything that does not change is computed once, for all buckets of the message (:class:`RepeatedGather`).
+them, so everything that does not change is computed once, for all buckets of the message (:class:`CachedGather`).
 Buckets that must be encoded, moved between devices or sent zero-copy are prepared anew each time.
 """
 
@@ -20,7 +20,7 @@ from composable_fsdp._memory.streams import CommStreams, InFlight, Work
 from composable_fsdp._runtime.collectives.bucket import AllGatherBuffers, AnyBucket, CachedPart
 from composable_fsdp._sharding.process_groups import group_by_key
 
-__all__ = ["GatherCache", "RepeatedLaunch", "launch_gather", "pack_messages", "repeated_gather"]
+__all__ = ["CachedLaunch", "GatherCache", "cached_gather", "launch_gather", "pack_messages"]
 
 
 class GatherCache:
@@ -32,9 +32,9 @@ class GatherCache:
     def __init__(self) -> None:
         self._buckets: Sequence[AnyBucket] = ()
         self._communicators: Sequence[Communicator] = ()
-        self._gather: RepeatedGather | None = None
+        self._gather: CachedGather | None = None
 
-    def of(self, buckets: Sequence[AnyBucket]) -> RepeatedGather | None:
+    def of(self, buckets: Sequence[AnyBucket]) -> CachedGather | None:
         """Return the cached all-gather of all ``buckets``, or ``None`` if their shards cannot be sent unchanged."""
         process_groups = [bucket.pgs for bucket in buckets]
         if process_groups and process_groups[0].smaller is not None:
@@ -43,7 +43,7 @@ class GatherCache:
         if buckets != self._buckets or communicators != self._communicators:
             self._gather = None
             self._buckets, self._communicators = buckets, communicators
-            self._gather = repeated_gather([bucket.cached_part for bucket in buckets], communicators)
+            self._gather = cached_gather([bucket.cached_part for bucket in buckets], communicators)
         return self._gather
 
 
@@ -62,7 +62,7 @@ def launch_gather(
         last: the cached all-gather of the same buckets, if any.
     """
     repeated = last.of(buckets)
-    gathering = _AllGather(buckets, device, label) if repeated is None else RepeatedLaunch(repeated, label)
+    gathering = _AllGather(buckets, device, label) if repeated is None else CachedLaunch(repeated, label)
     try:
         return streams.gather.run(gathering.launch, gathering.finish)
     except BaseException:
@@ -171,7 +171,7 @@ def _as_bytes(
     return sent, rows, places
 
 
-def repeated_gather(parts: Sequence[CachedPart | None], communicators: Sequence[Communicator]) -> RepeatedGather | None:
+def cached_gather(parts: Sequence[CachedPart | None], communicators: Sequence[Communicator]) -> CachedGather | None:
     """Return the all-gather of all ``parts`` in one message, or ``None`` if they cannot share one.
 
     Args:
@@ -186,10 +186,10 @@ def repeated_gather(parts: Sequence[CachedPart | None], communicators: Sequence[
         nbytes = part.packed.numel() * dtype.itemsize
         if part.dtype != dtype or bool(part.runs) != has_runs or nbytes != aligned_bytes(nbytes):
             return None
-    return RepeatedGather(known, communicators[0])
+    return CachedGather(known, communicators[0])
 
 
-class RepeatedGather:
+class CachedGather:
     """An all-gather of ``parts`` over ``communicator`` that can be launched any number of times. Final."""
 
     def __init__(self, parts: Sequence[CachedPart], communicator: Communicator) -> None:
@@ -236,13 +236,13 @@ class RepeatedGather:
             torch.split_with_sizes_copy(rows, self._widths, dim=1, out=self._places)
 
 
-class RepeatedLaunch:
+class CachedLaunch:
     """One launch of ``gather``. Owns the messages until they are no longer read."""
 
     writes_to_places = False
     """Always false: the collective writes to a message."""
 
-    def __init__(self, gather: RepeatedGather, label: str) -> None:
+    def __init__(self, gather: CachedGather, label: str) -> None:
         self._gather = gather
         self._label = label
         self._sent: torch.Tensor | None = None

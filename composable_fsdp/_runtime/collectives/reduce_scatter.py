@@ -111,12 +111,12 @@ class BucketReduceScatter:
     def _make_encoders(self) -> None:
         codecs, numel, num_replicas = self.plan.gradient_codecs, self.plan.reduce.gradient_numel, self.num_replicas
         piece = aligned_piece(numel, num_replicas)
-        legs: dict[str, tuple[GradientCodec | None, int, int]] = {
+        stages: dict[str, tuple[GradientCodec | None, int, int]] = {
             "shard": (codecs.shard, self._shard.size, numel),
             "pieces": (codecs.replicate, num_replicas, piece),
             "sums": (codecs.replicate, 1, piece),
         }
-        self.encoders = {leg: Encoder(c, rows, each) for leg, (c, rows, each) in legs.items() if c is not None}
+        self.encoders = {stage: Encoder(c, rows, each) for stage, (c, rows, each) in stages.items() if c is not None}
 
     @property
     def num_replicas(self) -> int:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from composable_fsdp._layout.bucket_layout import NEVER_ZERO_COPY
 from composable_fsdp._layout.plan import BucketPlan, plan_group
 from composable_fsdp._runtime.collectives.reduce_scatter import BucketReduceScatter
-from composable_fsdp._runtime.groups.group_tensors import GroupTensors
+from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets
 from composable_fsdp._sharding.process_groups import ProcessGroups
 
-__all__ = ["JoinedBucket", "Joiner"]
+__all__ = ["FusedBucket", "FusedBuckets"]
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedBucket:
+class FusedBucket:
     """The plan, process groups and gradient buffers of a fused bucket."""
 
     plan: BucketPlan
@@ -24,23 +24,23 @@ class JoinedBucket:
     scatter: BucketReduceScatter
 
 
-class _Joined(NamedTuple):
+class _Fused(NamedTuple):
     made_of: list[object]
     """The groups, their plans and their communicators when the buckets were made."""
-    buckets: tuple[JoinedBucket, ...]
+    buckets: tuple[FusedBucket, ...]
 
 
-class Joiner:
+class FusedBuckets:
     """Creates and caches the fused buckets of groups.
 
     Invariant: the buckets keep only layouts from step to step, no values.
     """
 
     def __init__(self) -> None:
-        self._known: dict[GroupTensors, _Joined] = {}
+        self._known: dict[ParamGroupBuckets, _Fused] = {}
         """The cached buckets, by the first group."""
 
-    def join(self, members: Sequence[GroupTensors]) -> Sequence[JoinedBucket]:
+    def fuse(self, members: Sequence[ParamGroupBuckets]) -> Sequence[FusedBucket]:
         """Return fused buckets for all parameters of ``members``, or none if these cannot share messages.
 
         They cannot if their process groups or rest devices differ, or if gradients are encoded or have hooks. The
@@ -49,11 +49,11 @@ class Joiner:
         made_of: list[object] = [each for t in members for each in (t, t.plan, t.process_groups[0].scatter)]
         known = self._known.get(members[0])
         if known is None or known.made_of != made_of:
-            known = self._known[members[0]] = _Joined(made_of, _join(members))
+            known = self._known[members[0]] = _Fused(made_of, _fuse(members))
         return known.buckets
 
 
-def _has_same_route(first: GroupTensors, other: GroupTensors) -> bool:
+def _has_same_route(first: ParamGroupBuckets, other: ParamGroupBuckets) -> bool:
     """Return True if the gradients of both groups have the same communicators and the same rest device."""
     one, another = first.process_groups[0], other.process_groups[0]
     return (
@@ -64,21 +64,21 @@ def _has_same_route(first: GroupTensors, other: GroupTensors) -> bool:
     )
 
 
-def _is_plain(tensors: GroupTensors) -> bool:
+def _is_plain(tensors: ParamGroupBuckets) -> bool:
     """Return True if no gradient is encoded or has hooks, and all have the same pair of mesh axes."""
     plans = tensors.plan.buckets
     return len(tensors.process_groups) == 1 and not any(plan.gradient_is_encoded or plan.extended for plan in plans)
 
 
-def _join(members: Sequence[GroupTensors]) -> tuple[JoinedBucket, ...]:
+def _fuse(members: Sequence[ParamGroupBuckets]) -> tuple[FusedBucket, ...]:
     first, pgs = members[0], members[0].process_groups[0]
     if not all(_has_same_route(first, tensors) and _is_plain(tensors) for tensors in members):
         return ()
     specs = tuple(spec for tensors in members for spec in tensors.plan.specs)
     parameters = [parameter for tensors in members for parameter in tensors.parameters]
-    options = replace(pgs.plan_options(offloaded=first.is_offloaded), batch_bytes=NEVER_ZERO_COPY)
+    options = replace(pgs.plan_options(offloaded=first.is_offloaded), grad_bucket_bytes=NEVER_ZERO_COPY)
     return tuple(
-        JoinedBucket(
+        FusedBucket(
             plan,
             pgs,
             BucketReduceScatter(

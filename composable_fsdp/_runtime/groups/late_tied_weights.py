@@ -41,7 +41,7 @@ def tie_weights(states: Sequence[FSDPState]) -> None:
         final_owner.state.group.refresh()
         final_owner.state.group.register_at(final_owner.parameter, parameter.owners)
         if final_owner.state is not state:
-            state.borrow_from(final_owner.state)
+            state.add_owner(final_owner.state)
 
 
 def _final_owners(owned: Iterable[_OwnedParameter]) -> dict[int, _OwnedParameter]:

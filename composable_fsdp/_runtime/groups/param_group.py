@@ -15,8 +15,8 @@ from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.all_gather import launch_gather
 from composable_fsdp._runtime.collectives.bucket import AnyBucket
 from composable_fsdp._runtime.collectives.wire_bytes import all_gather_wire_bytes, smaller_mesh_wire_bytes
-from composable_fsdp._runtime.groups.gradients import GroupGradients, reduce_together
-from composable_fsdp._runtime.groups.group_tensors import GroupTensors, shard_parameters
+from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets, shard_parameters
+from composable_fsdp._runtime.groups.param_group_gradients import ParamGroupGradients, reduce_together
 from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
     PARAMETER_TRANSITIONS,
@@ -31,7 +31,7 @@ from composable_fsdp._sharding.process_groups import ProcessGroups
 from composable_fsdp.errors import LifecycleError, ParameterError
 from composable_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["ParameterGroup", "unshard_together"]
+__all__ = ["ParamGroup", "unshard_together"]
 
 _UNSHARD_STARTED = frozenset(
     before
@@ -41,8 +41,10 @@ _UNSHARD_STARTED = frozenset(
 """The states in which an all-gather is in flight or done."""
 
 
-class ParameterGroup:
+class ParamGroup:
     """Parameters that are unsharded, freed and reduced together.
+
+    It consists of its buckets (:class:`ParamGroupBuckets`) and its gradients (:class:`ParamGroupGradients`).
 
     Args:
         name: the name in errors and traces, until :meth:`rename` gives the qualified name.
@@ -70,7 +72,7 @@ class ParameterGroup:
             parameters = shard_parameters(sources, offload)
         used = dict.fromkeys(parameter.sharding.axes for parameter in parameters)
         self.process_groups = [ProcessGroups(each) for each in used or (axes,)]
-        self.tensors = GroupTensors(
+        self.tensors = ParamGroupBuckets(
             parameters,
             self.process_groups,
             axes.device,
@@ -79,7 +81,7 @@ class ParameterGroup:
             _gradient_hooks(self),
             in_common=is_new,
         )
-        self.gradients = GroupGradients(name, self.tensors)
+        self.gradients = ParamGroupGradients(name, self.tensors)
         self.rename(name)
         self.parameter_state = ParameterState.SHARDED
         self._pending_gather: InFlight[None] | None = None
@@ -108,7 +110,7 @@ class ParameterGroup:
     def plan(self) -> GroupPlan:
         return self.tensors.plan
 
-    def copy_settings(self, other: ParameterGroup) -> None:
+    def copy_settings(self, other: ParamGroup) -> None:
         """Copy the settings and communicators of ``other``, of which this is a copy."""
         self.gradients.copy_settings(other.gradients)
         for pgs, original in zip(self.process_groups, other.process_groups, strict=True):
@@ -346,7 +348,7 @@ class ParameterGroup:
         self._noted_bytes = held
 
 
-def unshard_together(groups: Sequence[ParameterGroup], streams: CommStreams, label: str) -> None:
+def unshard_together(groups: Sequence[ParamGroup], streams: CommStreams, label: str) -> None:
     """Launch one all-gather for those of ``groups`` that need it, called ``label`` in errors."""
     needed = [group for group in groups if group._needs_gather(streams)]
     if any(group.buckets for group in needed):
@@ -357,7 +359,7 @@ def unshard_together(groups: Sequence[ParameterGroup], streams: CommStreams, lab
 
 
 @labelled("all_gather", lambda groups, streams, label: describe_groups([group.name for group in groups]))
-def _launch(needed: Sequence[ParameterGroup], streams: CommStreams, label: str) -> None:
+def _launch(needed: Sequence[ParamGroup], streams: CommStreams, label: str) -> None:
     begin = trace.now() if trace.listeners else None
     buckets = [bucket for group in needed for bucket in group.tensors.buckets]
     pending = launch_gather(streams, buckets, needed[0].axes.device, label, needed[0].tensors.last_gather)
@@ -365,19 +367,19 @@ def _launch(needed: Sequence[ParameterGroup], streams: CommStreams, label: str) 
         group._begin_gather(pending, streams.gather.name, begin)
 
 
-def _gradient_hooks(group: ParameterGroup) -> Callable[[int], Callable[[torch.Tensor], None]]:
-    """Return a function that makes the gradient hooks of a batch.
+def _gradient_hooks(group: ParamGroup) -> Callable[[int], Callable[[torch.Tensor], None]]:
+    """Return a function that makes the gradient hooks of a gradient bucket.
 
     Hooks reference the group weakly: Python's garbage collector does not see references held by tensor hooks, so a
     cycle through them would never be freed.
     """
     weakly = ref(group)
 
-    def hook_of(batch: int) -> Callable[[torch.Tensor], None]:
+    def hook_of(grad_bucket: int) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             alive = weakly()
             if alive is not None:
-                alive.gradients.arrive(batch)
+                alive.gradients.arrive(grad_bucket)
 
         return hook
 

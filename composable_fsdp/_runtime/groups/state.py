@@ -1,8 +1,9 @@
 """The result of one ``fully_shard`` call: modules, their parameter group, and settings; and the calls of the modules.
 
 Reference counts alone free a dropped model. A module owns its FSDP state, the modules of a root own its iteration, the
-iteration owns the states below it, and a state owns its group and its lenders. Other references are weak: from a state
-to its modules, its iteration, its borrowers and the states that it prefetches, and from a parameter to its modules.
+iteration owns the states below it, and a state owns its group and the states of its owners. Other references are weak:
+from a state to its modules, its iteration, its users and the states that it prefetches, and from a parameter to its
+modules.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from composable_fsdp._consistency.order_check import order_check_from
-from composable_fsdp._runtime.groups.param_group import ParameterGroup
+from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.version_check import Seen, VersionCheck
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_parameter
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
@@ -51,7 +52,7 @@ BoundActions: TypeAlias = Sequence[tuple[Callable[..., None], object]]
 """Scheduled actions, each a function and its target."""
 PlainPlaces = WeakKeyDictionary[nn.Module, set[str]]
 """The attributes of plain parameters, by module."""
-MERGED_BYTES = 1 << 20
+FUSED_BYTES = 1 << 20
 """The default for the full parameters of neighbouring small groups that share a message, in bytes."""
 
 
@@ -70,7 +71,7 @@ _SETTINGS = (
     "accumulation",
     "all_reduce",
     "has_nested_states",
-    "max_merged_bytes",
+    "max_fused_bytes",
     "max_unsharded_bytes",
     "order_check",
     "prefetch_limit",
@@ -248,7 +249,7 @@ class FSDPState:
         group: the parameters of the call.
         reshard: what to do after forward.
         precision: the dtypes of inputs, parameters, reduction and outputs.
-        lenders: the states whose groups own parameters that these modules use too. They are unsharded together.
+        owner_states: the states whose groups own parameters that these modules use too. They are unsharded together.
     """
 
     reshard: Reshard = _setting()
@@ -259,18 +260,18 @@ class FSDPState:
     reductions_in_flight: int | None = _setting()
     max_unsharded_bytes: int | None = _setting()
     prefetch_limit: int = _setting()
-    max_merged_bytes: int = _setting()
+    max_fused_bytes: int = _setting()
     forward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
     backward_prefetch: Sequence[ref[FSDPState]] | None = _setting()
-    lenders: tuple[FSDPState, ...] = _setting()
+    owner_states: tuple[FSDPState, ...] = _setting()
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        group: ParameterGroup,
+        group: ParamGroup,
         reshard: Reshard,
         precision: MixedPrecisionPolicy,
-        lenders: Sequence[FSDPState] = (),
+        owner_states: Sequence[FSDPState] = (),
     ) -> None:
         self.settings_version = 0
         """The number of changes of settings; schedules depend on it."""
@@ -293,7 +294,7 @@ class FSDPState:
         """For a root: the number of groups to prefetch."""
         self.order_check = order_check_from()
         """For a root: the checks between ranks before collectives."""
-        self.max_merged_bytes = MERGED_BYTES
+        self.max_fused_bytes = FUSED_BYTES
         """For a root: the size up to which neighbouring small groups share an all-gather or a reduction."""
         self.version_check: VersionCheck | None = VersionCheck(group, reads_shards=False)
         """The comparison of the parameters in backward with those in forward, or ``None`` if it is off."""
@@ -301,11 +302,11 @@ class FSDPState:
         """The states that the user chose to prefetch in forward."""
         self.backward_prefetch = None
         """The states that the user chose to prefetch in backward."""
-        self.lenders = tuple(lenders)
-        self.borrowing: list[ref[FSDPState]] = []
-        """The states that have this one as a lender."""
-        for lender in self.lenders:
-            lender._lend_to(self)
+        self.owner_states = tuple(owner_states)
+        self.user_states: list[ref[FSDPState]] = []
+        """The states that use parameters which this one's group owns."""
+        for owner in self.owner_states:
+            owner._add_user(self)
         self.has_nested_states = any(find_state(m) is not None for module in modules for m in module.modules())
         self.calls_under_way: list[ForwardCall] = []
         """The forward calls on the Python stack, innermost last."""
@@ -332,14 +333,14 @@ class FSDPState:
         for parameter in group.parameters:
             parameter.state_ref = ref(self)
 
-    def borrow_from(self, lender: FSDPState) -> None:
-        """Add ``lender``, whose group owns a parameter that these modules use too."""
-        if lender not in self.lenders:
-            self.lenders = (*self.lenders, lender)
-            lender._lend_to(self)
+    def add_owner(self, owner: FSDPState) -> None:
+        """Add ``owner``, whose group owns a parameter that these modules use too."""
+        if owner not in self.owner_states:
+            self.owner_states = (*self.owner_states, owner)
+            owner._add_user(self)
 
-    def _lend_to(self, borrower: FSDPState) -> None:
-        self.borrowing.append(ref(borrower, self.borrowing.remove))
+    def _add_user(self, user: FSDPState) -> None:
+        self.user_states.append(ref(user, self.user_states.remove))
         self.settings_version += 1
 
     @property
@@ -399,9 +400,9 @@ class FSDPState:
         return bool(self.calls_under_way) or self.run is not None
 
     @property
-    def is_lent(self) -> bool:
+    def user_is_running(self) -> bool:
         """True while a forward of another state uses parameters of this one."""
-        return bool(self.borrowing) and any(borrower.is_running for borrower in alive(self.borrowing))
+        return bool(self.user_states) and any(user.is_running for user in alive(self.user_states))
 
     @property
     def keeps_partial(self) -> bool:
@@ -412,23 +413,23 @@ class FSDPState:
         return replicates or self.accumulation is Accumulation.SHARDED
 
     @property
-    def sends_batches(self) -> bool:
-        """True if each batch of gradients is reduced as soon as it is ready.
+    def reduces_grad_buckets(self) -> bool:
+        """True if each gradient bucket is reduced as soon as it is ready.
 
-        False if collectives of other states could come in between, since a rank that does not use a batch reduces it at
-        the end. Also False for small groups, which are fused with others.
+        False if collectives of other states could come in between, since a rank that does not use a gradient bucket
+        reduces it at the end. Also False for small groups, which are fused with others.
         """
         plan = self.group.tensors.plan
-        if not plan.in_batches or plan.is_small:
+        if not plan.in_grad_buckets or plan.is_small:
             return False
-        if self.has_nested_states or self.lenders or self.borrowing or self.has_several_modules:
+        if self.has_nested_states or self.owner_states or self.user_states or self.has_several_modules:
             return False
         return self.accumulation is Accumulation.REDUCE and not self.keeps_partial
 
     @property
     def can_be_fused(self) -> bool:
         """True if collectives of this group may be fused with those of other groups."""
-        shares = self.lenders or self.borrowing
+        shares = self.owner_states or self.user_states
         chosen = self.forward_prefetch is not None or self.backward_prefetch is not None
         if shares or chosen or self.reshard.kind is ReshardKind.SMALLER:
             return False
@@ -443,7 +444,7 @@ class FSDPState:
     def frees_with_last_gradient(self) -> bool:
         """True if the modules' backward needs no parameter once all gradients are ready."""
         plan = self.group.plan
-        return not self.borrowing and plan.num_trainable == len(plan.specs)
+        return not self.user_states and plan.num_trainable == len(plan.specs)
 
 
 class ModuleReference:

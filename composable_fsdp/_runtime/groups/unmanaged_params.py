@@ -59,7 +59,7 @@ def _plain(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module, str, 
     """Yield module path, module, attribute and parameter of each plain parameter."""
     tops = list(modules)
     states = {state for top in tops for m in top.modules() if (state := find_state(m)) is not None}
-    groups = {each.group for state in states for each in (state, *state.lenders)}
+    groups = {each.group for state in states for each in (state, *state.owner_states)}
     held = {(id(owner), attribute) for group in groups for p in group.parameters for owner, attribute in p.owners}
     for top in tops:
         for path, owner in top.named_modules():

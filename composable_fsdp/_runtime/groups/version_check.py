@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from composable_fsdp._runtime.groups.param_group import ParameterGroup
+from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.params.registration import Registration
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter
 from composable_fsdp.errors import LifecycleError
@@ -34,11 +34,11 @@ class VersionCheck:
         reads_shards: True to compare the sums of all shards too, for which the host waits.
     """
 
-    def __init__(self, group: ParameterGroup, *, reads_shards: bool) -> None:
+    def __init__(self, group: ParamGroup, *, reads_shards: bool) -> None:
         self._group = group
         self._reads_shards = reads_shards
 
-    def copy_for(self, group: ParameterGroup) -> VersionCheck:
+    def copy_for(self, group: ParamGroup) -> VersionCheck:
         """Return the same check of ``group``, a copy of this one's."""
         return VersionCheck(group, reads_shards=self._reads_shards)
 

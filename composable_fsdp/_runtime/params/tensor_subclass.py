@@ -181,16 +181,16 @@ def warn_of_lost_hooks(name: str, before: torch.Tensor, after: torch.Tensor, los
 
 def _first_supported(name: str, tensor: torch.Tensor, done: str, ways: Mapping[str, Callable[[], T]]) -> tuple[str, T]:
     """Return the name and the result of the first of ``ways`` that the class of ``tensor`` supports."""
-    refusals: dict[str, Exception] = {}
+    unsupported: dict[str, Exception] = {}
     for operation, way in ways.items():
         try:
             return operation, way()
         except Exception as error:  # noqa: PERF203 (one or two ways; classes refuse with errors of any type)
             if type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(error, torch.OutOfMemoryError):
                 raise
-            refusals[operation] = error
-    reasons = "; ".join(f"{operation}: {type(error).__name__}: {error}" for operation, error in refusals.items())
+            unsupported[operation] = error
+    reasons = "; ".join(f"{operation}: {type(error).__name__}: {error}" for operation, error in unsupported.items())
     raise ParameterError(
         f"parameter {name!r} is a {type(tensor).__name__}, which cannot be {done}: {reasons}. Implement one of these "
         "operations for the class, or pass the parameter in ignored_params."
-    ) from list(refusals.values())[-1]
+    ) from list(unsupported.values())[-1]

@@ -19,7 +19,7 @@ def names_of(states: Mapping[str, FSDPState]) -> dict[FSDPState, str]:
     names = {state: name for name, state in states.items()}
     for state in states.values():
         chosen = (*(state.forward_prefetch or ()), *(state.backward_prefetch or ()))
-        for other in (*state.lenders, *alive(state.borrowing), *alive(chosen)):
+        for other in (*state.owner_states, *alive(state.user_states), *alive(chosen)):
             names.setdefault(other, f"{other.name} (of another root, {len(names)})")
     return names
 
@@ -30,12 +30,12 @@ def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str]) -
     ``names`` are those of :func:`names_of`. References to states without a name are left out.
     """
     plan = state.group.plan
-    sizes = [size if count else 0 for size, count in zip(plan.batch_bytes, plan.batches, strict=True)]
+    sizes = [size if count else 0 for size, count in zip(plan.grad_bucket_bytes, plan.grad_buckets, strict=True)]
     return GroupSpec(
         name=names[state],
         unsharded_bytes=plan.unsharded_bytes,
         full_bytes=plan.full_bytes,
-        gradient_bytes=tuple(sizes) if plan.in_batches else (sum(sizes),),
+        gradient_bytes=tuple(sizes) if plan.in_grad_buckets else (sum(sizes),),
         has_parameters=bool(plan.specs),
         is_root=state is root,
         is_small=plan.is_small,
@@ -44,12 +44,12 @@ def spec_of(state: FSDPState, root: FSDPState, names: Mapping[FSDPState, str]) -
         reshard=state.reshard,
         reshard_after_backward=state.reshard_after_backward,
         unshard_in_backward=state.unshard_in_backward,
-        owners=_named(state.lenders, names),
-        users=_named(alive(state.borrowing), names),
+        owners=_named(state.owner_states, names),
+        users=_named(alive(state.user_states), names),
         forward_prefetch=_chosen(state.forward_prefetch, names),
         backward_prefetch=_chosen(state.backward_prefetch, names),
         reduces=state.accumulation is not Accumulation.UNSHARDED,
-        reduces_buckets=state.sends_batches,
+        reduces_grad_buckets=state.reduces_grad_buckets,
         frees_with_last_gradient=state.frees_with_last_gradient,
         has_nested=state.has_nested_states,
         can_delay_prefetch=not state.has_several_modules and plan.num_trainable == len(plan.specs),
@@ -79,7 +79,7 @@ def options_of(
     return ScheduleOptions(
         prefetch_limit=root.prefetch_limit,
         max_unsharded_bytes=root.max_unsharded_bytes,
-        max_fused_bytes=root.max_merged_bytes,
+        max_fused_bytes=root.max_fused_bytes,
         reductions_in_flight=max(filter(None, limits), default=None),
         host_waits=host_waits,
         unequal_use=unequal_use,

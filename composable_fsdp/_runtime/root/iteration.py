@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from composable_fsdp._comm.communicator import AliasingCommunicator, Communicator
 from composable_fsdp._consistency.order_check import OrderCheck
 from composable_fsdp._memory.streams import CommStreams, Work
-from composable_fsdp._runtime.groups.param_group import ParameterGroup
+from composable_fsdp._runtime.groups.param_group import ParamGroup
 from composable_fsdp._runtime.groups.profiling import ask_logger, labelled
 from composable_fsdp._runtime.groups.state import Accumulation, BoundActions, ForwardCall, FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import GradientState, Key, ParameterState
@@ -35,10 +35,10 @@ from composable_fsdp._runtime.root.forward_order import ForwardOrder
 from composable_fsdp._runtime.root.model_check import check_models
 from composable_fsdp._runtime.root.passes_underway import Backward, PassesUnderway
 from composable_fsdp._runtime.root.recovery import Rendezvous, disconnect, has_failed, reconnect, rendezvous
-from composable_fsdp._runtime.root.reduce_queue import Reductions
+from composable_fsdp._runtime.root.reduce_queue import ReductionQueue
 from composable_fsdp._runtime.root.root_options import check_settings
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
-from composable_fsdp._runtime.root.unused_modules import InStep
+from composable_fsdp._runtime.root.unused_modules import UnusedModules
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp.errors import DivergenceError, PeerError
@@ -78,7 +78,7 @@ class Iteration:
         self._order = ForwardOrder()
         self._thread: threading.Thread | None = None
         """The thread that began the current pass."""
-        self.lent: ParameterGroup | None = None
+        self.lent: ParamGroup | None = None
         """A group in LENT, while there is one: no module of this root may run."""
         self._is_verified = False
         """True once the ranks have verified that they built the same model."""
@@ -86,13 +86,13 @@ class Iteration:
         self._aliasing = [cast(AliasingCommunicator, c) for c in dict.fromkeys(axes) if c.aliases and c.size > 1]
         """Shard-axis communicators over which shards or unsharded buffers may be in memory shared between ranks."""
         self._runner = ScheduleRunner(root, states, streams, self.steps)
-        self._reductions = Reductions(streams, self._runner)
+        self._reductions = ReductionQueue(streams, self._runner)
         self._grad_mode = True
         """The grad mode of the outermost module's forward."""
-        self._in_step: InStep | None = None
+        self._unused_modules: UnusedModules | None = None
         """Set while the order of groups must not depend on which modules this rank runs."""
         for state in states.values():
-            state.group.gradients.on_batch = _weak_callback(self, Iteration._gradient_batch_ready, state)
+            state.group.gradients.on_grad_bucket = _weak_callback(self, Iteration._grad_bucket_ready, state)
             state.group.gradients.on_last = _weak_callback(self, Iteration._all_gradients_ready, state)
 
     @property
@@ -146,8 +146,8 @@ class Iteration:
     def post_forward(self, call: ForwardCall, module: nn.Module) -> bool:
         """Run the actions for the post-forward of ``module``. Return whether a backward may come back to ``call``."""
         state = call.state
-        if self._in_step is not None and self._pass is Pass.FORWARD:
-            self._in_step.end(state)
+        if self._unused_modules is not None and self._pass is Pass.FORWARD:
+            self._unused_modules.end(state)
         run = state.run or call  # each recomputation is a run of its own
         if run is not call:
             call.first = run
@@ -204,11 +204,11 @@ class Iteration:
         self._backward.enter(call)
         if state.version_check is not None and run.seen is not None:
             state.version_check.in_backward(run.seen)
-        if self._in_step is not None and state.group.parameters:
-            self._in_step.reach(run.record, run.position, self._backward.number, state)
+        if self._unused_modules is not None and state.group.parameters:
+            self._unused_modules.reach(run.record, run.position, self._backward.number, state)
         if state.unshard_in_backward:
-            batches = not run.ends_unseen and self._sends_batches(state)
-            self._runner.in_backward(state, run.record, run.position, sends_batches=batches)
+            grad_buckets = not run.ends_unseen and self._reduces_grad_buckets(state)
+            self._runner.in_backward(state, run.record, run.position, reduces_grad_buckets=grad_buckets)
 
     def post_backward(self, call: ForwardCall) -> None:
         """End the backward of ``call``: the gradients of its inputs and of its use of the parameters are complete."""
@@ -218,25 +218,25 @@ class Iteration:
         self._backward.leave(call)
         if call.run.ends_unseen:
             return  # the hook for the last gradient, or for the end of backward, comes later
-        if state.open_calls <= 0 and self._in_step is None and not self._reductions.is_waiting(state):
+        if state.open_calls <= 0 and self._unused_modules is None and not self._reductions.is_waiting(state):
             self.reduce_gradients(state)
         if call.run.awaited <= 0:
-            for done in (state, *state.lenders):
-                if done.reshard_after_backward and not done.borrowing:
+            for done in (state, *state.owner_states):
+                if done.reshard_after_backward and not done.user_states:
                     done.group.reshard()
 
-    def _gradient_batch_ready(self, state: FSDPState) -> None:
-        """Reduce the next batch of gradients of ``state``, which is complete before the rest of the group."""
-        if self._pass is Pass.BACKWARD and self._sends_batches(state) and self._backward.was_seen(state):
-            self._reductions.send_batch(state)
+    def _grad_bucket_ready(self, state: FSDPState) -> None:
+        """Reduce the next gradient bucket of ``state``, which is complete before the rest of the group."""
+        if self._pass is Pass.BACKWARD and self._reduces_grad_buckets(state) and self._backward.was_seen(state):
+            self._reductions.reduce_grad_bucket(state)
 
-    def _sends_batches(self, state: FSDPState) -> bool:
-        """Return whether ``state`` now reduces its gradients in batches.
+    def _reduces_grad_buckets(self, state: FSDPState) -> bool:
+        """Return whether ``state`` now reduces its gradients in buckets.
 
-        It does not while ranks run unused modules in step, in a backward inside this one, or where collectives of other
-        groups may come between two runs of this one.
+        It does not while ranks join the collectives of unused modules, in a backward inside this one, or where
+        collectives of other groups may come between two runs of this one.
         """
-        if not state.sends_batches or self._in_step is not None or state.runs > 1:
+        if not state.reduces_grad_buckets or self._unused_modules is not None or state.runs > 1:
             return False
         return self._backward.is_outermost
 
@@ -248,7 +248,7 @@ class Iteration:
             raise unseen_output(state)
         if state.open_calls <= 0 and state.reshard_after_backward and self._backward.is_over_for(state):
             state.group.reshard()  # first, because the reduction allocates memory
-        if state.accumulation is not Accumulation.UNSHARDED and self._in_step is None:
+        if state.accumulation is not Accumulation.UNSHARDED and self._unused_modules is None:
             self.reduce_gradients(state)
 
     def _verify_ranks(self) -> None:
@@ -279,13 +279,13 @@ class Iteration:
         self.commit_residuals(begins_forward=True)
         self.drain_before_changes()
         self._grad_mode = torch.is_grad_enabled()
-        self._in_step = InStep(self, state) if any(u.unequal_use for u in self.states.values()) else None
-        in_step = self._in_step is not None
-        self._record = self._runner.begin_forward(unequal_use=in_step, leads_to_backward=self._grad_mode)
+        self._unused_modules = UnusedModules(self, state) if any(u.unequal_use for u in self.states.values()) else None
+        unequal_use = self._unused_modules is not None
+        self._record = self._runner.begin_forward(unequal_use=unequal_use, leads_to_backward=self._grad_mode)
 
     def _unshard_in_forward(self, state: FSDPState) -> None:
-        if self._in_step is not None:
-            self._in_step.begin(state)
+        if self._unused_modules is not None:
+            self._unused_modules.begin(state)
         call = state.calls_under_way[-1]
         call.after = self._runner.in_forward(state)
         if state.has_several_modules:
@@ -306,20 +306,20 @@ class Iteration:
 
     @property
     def _leads_to_backward(self) -> bool:
-        """True if a backward may follow the running forward. Ranks that run in step must all get the same value."""
-        in_step = self._in_step is not None and self._pass is Pass.FORWARD
-        return self._grad_mode if in_step else torch.is_grad_enabled()
+        """True if a backward may follow the running forward. Ranks with unused modules must all get the same value."""
+        unequal_use = self._unused_modules is not None and self._pass is Pass.FORWARD
+        return self._grad_mode if unequal_use else torch.is_grad_enabled()
 
     def _unshard_for_recomputation(self, state: FSDPState) -> None:
-        if self._in_step is not None:
-            self._in_step.check_recomputed(state)
+        if self._unused_modules is not None:
+            self._unused_modules.check_recomputed(state)
         self._runner.for_recomputation(state)
 
     def reach_skipped(self, state: FSDPState, record: ForwardRecord, position: int) -> None:
         """Do the work of the pre-backward hook for ``state``, which ended its forward at ``position`` of ``record``."""
         self._backward.reached.add(state)
         if state.unshard_in_backward:
-            self._runner.in_backward(state, record, position, sends_batches=False)
+            self._runner.in_backward(state, record, position, reduces_grad_buckets=False)
 
     def _reshard_after_forward(self, state: FSDPState, after: BoundActions | None = None) -> None:
         """Perform the scheduled actions ``after`` a forward of ``state``, or eager ones."""
@@ -331,8 +331,8 @@ class Iteration:
     def _end_forward_if_outermost(self, state: FSDPState) -> None:
         if state is not self._outermost:
             return
-        if self._in_step is not None:
-            self._in_step.end_forward()
+        if self._unused_modules is not None:
+            self._unused_modules.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
         self._passes.end()
         if state is self.root and self.root.order_check is not OrderCheck.OFF:
@@ -359,8 +359,8 @@ class Iteration:
     @labelled("root_post_backward_callback", lambda self: self.root.name)
     def end_backward(self) -> None:
         """Complete a backward: reduce what is left, reshard, and wait if this is the last backward of the step."""
-        if self._in_step is not None:
-            self._in_step.end_backward(self._backward.number)
+        if self._unused_modules is not None:
+            self._unused_modules.end_backward(self._backward.number)
         self._backward.end()
         self._runner.end_backward()
         self._reductions.clear_waiting()
@@ -457,7 +457,7 @@ class Iteration:
             return
         if gradients.is_new and not self._backward.was_seen(state):  # those held since earlier backwards are right
             raise unseen_output(state)
-        alone = self._in_step is not None
+        alone = self._unused_modules is not None
         if state.client_post_backward is None:
             self._reductions.send(state, at_end=at_end, alone=alone)
         else:
@@ -541,15 +541,15 @@ class Iteration:
         self._backward.forget()
         self._runner.end_backward()
         self._reductions.clear_waiting()
-        if self._in_step is not None:
-            self._in_step.forget_backward()
+        if self._unused_modules is not None:
+            self._unused_modules.forget_backward()
         self._passes.end()
         self._pass, self._pass_around_backward, self._outermost = Pass.IDLE, Pass.IDLE, None
 
     def may_come_back_to(self, state: FSDPState) -> bool:
         """Return whether a backward may follow a forward that has used parameters of ``state``."""
         self._backward.forget_before_step()
-        return any(each.runs for each in (state, *alive(state.borrowing)))
+        return any(each.runs for each in (state, *alive(state.user_states)))
 
     def was_reached(self, state: FSDPState) -> bool:
         """Return whether the last backward reached ``state`` through an output that its hooks saw."""

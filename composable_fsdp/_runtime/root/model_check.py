@@ -142,7 +142,7 @@ def _candidates(parameters: Mapping[str, ShardedParameter]) -> list[Candidate]:
 def _environment_text(root: FSDPState, axes: DataParallelAxes) -> str:
     return (
         f"composable_fsdp {_version()}, torch {torch.__version__}, mesh of ranks {axes.mesh.mesh.tolist()}, "
-        f"order check {root.order_check.value!r}, max_merged_bytes {root.max_merged_bytes}, "
+        f"order check {root.order_check.value!r}, max_fused_bytes {root.max_fused_bytes}, "
         f"max_unsharded_bytes {root.max_unsharded_bytes}, prefetch_limit {root.prefetch_limit}"
     )
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from composable_fsdp import trace
 from composable_fsdp._consistency.running_pass import EndOfRun, RunningPass
 from composable_fsdp._consistency.watchdog import job_watchdog
-from composable_fsdp._runtime.groups.gradients import AutogradRun
+from composable_fsdp._runtime.groups.param_group_gradients import AutogradRun
 from composable_fsdp._runtime.groups.state import ForwardCall, FSDPState
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
@@ -44,7 +44,7 @@ class Backward:
         self._forwards: dict[ForwardRecord, list[FSDPState]] = {}
         """The states that ran in each forward that may get a backward.
 
-        Equal on every rank, except for states that ranks in step skip.
+        Equal on every rank, except for unused states that ranks skip.
         """
         self._reached_forwards: set[ForwardRecord] = set()
         """The forwards that this backward has reached."""
@@ -118,7 +118,7 @@ class Backward:
         call.open()
         self._reached_forwards.add(call.run.record)
         self.reached.add(call.state)
-        self.reached.update(call.state.lenders)
+        self.reached.update(call.state.owner_states)
 
     def leave(self, call: ForwardCall) -> None:
         """Note that the gradients of ``call``'s inputs are complete."""

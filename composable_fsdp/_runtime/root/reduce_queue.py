@@ -6,17 +6,22 @@ from collections import deque
 from collections.abc import Sequence
 
 from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.fused_reduce import Joiner
-from composable_fsdp._runtime.groups.gradients import GroupGradients, Launch, PendingReduction, reduce_together
+from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
+from composable_fsdp._runtime.groups.param_group_gradients import (
+    ParamGroupGradients,
+    PendingReduction,
+    ReductionLaunch,
+    reduce_together,
+)
 from composable_fsdp._runtime.groups.state import Accumulation, FSDPState
 from composable_fsdp._runtime.groups.state_machine import GradientState
 from composable_fsdp._runtime.root.schedule_runner import ScheduleRunner
 from composable_fsdp._runtime.schedule.passes import is_full
 
-__all__ = ["Reductions"]
+__all__ = ["ReductionQueue"]
 
 
-class Reductions:
+class ReductionQueue:
     """The reductions of one root, in the order of their launch. Each holds memory until it is complete. Final.
 
     Args:
@@ -29,7 +34,7 @@ class Reductions:
         self._runner = runner
         self._waiting: set[FSDPState] = set()
         """States whose gradients are complete and wait for those of their fusion."""
-        self._joiner = Joiner()
+        self._fused_buckets = FusedBuckets()
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
         self._in_flight: deque[PendingReduction] = deque()
@@ -38,16 +43,16 @@ class Reductions:
         """Read the limits that the user has set."""
         self._limit = self._runner.max_reductions
 
-    def send_batch(self, state: FSDPState) -> None:
-        """Launch the reduction of the next batch of ``state``'s gradients, which is complete."""
-        self._run(state.group.gradients.take_batch(self.streams))
+    def reduce_grad_bucket(self, state: FSDPState) -> None:
+        """Launch the reduction of the next gradient bucket of ``state``'s gradients, which is complete."""
+        self._run(state.group.gradients.take_grad_bucket(self.streams))
 
     def send(self, state: FSDPState, *, at_end: bool, alone: bool) -> None:
         """Reduce or hold the gradients of ``state``, as configured.
 
         Args:
             state: the owner of the gradients.
-            at_end: backward is over, so do not wait for companions.
+            at_end: backward is over, so do not wait for other groups.
             alone: do not fuse them with those of other groups.
         """
         gradients = state.group.gradients
@@ -91,11 +96,11 @@ class Reductions:
         """Forget all reductions in flight, which will not complete."""
         self._in_flight.clear()
 
-    def _reduce(self, members: Sequence[GroupGradients], *, partial: bool) -> None:
-        for launch in reduce_together(members, self.streams, self._joiner, partial=partial):
+    def _reduce(self, members: Sequence[ParamGroupGradients], *, partial: bool) -> None:
+        for launch in reduce_together(members, self.streams, self._fused_buckets, partial=partial):
             self._run(launch)
 
-    def _run(self, launch: Launch) -> None:
+    def _run(self, launch: ReductionLaunch) -> None:
         self._make_room(launch)
         reduction = launch.run()
         self._start()
@@ -104,12 +109,12 @@ class Reductions:
             self._make_room(launch)  # so that gradients and prefetched parameters are not in memory together
             self._runner.launch_delayed()
 
-    def _make_room(self, launch: Launch) -> None:
+    def _make_room(self, launch: ReductionLaunch) -> None:
         """Complete the oldest reductions before ``launch``, or the all-gather after it, allocates memory."""
         while self._in_flight and self._is_full(launch):
             self._in_flight.popleft().complete()
 
-    def _is_full(self, launch: Launch) -> bool:
+    def _is_full(self, launch: ReductionLaunch) -> bool:
         in_flight = [(each.launch.nbytes, each.launch.round_bytes) for each in self._in_flight]
         return is_full(in_flight, (launch.nbytes, launch.round_bytes), self._limit)
 

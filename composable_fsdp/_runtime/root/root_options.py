@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from composable_fsdp._runtime.groups.state import MERGED_BYTES, FSDPState
+from composable_fsdp._runtime.groups.state import FUSED_BYTES, FSDPState
 from composable_fsdp._runtime.schedule.passes import PREFETCH_LIMIT
 from composable_fsdp.errors import ConfigurationError
 
@@ -35,10 +35,10 @@ _SETTINGS = (
         "max_unsharded_bytes", lambda state: state.max_unsharded_bytes, "Call set_max_unsharded_bytes on the root only."
     ),
     _Setting(
-        "max_merged_bytes",
-        lambda state: state.max_merged_bytes,
-        "Call set_max_merged_bytes on the root only.",
-        default=MERGED_BYTES,
+        "max_fused_bytes",
+        lambda state: state.max_fused_bytes,
+        "Call set_max_fused_bytes on the root only.",
+        default=FUSED_BYTES,
     ),
 )
 

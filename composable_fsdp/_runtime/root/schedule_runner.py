@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 from composable_fsdp._memory.streams import CommStreams
-from composable_fsdp._runtime.groups.gradients import PendingReduction
-from composable_fsdp._runtime.groups.param_group import ParameterGroup, unshard_together
+from composable_fsdp._runtime.groups.param_group import ParamGroup, unshard_together
+from composable_fsdp._runtime.groups.param_group_gradients import PendingReduction
 from composable_fsdp._runtime.groups.profiling import describe_groups
 from composable_fsdp._runtime.groups.state import FSDPState, alive
 from composable_fsdp._runtime.groups.state_machine import ParameterState
@@ -172,7 +172,7 @@ class ScheduleRunner:
         return sum(state.settings_version + state.group.tensors.plan_version for state in states)
 
     def _candidate_fusions(self) -> _Fused:
-        limit = self._root.max_merged_bytes
+        limit = self._root.max_fused_bytes
         if self._candidate_for != (self._known.events, limit):
             self._candidate_for = self._known.events, limit
             self._candidate = passes.fusions(self._known.events, self._specs, limit)
@@ -290,7 +290,9 @@ class ScheduleRunner:
                 return forward[at]
         return self._eager_row(state, Hook.PRE_FORWARD)
 
-    def in_backward(self, state: FSDPState, record: ForwardRecord, position: int, *, sends_batches: bool) -> None:
+    def in_backward(
+        self, state: FSDPState, record: ForwardRecord, position: int, *, reduces_grad_buckets: bool
+    ) -> None:
         """Perform the pre-backward event of ``state``, which is at ``position`` of ``record``.
 
         A delayed gather follows the launch of a reduction, early or at the end of backward, and precedes the next one.
@@ -301,10 +303,10 @@ class ScheduleRunner:
             state: the state that backward has reached.
             record: the record of its forward.
             position: that of ``state`` in ``record``.
-            sends_batches: ``state`` reduces its gradients in buckets, before backward reaches other states.
+            reduces_grad_buckets: ``state`` reduces its gradients in buckets, before backward reaches other states.
         """
         row = self._backward_row(state, record, position)
-        if row.delayed and sends_batches:
+        if row.delayed and reduces_grad_buckets:
             self._perform(row)
             self._delayed = state, row._replace(delayed=self._fitting(row.delayed))
         elif row.delayed:
@@ -376,7 +378,7 @@ class ScheduleRunner:
         for act, target in waits:
             act(self, target)
 
-    def _gather(self, target: tuple[Sequence[ParameterGroup], str]) -> None:
+    def _gather(self, target: tuple[Sequence[ParamGroup], str]) -> None:
         groups, label = target
         if all(group.unshard_started for group in groups):
             return
@@ -391,23 +393,23 @@ class ScheduleRunner:
         if state is not None:
             self._gather(((state.group,), label))
 
-    def _wait(self, target: tuple[ParameterGroup, Call]) -> None:
+    def _wait(self, target: tuple[ParamGroup, Call]) -> None:
         group, (gather, missing) = target
         if not group.is_gathered:
             gather(self, missing)
         group.wait()
 
     def _free(self, state: FSDPState) -> None:
-        if not state.is_running and not state.is_lent:
+        if not state.is_running and not state.user_is_running:
             state.group.reshard()
 
     def _keep(self, state: FSDPState) -> None:
-        if not state.is_running and not state.is_lent:
+        if not state.is_running and not state.user_is_running:
             state.note_kept(self.seen_steps)
 
     def _shrink(self, target: tuple[FSDPState, int]) -> None:
         state, mesh_size = target
-        if not state.is_running and not state.is_lent:
+        if not state.is_running and not state.user_is_running:
             state.note_kept(self.seen_steps)
             state.group.shrink(mesh_size)
 

@@ -1,7 +1,7 @@
 """Identical collectives on ranks that run different modules: each rank joins those of the modules it skips.
 
-In forward every rank begins all groups in one order (:class:`Lockstep`). In backward every rank comes back to them in
-the reverse of the order in which they ended. A reduction waits for the next group in that order, because a rank that
+In forward every rank begins all groups in one order (:class:`UnusedGroups`). In backward every rank comes back to them
+in the reverse of the order in which they ended. A reduction waits for the next group in that order, because a rank that
 used only some parameters of a group never learns that its gradients are complete. Reductions of states with nested
 states wait for the end. So the sequence of collectives is the same on all ranks.
 """
@@ -15,10 +15,10 @@ from weakref import ref
 from composable_fsdp._runtime.groups.state import FSDPState, find_state
 from composable_fsdp._runtime.groups.state_machine import ParameterState
 from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
-from composable_fsdp._runtime.schedule.unused_groups import Lockstep, Turn
+from composable_fsdp._runtime.schedule.unused_groups import SkippedGroup, UnusedGroups
 from composable_fsdp.errors import LifecycleError
 
-__all__ = ["Actions", "InStep"]
+__all__ = ["Actions", "UnusedModules"]
 
 
 class Actions(Protocol):
@@ -35,8 +35,8 @@ class Actions(Protocol):
     def reduce_gradients(self, state: FSDPState, *, contributes: bool) -> None: ...
 
 
-class InStep:
-    """One forward and its backward, in step with other ranks. Final."""
+class UnusedModules:
+    """One forward and its backward with the same collectives on all ranks. Final."""
 
     def __init__(self, actions: Actions, outermost: FSDPState) -> None:
         beneath = _states_beneath(outermost)
@@ -47,7 +47,7 @@ class InStep:
                     "With set_reduce_scatter_unused_params, shard them one by one, or a module that contains them."
                 )
         self._owner = ref(actions)
-        self._turns = Lockstep(
+        self._groups = UnusedGroups(
             [(name, len(_states_beneath(state)) - 1) for name, state in actions.states.items() if state in beneath]
         )
         self._records: list[ForwardRecord] = []
@@ -65,25 +65,25 @@ class InStep:
 
     def begin(self, state: FSDPState) -> None:
         """Begin ``state``: first do the collectives of the groups skipped before it."""
-        if self._turns.is_late(state.name):
+        if self._groups.is_late(state.name):
             raise LifecycleError(
                 f"{state.name!r} runs a second time in one forward, or after a module that is registered behind it. "
                 "With set_reduce_scatter_unused_params, all ranks go through the sharded modules in the order in which "
                 "they are registered, once per forward. Register them in the order in which they run, or shard a "
                 "module that contains them instead of each."
             )
-        self._take(self._turns.before(state.name))
+        self._take(self._groups.before(state.name))
 
     def end(self, state: FSDPState) -> None:
         """End ``state``: do the collectives of the groups skipped inside it."""
-        self._take(self._turns.inside(state.name))
+        self._take(self._groups.inside(state.name))
 
     def end_forward(self) -> None:
         """End the forward: do the collectives of all groups that are left."""
-        self._take(self._turns.rest())
+        self._take(self._groups.rest())
 
-    def _take(self, turns: Iterable[Turn]) -> None:
-        for name, begins in turns:
+    def _take(self, skipped: Iterable[SkippedGroup]) -> None:
+        for name, begins in skipped:
             state = self._actions.states[name]
             if begins:
                 self._actions.gather_in_forward(state)

@@ -15,10 +15,10 @@ from typing import TypeAlias
 from composable_fsdp._runtime.schedule.schedule import (
     Action,
     Barrier,
-    Bucket,
     Event,
     Free,
     Gather,
+    GradBucket,
     Hook,
     Keep,
     Reduce,
@@ -40,12 +40,12 @@ __all__ = [
     "delay_prefetch_on_host",
     "delayed_until",
     "eager",
+    "fuse_adjacent",
     "fuse_small",
     "fusions",
     "gathered_with",
     "is_full",
     "keep_last",
-    "merge_adjacent",
     "prefetch",
     "reshard_after_forward",
     "unshard",
@@ -87,7 +87,7 @@ class GroupSpec:
         forward_prefetch: the groups that the user chose to prefetch in its forward, or ``None``.
         backward_prefetch: the same for its backward.
         reduces: False while gradients are accumulated without communication.
-        reduces_buckets: each bucket is reduced as soon as its gradients are ready.
+        reduces_grad_buckets: each bucket is reduced as soon as its gradients are ready.
         frees_with_last_gradient: no module needs its parameters once all of its gradients are ready.
         has_nested: its modules contain other groups.
         can_delay_prefetch: prefetches may follow one of its buckets.
@@ -111,7 +111,7 @@ class GroupSpec:
     forward_prefetch: tuple[str, ...] | None = None
     backward_prefetch: tuple[str, ...] | None = None
     reduces: bool = True
-    reduces_buckets: bool = False
+    reduces_grad_buckets: bool = False
     frees_with_last_gradient: bool = True
     has_nested: bool = False
     can_delay_prefetch: bool = False
@@ -261,7 +261,9 @@ def _eager_backward(
         if not runs_left[spec.name]:  # the gradients of all runs are complete
             others = unreached or any(specs[name].has_parameters for name in held if name != spec.name)
             frees = is_unseen and not (spec.has_nested and others)
-            in_buckets = spec.reduces_buckets and runs[spec.name] == 1  # else other groups come between its buckets
+            in_buckets = (
+                spec.reduces_grad_buckets and runs[spec.name] == 1
+            )  # else other groups come between its buckets
             yield from _reduce_steps(spec, held, frees=frees, in_buckets=in_buckets)
         if is_unseen:
             continue
@@ -288,7 +290,7 @@ def _reduce_steps(spec: GroupSpec, held: set[str], *, frees: bool, in_buckets: b
         buckets = [index] if in_buckets else trainable
         is_free = frees and is_last and spec.name in held
         actions: list[Action] = [Free(spec.name)] if is_free else []
-        actions += [Reduce((Bucket(spec.name, each),)) for each in buckets if spec.reduces]
+        actions += [Reduce((GradBucket(spec.name, each),)) for each in buckets if spec.reduces]
         yield _step(held, Event(Hook.GRAD_READY, spec.name, index), tuple(actions))
 
 
@@ -309,10 +311,10 @@ def fusions(order: Iterable[Event], specs: Specs, max_bytes: int) -> dict[str, t
     """Return, for each group that is fused with its neighbours in ``order``, the groups of its fusion."""
     names = dict.fromkeys(event.group for event in order if event.hook is Hook.PRE_FORWARD)
     small = {n: specs[n].full_bytes for n in names if specs[n].is_small and not specs[n].is_root}
-    return merge_adjacent([name for name in names if specs[name].has_parameters], small, max_bytes)
+    return fuse_adjacent([name for name in names if specs[name].has_parameters], small, max_bytes)
 
 
-def merge_adjacent(order: Sequence[str], nbytes: Mapping[str, int], limit: int) -> dict[str, tuple[str, ...]]:
+def fuse_adjacent(order: Sequence[str], nbytes: Mapping[str, int], limit: int) -> dict[str, tuple[str, ...]]:
     """Return, for each group that is fused with others, the groups of its fusion, as they are adjacent in ``order``.
 
     Args:
@@ -346,7 +348,7 @@ def gathered_with(
 
 
 def fuse_small(schedule: Schedule, specs: Specs, fused: Mapping[str, tuple[str, ...]]) -> Schedule:
-    """Merge the all-gathers, and the reductions, of small groups that are adjacent in the order of forward."""
+    """Fuse the all-gathers, and the reductions, of small groups that are adjacent in the order of forward."""
     held, steps, ready = set(schedule.initially_unsharded), list[Step](), dict[str, Reduce]()
     last_use = {(event.hook, event.group): at for at, (event, _) in enumerate(schedule)}
     for at, (event, actions) in enumerate(schedule):
@@ -552,7 +554,7 @@ def delayed_until(spec: GroupSpec, ahead: Sequence[str], specs: Specs) -> int | 
     gradients come to make room for.
     """
     buckets = len(spec.gradient_bytes)
-    if not (spec.can_delay_prefetch and spec.reduces_buckets) or buckets < 2:
+    if not (spec.can_delay_prefetch and spec.reduces_grad_buckets) or buckets < 2:
         return None
     if sum(specs[name].unsharded_bytes for name in ahead) * buckets < spec.full_bytes:
         return None

@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeAlias
 __all__ = [
     "Action",
     "Barrier",
-    "Bucket",
     "Event",
     "Free",
     "Gather",
+    "GradBucket",
     "Hook",
     "Keep",
     "Reduce",
@@ -54,7 +54,7 @@ class Event(NamedTuple):
         return f"{self.hook.value} {self.group}{bucket}".rstrip()
 
 
-class Bucket(NamedTuple):
+class GradBucket(NamedTuple):
     """A bucket of gradients: ``number`` counts the buckets of ``group`` in the order of their reduction."""
 
     group: str
@@ -117,7 +117,7 @@ class Shrink:
 class Reduce:
     """Launch one reduction of ``buckets``."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[GradBucket, ...]
 
     def __str__(self) -> str:
         return f"reduce {', '.join(map(str, self.buckets))}"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Lockstep", "Turn"]
+__all__ = ["SkippedGroup", "UnusedGroups"]
 
 
-class Turn(NamedTuple):
-    """A skipped group that begins, or that ends after the groups inside it."""
+class SkippedGroup(NamedTuple):
+    """A group that this rank skips: it begins, or that ends after the groups inside it."""
 
     group: str
     begins: bool
 
 
-class Lockstep:
+class UnusedGroups:
     """Computes the groups that this rank skips, so that it can join their collectives.
 
     Every rank begins all groups in one order and ends each after those inside it, whatever it runs itself.
@@ -35,35 +35,35 @@ class Lockstep:
         """Return whether ``group``, or a later group, has begun already."""
         return self._place.get(group, self._next) < self._next
 
-    def before(self, group: str) -> list[Turn]:
+    def before(self, group: str) -> list[SkippedGroup]:
         """Begin ``group`` and return the skipped groups before it."""
         place = self._place.get(group)
         if place is None:
             return []
-        turns = self._up_to(place)
+        skipped = self._up_to(place)
         self._next = place + 1
-        return turns
+        return skipped
 
-    def inside(self, group: str) -> list[Turn]:
+    def inside(self, group: str) -> list[SkippedGroup]:
         """End ``group`` and return the skipped groups inside it."""
         place = self._place.get(group)
         return [] if place is None else self._up_to(self._end[place])
 
-    def rest(self) -> list[Turn]:
+    def rest(self) -> list[SkippedGroup]:
         """Return all groups that are left at the end of forward."""
         return self._up_to(len(self._order))
 
-    def _up_to(self, end: int) -> list[Turn]:
-        turns: list[Turn] = []
+    def _up_to(self, end: int) -> list[SkippedGroup]:
+        skipped: list[SkippedGroup] = []
         for place in range(self._next, end):
-            turns += self._close(place)
-            turns.append(Turn(self._order[place], begins=True))
+            skipped += self._close(place)
+            skipped.append(SkippedGroup(self._order[place], begins=True))
             self._open.append(place)
         self._next = max(self._next, end)
-        return turns + self._close(end)
+        return skipped + self._close(end)
 
-    def _close(self, place: int) -> list[Turn]:
-        turns = []
+    def _close(self, place: int) -> list[SkippedGroup]:
+        skipped = []
         while self._open and self._end[self._open[-1]] <= place:
-            turns.append(Turn(self._order[self._open.pop()], begins=False))
-        return turns
+            skipped.append(SkippedGroup(self._order[self._open.pop()], begins=False))
+        return skipped

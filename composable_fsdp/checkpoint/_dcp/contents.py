@@ -75,7 +75,7 @@ class Contents:
     def add_object(self, path: Path, value: object) -> None:
         self.objects[self._add_path(path)] = serialize(value)
 
-    def inner_contributions(self) -> dict[str, inner_tensors.Offer]:
+    def inner_contributions(self) -> dict[str, inner_tensors.InnerContribution]:
         """Return this rank's contribution to each tensor subclass that is saved as inner tensors.
 
         Raises:
@@ -83,7 +83,9 @@ class Contents:
         """
         for key, part in self.parts.items():
             inner_tensors.refuse_unknown(key, part)
-        return {key: inner_tensors.offer_of(p) for key, p in self.parts.items() if inner_tensors.has_inner(p)}
+        return {
+            key: inner_tensors.inner_contribution_of(p) for key, p in self.parts.items() if inner_tensors.has_inner(p)
+        }
 
     def expand(self, merged: Mapping[str, inner_tensors.Agreed]) -> None:
         """Replace each tensor in ``merged``, the contributions of all ranks, by its inner tensors and its record."""

@@ -1,7 +1,7 @@
 """Save and load planners for ``torch.distributed.checkpoint``, based on the blocks of tensors that each rank holds.
 
 DCP's default plans follow the placements of DTensors, which cannot describe every shard that ``fully_shard`` makes of a
-tensor-parallel shard. These plans follow the :class:`~composable_fsdp._layout.block.Extent` of each local shard.
+tensor-parallel shard. These plans follow the :class:`~composable_fsdp._layout.block.ShardExtent` of each local shard.
 """
 
 from __future__ import annotations

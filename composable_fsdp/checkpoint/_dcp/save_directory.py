@@ -82,7 +82,7 @@ class CheckpointSaver:
 
         contents = Contents()
 
-        def contributions() -> Mapping[str, inner_tensors.Offer]:
+        def contributions() -> Mapping[str, inner_tensors.InnerContribution]:
             nonlocal contents
             contents = contents_of(model, optimizer, averages, extra, self._ranks.rank, merged)
             return contents.inner_contributions()

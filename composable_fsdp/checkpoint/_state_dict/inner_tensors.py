@@ -21,20 +21,20 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from composable_fsdp._layout.block import Extent, Ranges
+from composable_fsdp._layout.block import Ranges, ShardExtent
 from composable_fsdp.checkpoint._coordination.mismatch import Mismatch, differ, dtype_name
 from composable_fsdp.checkpoint._state_dict.shard_view import LocalShard, checksum
 from composable_fsdp.errors import CheckpointError
 
 __all__ = [
     "Agreed",
-    "Offer",
+    "InnerContribution",
     "Record",
     "Wanted",
     "agreed",
     "class_name",
     "has_inner",
-    "offer_of",
+    "inner_contribution_of",
     "parts_of",
     "refuse_unknown",
     "wanted_of",
@@ -94,7 +94,7 @@ class _Inner:
 
 
 @dataclass(frozen=True)
-class Offer:
+class InnerContribution:
     """One rank's description of a tensor that is saved as inner tensors.
 
     Attributes:
@@ -106,12 +106,12 @@ class Offer:
 
     kind: str
     context: Any
-    extent: Extent
+    extent: ShardExtent
     inner: Mapping[str, _Inner]
 
 
 @torch.no_grad()
-def offer_of(part: LocalShard) -> Offer:
+def inner_contribution_of(part: LocalShard) -> InnerContribution:
     """Return this rank's description of ``part``, which has inner tensors."""
     local, extent = part.local, part.extent
     inner = _inner_of(local)
@@ -124,7 +124,7 @@ def offer_of(part: LocalShard) -> Offer:
             for ratio, ranges, size in zip(ratios, extent.ranges, extent.shape, strict=True)
         )
         found[name] = _Inner(tuple(tensor.shape), ratios, checksum(tensor) if shared else None)
-    return Offer(class_name(local), _context_of(local), extent, found)
+    return InnerContribution(class_name(local), _context_of(local), extent, found)
 
 
 def _inner_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -232,7 +232,7 @@ class _InnerLayout:
         """Make one from its attributes as JSON stores them."""
         return _InnerLayout(tuple(shape), tuple(None if ratio is None else (ratio[0], ratio[1]) for ratio in ratios))
 
-    def extent_at(self, outer: Extent) -> Extent:
+    def extent_at(self, outer: ShardExtent) -> ShardExtent:
         """Return the extent of this inner tensor that belongs to the extent ``outer`` of the outer tensor.
 
         Raises:
@@ -246,7 +246,7 @@ class _InnerLayout:
             elif ratio != REPLICATED:
                 own, count = ratio
                 ranges[own] = tuple(range(r.start * count, r.stop * count) for r in outer.ranges[dim])
-        return Extent(self.shape, tuple(ranges))
+        return ShardExtent(self.shape, tuple(ranges))
 
 
 @dataclass(frozen=True)
@@ -301,37 +301,39 @@ class Agreed:
         return Record(path, kind, part.shape, dtype, self.local_shape, self.context, self.inner)
 
 
-def agreed(offers: Sequence[Mapping[str, Offer]]) -> dict[str, Agreed]:
+def agreed(contributions: Sequence[Mapping[str, InnerContribution]]) -> dict[str, Agreed]:
     """Combine the descriptions of all ranks, by key of the outer tensor.
 
     Raises:
         CheckpointError: ranks have different classes under one key.
     """
-    by_key: dict[str, list[Offer]] = {}
-    for of_rank in offers:
-        for key, offer in of_rank.items():
-            by_key.setdefault(key, []).append(offer)
+    by_key: dict[str, list[InnerContribution]] = {}
+    for of_rank in contributions:
+        for key, contribution in of_rank.items():
+            by_key.setdefault(key, []).append(contribution)
     return {key: _agreed(key, of_ranks) for key, of_ranks in by_key.items()}
 
 
-def _agreed(key: str, offers: Sequence[Offer]) -> Agreed:
-    kinds = sorted({offer.kind for offer in offers})
+def _agreed(key: str, contributions: Sequence[InnerContribution]) -> Agreed:
+    kinds = sorted({contribution.kind for contribution in contributions})
     if len(kinds) > 1:
         raise CheckpointError(f"{key} is of another class on each rank: {', '.join(kinds)}.")
-    filled = [offer for offer in offers if not offer.extent.is_empty] or list(offers)
-    names = dict.fromkeys(name for offer in filled for name in offer.inner)
+    filled = [contribution for contribution in contributions if not contribution.extent.is_empty] or list(contributions)
+    names = dict.fromkeys(name for contribution in filled for name in contribution.inner)
     layouts = {name: _layout_of(name, filled) for name in names}
     first, shape = filled[0], filled[0].extent.local_shape
-    if any(offer.extent.local_shape != shape or offer.context != first.context for offer in filled):
+    if any(
+        contribution.extent.local_shape != shape or contribution.context != first.context for contribution in filled
+    ):
         return Agreed(None, None, layouts)
     return Agreed(shape, first.context, layouts)
 
 
-def _layout_of(name: str, offers: Sequence[Offer]) -> _InnerLayout | None:
+def _layout_of(name: str, contributions: Sequence[InnerContribution]) -> _InnerLayout | None:
     """Return how the inner tensor ``name`` is sharded, or ``None`` if it cannot be saved as one tensor."""
-    if any(name not in offer.inner for offer in offers):
+    if any(name not in contribution.inner for contribution in contributions):
         return None
-    own = [(offer.extent, offer.inner[name]) for offer in offers]
+    own = [(contribution.extent, contribution.inner[name]) for contribution in contributions]
     outer, first = own[0]
     ratios = tuple(_common_ratio([inner.ratios[dim] for _, inner in own]) for dim in range(len(outer.shape)))
     sizes = list(first.shape)
@@ -358,7 +360,7 @@ def _common_ratio(ratios: Sequence[Ratio]) -> Ratio:
     return None if not known else known.pop() if len(known) == 1 else IRREGULAR
 
 
-def _full_range(extent: Extent, dim: int) -> Ranges:
+def _full_range(extent: ShardExtent, dim: int) -> Ranges:
     size = extent.shape[dim]
     return (range(size),) if size else ()
 
@@ -383,7 +385,7 @@ def parts_of(part: LocalShard, inner: Mapping[str, _InnerLayout | None]) -> dict
     return found
 
 
-def _suffix(extent: Extent) -> str:
+def _suffix(extent: ShardExtent) -> str:
     """Return the key suffix for a shard with this extent of the outer tensor."""
     return "@" + ",".join("+".join(f"{r.start}:{r.stop}" for r in ranges) for ranges in extent.ranges)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_fsdp._layout.block import Cut, Extent
+from composable_fsdp._layout.block import Cut, ShardExtent
 from composable_fsdp._runtime.params.sharded_param import ShardedParameter, find_replaced, local_part
 from composable_fsdp._runtime.shard_extent import like
 from composable_fsdp.checkpoint._state_dict.names import parameter_names, plain_name, prepare_for_access
@@ -66,7 +66,7 @@ def _shard_state(value: Any, original: torch.Tensor, parameter: ShardedParameter
     if not isinstance(value, torch.Tensor) or value.shape != original.shape or not value.ndim:
         return value
     shard, full = parameter.sharding.axes.shard, local_part(value)
-    piece = Extent.after(tuple(full.shape), [Cut(parameter.dim, shard.size, shard.rank)]).take(full)
+    piece = ShardExtent.after(tuple(full.shape), [Cut(parameter.dim, shard.size, shard.rank)]).take(full)
     own = torch.empty_like(piece, device=parameter.local.device, memory_format=torch.contiguous_format).copy_(piece)
     return like(cast(DTensor, parameter.sharded), own)
 

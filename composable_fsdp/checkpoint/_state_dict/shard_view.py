@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composable_fsdp._comm.broadcast import fill_
-from composable_fsdp._layout.block import Extent
+from composable_fsdp._layout.block import ShardExtent
 from composable_fsdp._runtime.params.sharded_param import local_part
 from composable_fsdp._runtime.shard_extent import extent_of, has_own_memory
 from composable_fsdp._sharding.param_sharding import ParameterSharding
@@ -32,7 +32,7 @@ class LocalShard:
     """
 
     def __init__(
-        self, value: torch.Tensor, sharding: ParameterSharding | None = None, *, extent: Extent | None = None
+        self, value: torch.Tensor, sharding: ParameterSharding | None = None, *, extent: ShardExtent | None = None
     ) -> None:
         self.value = value
         self.sharding = sharding
@@ -44,7 +44,7 @@ class LocalShard:
         return tuple(self.value.shape) if self._given is None else self._given.shape
 
     @cached_property
-    def extent(self) -> Extent:
+    def extent(self) -> ShardExtent:
         """The extent of the shard in the global tensor."""
         return extent_of(self.value, self.sharding) if self._given is None else self._given
 

@@ -64,10 +64,10 @@ def count_collectives() -> None:
     assert gathers[1] == gathers[2] <= 4, "one each way, and the ends of both passes"
 
 
-def merge_nothing() -> None:
+def fuse_nothing_by_option() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     assert isinstance(model, FSDPModule)
-    model.set_max_merged_bytes(0)
+    model.set_max_fused_bytes(0)
     for step in range(3):
         with counted_collectives() as counts:
             STACK.loss(model, STACK.batch_of(step, dist.get_rank())).backward()
@@ -75,7 +75,7 @@ def merge_nothing() -> None:
 
 
 def test_a_limit_of_zero_fuses_no_groups() -> None:
-    run_ranks(merge_nothing, 2)
+    run_ranks(fuse_nothing_by_option, 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
@@ -83,7 +83,7 @@ def test_fused_groups_share_one_gather_each_way_and_one_reduction(transport: Env
     run_ranks(count_collectives, 2, environment=transport)
 
 
-def train_merged(task_name: str) -> None:
+def train_fused(task_name: str) -> None:
     task = TASKS.get(task_name, STACK)
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ def train_merged(task_name: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_fused_groups_train_like_the_unsharded_model(world_size: int, transport: Environment) -> None:
     for task in ("stack", "chain", "transformer"):
-        run_ranks(train_merged, world_size, task, environment=transport)
+        run_ranks(train_fused, world_size, task, environment=transport)
 
 
 def skip_layers() -> None:
@@ -126,20 +126,20 @@ def test_unused_groups_of_a_fusion_keep_no_gradient() -> None:
 def train_with(choose: Callable[[Sequence[FSDPModule], int], None], messages: Sequence[int]) -> None:
     """What all layers send together is to the bit what each sends by itself, whatever ``choose`` does in each step."""
     mesh = init_device_mesh("cpu", (2, 2) if dist.get_world_size() == 4 else (2,))
-    merged, alone = (shard_layers(STACK.build(), functools.partial(fully_shard, mesh=mesh)) for _ in range(2))
+    fused, alone = (shard_layers(STACK.build(), functools.partial(fully_shard, mesh=mesh)) for _ in range(2))
     assert isinstance(alone, FSDPModule)
-    alone.set_max_merged_bytes(0)
+    alone.set_max_fused_bytes(0)
     for step, expected in enumerate(messages):
-        for model in (merged, alone):
+        for model in (fused, alone):
             model.zero_grad()
             choose([state for state in model.modules() if isinstance(state, FSDPModule)][1:], step)
             with counted_collectives() as counts:
                 for microbatch in range(1 if step < 3 else 2):
                     model.set_is_last_backward(microbatch == (0 if step < 3 else 1))  # type: ignore[operator]
                     STACK.loss(model, STACK.batch_of(step + 10 * microbatch, dist.get_rank())).backward()
-            if model is merged:
+            if model is fused:
                 assert counts["reduced"] == expected, f"step {step}"
-        for one, other in zip(merged.parameters(), alone.parameters(), strict=True):
+        for one, other in zip(fused.parameters(), alone.parameters(), strict=True):
             assert isinstance(one.grad, DTensor) == isinstance(other.grad, DTensor)
             if isinstance(one.grad, DTensor) and isinstance(other.grad, DTensor):
                 assert torch.equal(one.grad.to_local(), other.grad.to_local())
@@ -225,8 +225,8 @@ def set_limits() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     assert isinstance(model, FSDPModule)
     for bad in (-1, True, 1.5, None):
-        with pytest.raises(ConfigurationError, match=f"max_merged_bytes must be an int of at least 0, not {bad!r}"):
-            model.set_max_merged_bytes(bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=f"max_fused_bytes must be an int of at least 0, not {bad!r}"):
+            model.set_max_fused_bytes(bad)  # type: ignore[arg-type]
     for bad in (-1, True, 1.5):
         with pytest.raises(
             ConfigurationError, match=f"max_unsharded_bytes must be an int of at least 0 or None, not {bad!r}"

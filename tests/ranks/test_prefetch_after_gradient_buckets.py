@@ -22,11 +22,14 @@ from tests.helpers.peak_memory import peak_above_idle
 from tests.helpers.transports import COPIES, SOCKETS, TRANSPORTS, Environment
 
 ORDER = (Operation.UNSHARD, Operation.WAIT, Operation.REDUCE, Operation.REDUCED)
-BATCHES = 4
+GRAD_BUCKETS = 4
 
 
 def towers(number: int = 3, *, ready: bool = True) -> Any:
-    """Groups of four batches each, one after the other. ``ready``: in one forward they have shown their order."""
+    """Groups of four gradient buckets each, one after the other.
+
+    ``ready``: in one forward they have shown their order.
+    """
     blocks = [Tower() for _ in range(number)]
     model: Any = nn.Sequential(*blocks)
     for block in blocks:
@@ -46,16 +49,16 @@ def backward_of(model: nn.Module) -> list[str]:
     return [str(event) for event in recorder if event.operation in ORDER]
 
 
-def gather_after_a_batch() -> None:
+def gather_after_a_grad_bucket() -> None:
     loss = towers()(batch(1, dist.get_rank())).square().mean()
     with Recorder() as recorder:
         loss.backward()
-    sent = ["reduce {0}", "reduced {0}"] * (BATCHES - 1)
+    sent = ["reduce {0}", "reduced {0}"] * (GRAD_BUCKETS - 1)
     assert_trace(
         recorder,
         *("unshard 2", "wait 2"),
         *(line.format(2) for line in sent),
-        *("unshard 1", "reduce 2", "wait 1", "reduced 2"),  # on its way while the last batch is computed
+        *("unshard 1", "reduce 2", "wait 1", "reduced 2"),  # on its way while the last gradient bucket is computed
         *(line.format(1) for line in sent),
         *("unshard 0", "reduce 1", "wait 0", "reduced 1"),
         *(line.format(0) for line in sent),
@@ -67,7 +70,7 @@ def gather_after_a_batch() -> None:
 @pytest.mark.behaviour("C-08")
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
 def test_the_next_group_is_gathered_after_all_gradient_buckets_but_the_last(transport: Environment) -> None:
-    run_ranks(gather_after_a_batch, 2, environment=transport)
+    run_ranks(gather_after_a_grad_bucket, 2, environment=transport)
 
 
 def first_reduction_of(group: str, events: list[str]) -> int:
@@ -113,7 +116,7 @@ def bound_what_is_unsharded() -> None:
 
 
 def bound_several() -> None:
-    """Each of those that wait for a batch would fit by itself."""
+    """Each of those that wait for a gradient bucket would fit by itself."""
     model = towers(4)
     model.set_prefetch_limit(3)
     model.set_max_unsharded_bytes(2 * state_of(model[0]).group.plan.unsharded_bytes)
@@ -215,7 +218,7 @@ class Beside(nn.Module):
         return out
 
 
-def send_batches_at_the_end() -> None:
+def reduce_grad_buckets_at_the_end() -> None:
     model = Beside()
     fully_shard(model.first)
     fully_shard(model.apart)
@@ -227,7 +230,7 @@ def send_batches_at_the_end() -> None:
 
 
 def test_gradient_buckets_reduced_at_the_end_of_backward_are_followed_by_no_gather() -> None:
-    run_ranks(send_batches_at_the_end, 2, environment=SOCKETS)
+    run_ranks(reduce_grad_buckets_at_the_end, 2, environment=SOCKETS)
 
 
 ROUTES = {"all": [0, 1, 2, 3], "not the first batch": [0, 1, 2], "not the third": [0, 2, 3], "not the last": [1, 2, 3]}
@@ -258,7 +261,7 @@ def use_different_parameters(route: str) -> None:
     assert all(others == own for others in everyones)
     backward = [label for label in own if not label.endswith("in forward")]
     between = backward.index("all-gather of 1 in backward")
-    assert backward[between - BATCHES + 1 : between + 2].count("reduce-scatter of 2") == BATCHES
+    assert backward[between - GRAD_BUCKETS + 1 : between + 2].count("reduce-scatter of 2") == GRAD_BUCKETS
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
         torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
@@ -275,7 +278,7 @@ def test_ranks_with_different_used_parameters_gather_the_next_group_at_the_same_
 
 @pytest.mark.behaviour("C-03")
 def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
-    """Besides two unsharded groups there are gradients of one batch, and the shards of the gradients so far."""
+    """Besides two unsharded groups there are one gradient bucket, and the shards of the gradients so far."""
     ranks, number = 4, 5
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -285,12 +288,14 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
     finally:
         dist.destroy_process_group()
     gradient_shards = (number - 1) * full_bytes // ranks
-    batch_bytes = full_bytes // BATCHES
-    assert 0 <= peak - 2 * full_bytes - gradient_shards - batch_bytes <= batch_bytes // 4, "activations take the rest"
+    grad_bucket_bytes = full_bytes // GRAD_BUCKETS
+    assert 0 <= peak - 2 * full_bytes - gradient_shards - grad_bucket_bytes <= grad_bucket_bytes // 4, (
+        "activations take the rest"
+    )
 
 
 def fail_while_one_waits() -> None:
-    """The backward dies before the batch that the next group waits for; the next one may not find that group."""
+    """The backward fails before the gradient bucket that the next group waits for; the next one may not find it."""
     model = towers(3)
     root = state_of(model)
     runner = iteration_of(root)._runner
@@ -322,7 +327,7 @@ def take_over() -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    assert [len(state_of(layer).group.plan.batches) for layer in model] == [2, 2]
+    assert [len(state_of(layer).group.plan.grad_buckets) for layer in model] == [2, 2]
     x = torch.randn(2, 740, requires_grad=True)
     for each in (model, reference):
         (each[1](x).sum() + each(x).sum()).backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests._internals import ForwardRecord, Lockstep, schedule
+from tests._internals import ForwardRecord, UnusedGroups, schedule
 
 Tree = list[tuple[str, int]]
 
@@ -24,24 +24,24 @@ def trees(draw: st.DrawFn, depth: int = 3) -> Tree:
 
 def run(tree: Tree, runs: set[str]) -> list[str]:
     """What a rank does that runs the groups ``runs``: its own begins and ends, and the turns between them."""
-    lockstep = Lockstep(tree)
+    groups = UnusedGroups(tree)
     events: list[str] = []
 
     def walk(place: int) -> None:
         name, inside = tree[place]
         if name in runs:
-            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in lockstep.before(name))
+            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in groups.before(name))
             events.append(f"begin {name}")
         child = place + 1
         while child <= place + inside:
             walk(child)
             child += 1 + tree[child][1]
         if name in runs:
-            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in lockstep.inside(name))
+            events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in groups.inside(name))
             events.append(f"end {name}")
 
     walk(0)
-    events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in lockstep.rest())
+    events.extend(f"{'begin' if begins else 'end'} {group}" for group, begins in groups.rest())
     return events
 
 
@@ -54,12 +54,12 @@ def test_ranks_that_run_different_groups_perform_the_same_actions(tree: Tree, da
 
 
 def test_a_group_passed_without_running_is_late() -> None:
-    lockstep = Lockstep([("root", 2), ("a", 0), ("b", 0)])
-    lockstep.before("root")
-    assert [turn.group for turn in lockstep.before("b")] == ["a", "a"]
-    assert lockstep.is_late("a")
-    assert lockstep.is_late("b")
-    assert not Lockstep([("root", 0)]).is_late("elsewhere")
+    groups = UnusedGroups([("root", 2), ("a", 0), ("b", 0)])
+    groups.before("root")
+    assert [skipped.group for skipped in groups.before("b")] == ["a", "a"]
+    assert groups.is_late("a")
+    assert groups.is_late("b")
+    assert not UnusedGroups([("root", 0)]).is_late("elsewhere")
 
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 7), max_size=8))

@@ -1,8 +1,8 @@
 """Gradients of one parameter group, from autograd's to the sharded ones.
 
-They are reduced in *batches*, each as soon as its gradients are ready, so that a large group never holds all of its
-gradients at once. The plan fixes the order: a batch is launched after those before it, or at the end of backward. So
-every rank launches the same reductions in the same order, whichever parameters it used.
+They are reduced in *gradient buckets*, each as soon as its gradients are ready, so that a large group never holds all
+of its gradients at once. The plan fixes the order: a gradient bucket is launched after those before it, or at the end
+of backward. So every rank launches the same reductions in the same order, whichever parameters it used.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from composable_fsdp._memory.streams import CommStreams, InFlight, without_grad
 from composable_fsdp._runtime.collectives.reduce import BucketReduction, ReducibleBucket, launch_reduction
 from composable_fsdp._runtime.collectives.reduce_scatter import ReducedBucket
 from composable_fsdp._runtime.collectives.wire_bytes import WireBytes, reduce_scatter_wire_bytes
-from composable_fsdp._runtime.groups.fused_reduce import Joiner
-from composable_fsdp._runtime.groups.group_tensors import GroupTensors
+from composable_fsdp._runtime.groups.fused_reduce import FusedBuckets
+from composable_fsdp._runtime.groups.param_group_buckets import ParamGroupBuckets
 from composable_fsdp._runtime.groups.profiling import describe_groups, labelled
 from composable_fsdp._runtime.groups.state_machine import (
     GRADIENT_TRANSITIONS,
@@ -29,7 +29,7 @@ from composable_fsdp._runtime.groups.state_machine import (
 )
 from composable_fsdp._runtime.params.sharded_param import without_torch_function
 
-__all__ = ["AutogradRun", "GroupGradients", "Launch", "PendingReduction", "reduce_together"]
+__all__ = ["AutogradRun", "ParamGroupGradients", "PendingReduction", "ReductionLaunch", "reduce_together"]
 
 
 class AutogradRun:
@@ -50,20 +50,20 @@ class AutogradRun:
         return self.number != -1 and self.number != torch._C._current_graph_task_id()  # a tuple doubles the cost
 
 
-class GroupGradients:
-    """Gradient state and pending reductions of the parameter group that has ``tensors``.
+class ParamGroupGradients:
+    """The gradients of one :class:`ParamGroup`: their state, their buckets, and pending reductions.
 
-    Invariants: ``state`` changes only through ``GRADIENT_TRANSITIONS``. The first ``_launched`` batches of the plan
-    have been launched in this backward; the counters are reset when the last one has.
+    Invariants: ``state`` changes only through ``GRADIENT_TRANSITIONS``. The first ``_launched`` gradient buckets of the
+    plan have been launched in this backward; the counters are reset when the last one has.
     """
 
-    def __init__(self, name: str, tensors: GroupTensors) -> None:
+    def __init__(self, name: str, tensors: ParamGroupBuckets) -> None:
         self.name = name
         self.divide_factor: float | None = None
         self.sum_only = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.on_batch: Callable[[], None] = _nothing
-        """Called when the next batch is ready and is not the last."""
+        self.on_grad_bucket: Callable[[], None] = _nothing
+        """Called when the next gradient bucket is ready and is not the last."""
         self.on_last: Callable[[], None] = _nothing
         """Called when all gradients of the group are ready."""
         self.state = GradientState.NONE
@@ -76,7 +76,10 @@ class GroupGradients:
         self._tensors = tensors
         self._ready = 0
         self._arrived: list[int] = []
-        """The number of unlaunched gradients of each batch. Nested autograd runs count only for launched batches."""
+        """The number of unlaunched gradients of each gradient bucket.
+
+        Nested autograd runs count only for launched gradient buckets.
+        """
         self._launched = 0
         self.were_summed = False
         """True if any rank may hold sums of several microbatches."""
@@ -86,43 +89,45 @@ class GroupGradients:
         self.version_before_step: int | None = None
         """The version of the shards before the first reduction of the step that changed residuals."""
 
-    def copy_settings(self, other: GroupGradients) -> None:
+    def copy_settings(self, other: ParamGroupGradients) -> None:
         """Copy the settings of ``other``."""
         self.divide_factor, self.sum_only = other.divide_factor, other.sum_only
         self.all_reduce_hook = other.all_reduce_hook
 
-    def arrive(self, batch: int) -> None:
-        """Handle a new gradient of an unsharded parameter in ``batch``."""
+    def arrive(self, grad_bucket: int) -> None:
+        """Handle a new gradient of an unsharded parameter in ``grad_bucket``."""
         plan = self._tensors.plan
         if not self.is_new:  # the state is LOCAL already after the first
             self.is_new = True
             self._advance(GradientOperation.ACCUMULATE)
             if self._launched == 0:
-                self._arrived = [0] * len(plan.batches)
+                self._arrived = [0] * len(plan.grad_buckets)
         run = self.run.number
         # The same test as :attr:`AutogradRun.is_around_another`, without a call per parameter.
         if run != -1 and run != torch._C._current_graph_task_id():  # a reentrant checkpoint: more gradients may follow
-            if batch < self._launched:
-                self._arrived[batch] += 1
+            if grad_bucket < self._launched:
+                self._arrived[grad_bucket] += 1
             return
         self._ready += 1
-        self._arrived[batch] += 1
+        self._arrived[grad_bucket] += 1
         if self._ready >= plan.num_trainable:
             self._ready, self.is_new = 0, False
             self.on_last()
-        elif plan.in_batches:
-            batch = self._next
-            if self._arrived[batch] >= plan.batches[batch] and any(plan.batches[batch + 1 :]):
-                self.on_batch()
+        elif plan.in_grad_buckets:
+            grad_bucket = self._next
+            if self._arrived[grad_bucket] >= plan.grad_buckets[grad_bucket] and any(
+                plan.grad_buckets[grad_bucket + 1 :]
+            ):
+                self.on_grad_bucket()
 
     @property
     def _next(self) -> int:
-        """The next batch to launch. Batches without trainable parameters are skipped."""
-        batches = self._tensors.plan.batches
-        for k in range(self._launched, len(batches)):
-            if batches[k]:
+        """The next gradient bucket to launch. Gradient buckets without trainable parameters are skipped."""
+        grad_buckets = self._tensors.plan.grad_buckets
+        for k in range(self._launched, len(grad_buckets)):
+            if grad_buckets[k]:
                 return k
-        return len(batches) - 1
+        return len(grad_buckets) - 1
 
     def contribute(self) -> None:
         """Take part in the next reduction even without gradients, since other ranks may have some."""
@@ -188,23 +193,23 @@ class GroupGradients:
 
     # -- reductions
 
-    def take_batch(self, streams: CommStreams) -> Launch:
-        """Return the reduction of the next batch, before the later ones are ready."""
+    def take_grad_bucket(self, streams: CommStreams) -> ReductionLaunch:
+        """Return the reduction of the next gradient bucket, before the later ones are ready."""
         self._wait_partial()
-        batch = self._next
-        self._launched = batch + 1
-        self._arrived[batch] = 0
-        return Launch([(self, [batch])], streams, None, partial=False, is_last=False)
+        grad_bucket = self._next
+        self._launched = grad_bucket + 1
+        self._arrived[grad_bucket] = 0
+        return ReductionLaunch([(self, [grad_bucket])], streams, None, partial=False, is_last=False)
 
     def take_remaining(self) -> list[int]:
-        """Reset the counters and return the batches that are not launched, late ones last; none without gradients."""
+        """Reset the counters and return the unlaunched gradient buckets, late ones last; none without gradients."""
         self._wait_partial()
         before = self.state
         if self._advance(GradientOperation.REDUCE) is before:
             self._reset_counters()
             return []
-        batches = self._tensors.plan.batches
-        rest = [batch for batch in range(self._next, len(batches)) if batches[batch]]
+        grad_buckets = self._tensors.plan.grad_buckets
+        rest = [grad_bucket for grad_bucket in range(self._next, len(grad_buckets)) if grad_buckets[grad_bucket]]
         rest += [late for late in range(self._launched) if self._arrived[late]]
         self._reset_counters()
         return rest
@@ -215,16 +220,16 @@ class GroupGradients:
         if pending is not None:
             pending.wait()
 
-    def jobs_of(self, batches: Sequence[int]) -> list[BucketReduction]:
-        """Take the gradients of ``batches`` and return their reductions."""
-        return self._jobs([bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches])
+    def jobs_of(self, grad_buckets: Sequence[int]) -> list[BucketReduction]:
+        """Take the gradients of ``grad_buckets`` and return their reductions."""
+        return self._jobs([bucket for bucket in self._tensors.buckets if bucket.plan.grad_bucket in grad_buckets])
 
-    def jobs_with(self, others: Sequence[GroupGradients], joiner: Joiner) -> list[BucketReduction]:
+    def jobs_with(self, others: Sequence[ParamGroupGradients], fused_buckets: FusedBuckets) -> list[BucketReduction]:
         """Take the gradients of this group and ``others`` and return fused reductions, or none if impossible."""
         choices = self._settings
         if self._keeps_partial or self.all_reduce_hook is not None or any(o._settings != choices for o in others):
             return []
-        return self._jobs(joiner.join([self._tensors, *(other._tensors for other in others)]))
+        return self._jobs(fused_buckets.fuse([self._tensors, *(other._tensors for other in others)]))
 
     @property
     def _settings(self) -> tuple[object, ...]:
@@ -269,18 +274,18 @@ class GroupGradients:
         return self._tensors.device
 
     @property
-    def in_batches(self) -> bool:
-        """True if batches are reduced separately."""
-        return self._tensors.plan.in_batches
+    def in_grad_buckets(self) -> bool:
+        """True if gradient buckets are reduced separately."""
+        return self._tensors.plan.in_grad_buckets
 
     @property
-    def batch_bytes(self) -> Sequence[int]:
-        """The number of gradient bytes of each batch, in the dtype of the sum."""
-        return self._tensors.plan.batch_bytes
+    def grad_bucket_bytes(self) -> Sequence[int]:
+        """The number of gradient bytes of each gradient bucket, in the dtype of the sum."""
+        return self._tensors.plan.grad_bucket_bytes
 
-    def traffic_of(self, batches: Sequence[int]) -> WireBytes:
-        """Return the bytes that the reduction of ``batches`` sends."""
-        own = [bucket for bucket in self._tensors.buckets if bucket.plan.batch in batches]
+    def traffic_of(self, grad_buckets: Sequence[int]) -> WireBytes:
+        """Return the bytes that the reduction of ``grad_buckets`` sends."""
+        own = [bucket for bucket in self._tensors.buckets if bucket.plan.grad_bucket in grad_buckets]
         return reduce_scatter_wire_bytes(own, were_summed=self.were_summed)
 
     @property
@@ -294,56 +299,71 @@ class GroupGradients:
         return state
 
 
-Portion: TypeAlias = Sequence[tuple[GroupGradients, Sequence[int]]]
-"""Batches of some groups that are reduced together."""
+GradBucketsByGroup: TypeAlias = Sequence[tuple[ParamGroupGradients, Sequence[int]]]
+"""Gradient buckets of some groups that are reduced together."""
 
 
 def reduce_together(
-    members: Sequence[GroupGradients], streams: CommStreams, joiner: Joiner | None = None, *, partial: bool = False
-) -> list[Launch]:
+    members: Sequence[ParamGroupGradients],
+    streams: CommStreams,
+    fused_buckets: FusedBuckets | None = None,
+    *,
+    partial: bool = False,
+) -> list[ReductionLaunch]:
     """Return the reductions of all gradients that are not launched yet, to be run in order.
 
     Args:
-        members: one group, which is reduced batch by batch, or several, in one reduction. Groups without gradients are
-            skipped.
+        members: one group, which is reduced bucket by bucket, or several, in one reduction. Groups without gradients
+            are skipped.
         streams: the streams to launch on.
-        joiner: fuses the messages of several groups if possible.
+        fused_buckets: fuses the messages of several groups if possible.
         partial: reduce over the shard axis only, in one reduction, and keep the sum, in the reduce dtype, for a later
             one.
     """
     taken = [(member, rest) for member in members if (rest := member.take_remaining())]
     if not taken:
         return []
-    portions = [taken]
-    if len(taken) == 1 and not partial and taken[0][0].in_batches:
+    reductions = [taken]
+    if len(taken) == 1 and not partial and taken[0][0].in_grad_buckets:
         ((member, rest),) = taken
-        portions = [[(member, [batch])] for batch in rest]
-    return [Launch(portion, streams, joiner, partial=partial, is_last=portion is portions[-1]) for portion in portions]
+        reductions = [[(member, [grad_bucket])] for grad_bucket in rest]
+    return [
+        ReductionLaunch(by_group, streams, fused_buckets, partial=partial, is_last=by_group is reductions[-1])
+        for by_group in reductions
+    ]
 
 
-class Launch:
+class ReductionLaunch:
     """A reduction that can be launched. Final.
 
     Args:
-        portion: the batches to reduce.
+        by_group: the gradient buckets to reduce.
         streams: the streams to launch on.
-        joiner: as for :func:`reduce_together`.
+        fused_buckets: as for :func:`reduce_together`.
         partial: as for :func:`reduce_together`.
-        is_last: True if no batch of these groups is left in this backward.
+        is_last: True if no gradient bucket of these groups is left in this backward.
     """
 
-    __slots__ = ("_joiner", "_streams", "is_last", "members", "nbytes", "partial", "portion", "round_bytes")
+    __slots__ = ("_fused_buckets", "_streams", "by_group", "is_last", "members", "nbytes", "partial", "round_bytes")
 
     def __init__(
-        self, portion: Portion, streams: CommStreams, joiner: Joiner | None, *, partial: bool, is_last: bool
+        self,
+        by_group: GradBucketsByGroup,
+        streams: CommStreams,
+        fused_buckets: FusedBuckets | None,
+        *,
+        partial: bool,
+        is_last: bool,
     ) -> None:
-        self.portion, self.partial, self.is_last = portion, partial, is_last
-        self.members = [member for member, _ in portion]
-        self._streams, self._joiner = streams, joiner
-        self.nbytes = sum(member.batch_bytes[batch] for member, batches in portion for batch in batches)
+        self.by_group, self.partial, self.is_last = by_group, partial, is_last
+        self.members = [member for member, _ in by_group]
+        self._streams, self._fused_buckets = streams, fused_buckets
+        self.nbytes = sum(
+            member.grad_bucket_bytes[grad_bucket] for member, grad_buckets in by_group for grad_bucket in grad_buckets
+        )
         """The gradient bytes, in the dtype of the sum."""
-        self.round_bytes = sum(sum(member.batch_bytes) for member in self.members)
-        """The gradient bytes of all batches of these groups."""
+        self.round_bytes = sum(sum(member.grad_bucket_bytes) for member in self.members)
+        """The gradient bytes of all gradient buckets of these groups."""
 
     @labelled("post_backward_reduce", lambda self: describe_groups([member.name for member in self.members]))
     @without_grad
@@ -352,9 +372,9 @@ class Launch:
         begin = trace.now() if trace.listeners else None
         first, name = self.members[0], describe_groups([member.name for member in self.members])
         pending = launch_reduction(self._streams, self._jobs(), first.device, name, partial=self.partial)
-        for member, batches in self.portion:
+        for member, grad_buckets in self.by_group:
             if trace.listeners:
-                moved = member.traffic_of(batches)
+                moved = member.traffic_of(grad_buckets)
                 stream = self._streams.reduce.name
                 trace.emit(trace.Operation.REDUCE, member.name, moved.bytes, stream, begin, moved.plain_bytes)
             member.begin_reduction(pending, partial=self.partial, is_last=self.is_last)
@@ -362,23 +382,23 @@ class Launch:
 
     def _jobs(self) -> list[BucketReduction]:
         first, *others = self.members
-        if others and self._joiner is not None and not self.partial:
-            joined = first.jobs_with(others, self._joiner)
-            if joined:
-                return joined
-        return [job for member, batches in self.portion for job in member.jobs_of(batches)]
+        if others and self._fused_buckets is not None and not self.partial:
+            fused = first.jobs_with(others, self._fused_buckets)
+            if fused:
+                return fused
+        return [job for member, grad_buckets in self.by_group for job in member.jobs_of(grad_buckets)]
 
 
 class PendingReduction:
     """A reduction in flight. The queue that completes it owns it."""
 
-    def __init__(self, launch: Launch, pending: InFlight[list[ReducedBucket]]) -> None:
+    def __init__(self, launch: ReductionLaunch, pending: InFlight[list[ReducedBucket]]) -> None:
         self.launch = launch
         self._pending = pending
 
-    def has(self, gradients: GroupGradients, batch: int) -> bool:
-        """Return True if ``batch`` of ``gradients`` is part of the reduction."""
-        return any(member is gradients and batch in batches for member, batches in self.launch.portion)
+    def has(self, gradients: ParamGroupGradients, grad_bucket: int) -> bool:
+        """Return True if ``grad_bucket`` of ``gradients`` is part of the reduction."""
+        return any(member is gradients and grad_bucket in grad_buckets for member, grad_buckets in self.launch.by_group)
 
     def start(self) -> None:
         """Launch the second stage, which waited for the first."""

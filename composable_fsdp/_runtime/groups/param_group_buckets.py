@@ -36,7 +36,7 @@ from composable_fsdp.codecs.communication_policy import EXACT, PLAIN, GradientCo
 from composable_fsdp.errors import DeviceError
 from composable_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["GroupTensors", "rest_device", "shard_full_tensor", "shard_parameters"]
+__all__ = ["ParamGroupBuckets", "rest_device", "shard_full_tensor", "shard_parameters"]
 
 
 _SHARED_ALIGNMENT = 64
@@ -95,8 +95,8 @@ def shard_full_tensor(parameter: ShardedParameter, full: torch.Tensor) -> DTenso
     return sharding.wrap_shard(cut_shard(parameter.name, full, shards, sharding.axes.shard.rank, device))
 
 
-class GroupTensors:
-    """The tensors of one parameter group.
+class ParamGroupBuckets:
+    """The buckets of one :class:`ParamGroup`: their plan, process groups and tensors.
 
     Args:
         parameters: the parameters of the group. Their local tensors are copied into the shard stores.
@@ -104,7 +104,7 @@ class GroupTensors:
         device: the device on which modules compute.
         precision: the dtypes for the plan.
         offload: the policy that decides the device of the shards.
-        on_gradient: returns, for a batch, the hook that autograd calls when a full gradient is ready.
+        on_gradient: returns, for a gradient bucket, the hook that autograd calls when a full gradient is ready.
         in_common: True if memory shared between ranks may be used. All ranks must then create these tensors together.
     """
 
@@ -181,7 +181,7 @@ class GroupTensors:
                     continue
                 store.locals[k].copy_(local)
                 parameter.set_local(store.locals[k])
-                parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient(plan.batch))
+                parameter.build_unsharded(bucket.parameter_data(k), self._on_gradient(plan.grad_bucket))
             bucket.free()
             self.buckets.append(bucket)
         self.register()
@@ -256,7 +256,7 @@ class GroupTensors:
         found = [self._extensions[parameter] for parameter in members]
         of_gradients = [self._gradient_extensions[parameter] for parameter in members if plan.gradient_extended]
         return ExtendedBucket(
-            plan, self.parameters, found, of_gradients, pgs, self.device, self._on_gradient(plan.batch)
+            plan, self.parameters, found, of_gradients, pgs, self.device, self._on_gradient(plan.grad_bucket)
         )
 
     def _find_gradient_extensions(self) -> dict[ShardedParameter, GradientExtension]:
@@ -305,13 +305,13 @@ class GroupTensors:
     def _make_plan(self) -> GroupPlan:
         precision, encodable = self._precision, self._encodable()
         self._compute_dtypes = [p.compute_dtype(precision) for p in self.parameters]
-        legs = self._codecs_by_axes(encodable)
+        stages = self._codecs_by_axes(encodable)
         specs = []
         for p, compute_dtype in zip(self.parameters, self._compute_dtypes, strict=True):
             extended = p in self._gradient_extensions
             codecs = p.gradient_codecs if p in encodable else PLAIN
             if p.dtype.itemsize <= torch.float32.itemsize:
-                codecs = codecs.alongside(legs[p.sharding.axes])
+                codecs = codecs.alongside(stages[p.sharding.axes])
             if extended:  # the tensor's hooks replace the codec
                 codecs = replace(codecs, shard=None)
             reduce_dtype = precision.gradient_reduce_dtype(compute_dtype)
@@ -347,14 +347,14 @@ class GroupTensors:
 
     def _codecs_by_axes(self, encodable: Collection[ShardedParameter]) -> dict[DataParallelAxes, GradientCodecs]:
         """Return a codec for each leg with encoded gradients, by pair of axes. Other gradients use it there too."""
-        legs: dict[DataParallelAxes, GradientCodecs] = {}
+        stages: dict[DataParallelAxes, GradientCodecs] = {}
         for parameter in self.parameters:
             axes, own = parameter.sharding.axes, parameter.gradient_codecs if parameter in encodable else PLAIN
             if parameter in self._gradient_extensions:
                 own = replace(own, shard=EXACT)
-            known = legs.get(axes, PLAIN)
-            legs[axes] = GradientCodecs(known.shard or own.shard, known.replicate or own.replicate)
-        return legs
+            known = stages.get(axes, PLAIN)
+            stages[axes] = GradientCodecs(known.shard or own.shard, known.replicate or own.replicate)
+        return stages
 
     def refresh(self, before_build: Callable[[], None]) -> None:
         """Update after changes of the sharded parameters. To be called if the registration is no longer current.
@@ -394,7 +394,7 @@ class GroupTensors:
     def _sync_requires_grad(self) -> None:
         for plan in self.plan.buckets:
             for i in plan.indices:
-                self.parameters[i].sync_requires_grad(self._on_gradient(plan.batch))
+                self.parameters[i].sync_requires_grad(self._on_gradient(plan.grad_bucket))
         self.plan = self._make_plan()
         self.plan_version += 1
         for bucket, plan in zip(self.buckets, self.plan.buckets, strict=True):

@@ -1,4 +1,4 @@
-"""Large groups reduce gradients in batches, ahead of the rest of the group, in one order on every rank."""
+"""Large groups reduce gradients in buckets, ahead of the rest of the group, in one order on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.training import check_parity
 from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
 
 
-def reduce_in_batches() -> None:
+def reduce_in_grad_buckets() -> None:
     model = Tower()
     fully_shard(model)
     gradients = state_of(model).group.gradients
@@ -36,7 +36,7 @@ def reduce_in_batches() -> None:
         if step == 0:
             for p in state_of(model).group.parameters:
                 p.unsharded.register_post_accumulate_grad_hook(watchdog)
-    assert len(state_of(model).group.plan.batches) == 4
+    assert len(state_of(model).group.plan.grad_buckets) == 4
     assert max(alive) <= 1, "never a second weight"
     assert not gradients.are_held
     with Recorder() as recorder:
@@ -46,7 +46,7 @@ def reduce_in_batches() -> None:
 
 
 def test_gradients_are_reduced_as_they_become_ready() -> None:
-    run_ranks(reduce_in_batches, 2)
+    run_ranks(reduce_in_grad_buckets, 2)
 
 
 @pytest.mark.behaviour("C-01")
@@ -61,7 +61,7 @@ def train_tower() -> None:
         check_parity(Tower, play, shard=shard, steps=3)
 
 
-def accumulate_in_batches(sharded: bool) -> None:
+def accumulate_in_grad_buckets(sharded: bool) -> None:
     def several(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         total = torch.zeros(())
         for i in range(3):
@@ -78,10 +78,10 @@ def accumulate_in_batches(sharded: bool) -> None:
 @pytest.mark.behaviour("C-07")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradient_buckets_wait_while_gradients_are_accumulated(sharded: bool) -> None:
-    run_ranks(accumulate_in_batches, 2, sharded)
+    run_ranks(accumulate_in_grad_buckets, 2, sharded)
 
 
-def freeze_whole_batches() -> None:
+def freeze_all_of_a_grad_bucket() -> None:
     model = Tower()
     for floor in (1, 3):
         model.floors[floor].weight.requires_grad_(False)
@@ -92,7 +92,7 @@ def freeze_whole_batches() -> None:
             play(model, 0, dist.get_rank())
         return sum(e.operation is Operation.REDUCE for e in recorder)
 
-    assert state_of(model).group.plan.batches == (0, 1, 0, 5), "biases go with the last one"
+    assert state_of(model).group.plan.grad_buckets == (0, 1, 0, 5), "biases go with the last one"
     assert reductions() == 2
     model.floors[0].weight.requires_grad_(False)
     assert reductions() == 1, "biases are not worth one of their own"
@@ -111,7 +111,7 @@ def freeze_all_after_the_first_that_leaves() -> None:
 
 @pytest.mark.behaviour("C-05")
 def test_frozen_parameters_are_in_no_gradient_bucket() -> None:
-    run_ranks(freeze_whole_batches, 2, environment=SOCKETS)
+    run_ranks(freeze_all_of_a_grad_bucket, 2, environment=SOCKETS)
     run_ranks(freeze_all_after_the_first_that_leaves, 2, environment=SOCKETS)
 
 
@@ -189,7 +189,7 @@ class Pair(nn.Module):
 
 
 def two_forwards(model: nn.Module, rank: int) -> None:
-    """Then one backward. Of the towers' first batches, rank 0 has gradients only by the second forward."""
+    """Then one backward. Of the towers' first gradient buckets, rank 0 has gradients only by the second forward."""
     used = [0, 1, 2, 3] if rank else [0, 1, 2]
     outputs = [model(batch(0, rank), used), model(batch(1, rank), [0, 1, 2, 3])]
     torch.cat(outputs).square().mean().backward()
@@ -274,11 +274,13 @@ def test_a_backward_skipped_on_one_rank_leaves_no_state(transport: Environment) 
 def cut_where_it_is_worth_it() -> None:
     listed = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     fully_shard(listed)
-    assert (len(state_of(listed[0]).group.plan.batches), state_of(listed[0]).sends_batches) == (2, False)
-    replicated = nn.Sequential(*(nn.Linear(WIDTH // 2, WIDTH) for _ in range(2)))  # 1 MiB each, 2 are worth a batch
+    assert (len(state_of(listed[0]).group.plan.grad_buckets), state_of(listed[0]).reduces_grad_buckets) == (2, False)
+    replicated = nn.Sequential(
+        *(nn.Linear(WIDTH // 2, WIDTH) for _ in range(2))
+    )  # 1 MiB each, 2 are worth a gradient bucket
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(replicated, mesh=mesh)
-    assert len(state_of(replicated).group.plan.batches) == 1, "as the all-reduce has it, not the axis of one rank"
+    assert len(state_of(replicated).group.plan.grad_buckets) == 1, "as the all-reduce has it, not the axis of one rank"
 
 
 def test_gradient_buckets_are_reduced_early_only_if_ranks_cannot_diverge() -> None:

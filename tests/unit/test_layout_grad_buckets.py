@@ -19,33 +19,36 @@ def spec(rows: int, **options: object) -> ParameterSpec:
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 2000))
 def test_gradient_buckets_begin_with_the_last_parameters_and_have_the_minimum_size(rows: list[int], least: int) -> None:
-    plan = plan_group(tuple(map(spec, rows)), (PlanOptions(2, 0, 0, batch_bytes=least),))
-    batch_of = {i: bucket.batch for bucket in plan.buckets for i in bucket.indices}
-    last = len(plan.batches) - 1
-    ahead = [i for i in reversed(range(len(rows))) if batch_of[i] < last]
-    assert [batch_of[i] for i in ahead] == sorted(batch_of[i] for i in ahead)
-    late = [i for i in range(min(ahead, default=len(rows)), len(rows)) if batch_of[i] == last]
+    plan = plan_group(tuple(map(spec, rows)), (PlanOptions(2, 0, 0, grad_bucket_bytes=least),))
+    grad_bucket_of = {i: bucket.grad_bucket for bucket in plan.buckets for i in bucket.indices}
+    last = len(plan.grad_buckets) - 1
+    ahead = [i for i in reversed(range(len(rows))) if grad_bucket_of[i] < last]
+    assert [grad_bucket_of[i] for i in ahead] == sorted(grad_bucket_of[i] for i in ahead)
+    late = [i for i in range(min(ahead, default=len(rows)), len(rows)) if grad_bucket_of[i] == last]
     assert 64 * sum(rows[i] for i in late) <= sum(rows), "what is waited for, though later ones go first, is little"
-    sizes = [sum(16 * n for i, n in enumerate(rows) if batch_of[i] == batch) for batch in range(len(plan.batches))]
+    sizes = [
+        sum(16 * n for i, n in enumerate(rows) if grad_bucket_of[i] == grad_bucket)
+        for grad_bucket in range(len(plan.grad_buckets))
+    ]
     assert len(sizes) == 1 or all(size >= least for size in sizes)
     assert len(sizes) <= 5
-    assert plan.batch_bytes == tuple(
-        sum(2 * b.reduce.wire_numel for b in plan.buckets if b.batch == k) * 2 for k in range(last + 1)
+    assert plan.grad_bucket_bytes == tuple(
+        sum(2 * b.reduce.wire_numel for b in plan.buckets if b.grad_bucket == k) * 2 for k in range(last + 1)
     )
-    assert sum(plan.batches) == plan.num_trainable == len(rows)
+    assert sum(plan.grad_buckets) == plan.num_trainable == len(rows)
 
 
 def test_encoded_parameters_stay_in_one_gradient_bucket() -> None:
-    options = (PlanOptions(2, 0, 0, batch_bytes=16),)
-    assert len(plan_group((spec(8), spec(8)), options).batches) == 2
-    assert len(plan_group((spec(8), spec(8, codec=Int8())), options).batches) == 1
+    options = (PlanOptions(2, 0, 0, grad_bucket_bytes=16),)
+    assert len(plan_group((spec(8), spec(8)), options).grad_buckets) == 2
+    assert len(plan_group((spec(8), spec(8, codec=Int8())), options).grad_buckets) == 1
 
 
 def test_the_minimum_gradient_bucket_size_is_the_largest_of_all_axes() -> None:
-    of_one_rank, of_many = (PlanOptions(size, 0, 0, batch_bytes=least) for size, least in ((1, 16), (2, 1 << 20)))
+    of_one_rank, of_many = (PlanOptions(size, 0, 0, grad_bucket_bytes=least) for size, least in ((1, 16), (2, 1 << 20)))
     specs = (spec(8, axes=0), spec(8, axes=1), spec(8, axes=1))
-    assert len(plan_group(specs, (of_one_rank, of_many)).batches) == 1
-    assert len(plan_group(specs, (of_one_rank, of_one_rank)).batches) > 1
+    assert len(plan_group(specs, (of_one_rank, of_many)).grad_buckets) == 1
+    assert len(plan_group(specs, (of_one_rank, of_one_rank)).grad_buckets) > 1
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 5))
