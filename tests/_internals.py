@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from composable_fsdp._runtime.params.optimizer_steps import OptimizerSteps
     from composable_fsdp._runtime.params.sharded_param import ParameterSource, ShardedParameter, local_part
     from composable_fsdp._runtime.root.forward_order import ExecutionOrderWarning
-    from composable_fsdp._runtime.root.iteration import Iteration
+    from composable_fsdp._runtime.root.iteration import ACTIONS_OF_HOOKS, Iteration, Pass
     from composable_fsdp._runtime.root.passes_underway import _MOST_FORWARDS
     from composable_fsdp._runtime.root.recovery import disconnect, reconnect
     from composable_fsdp._runtime.root.recovery import timeout_of as timeout_of_group

@@ -14,15 +14,19 @@ from hypothesis import strategies as st
 
 from composable_fsdp.errors import FSDPError, LifecycleError
 from tests._internals import (
+    ACTIONS_OF_HOOKS,
     GRADIENT_TRANSITIONS,
     PARAMETER_TRANSITIONS,
     GradientOperation,
     GradientState,
     ParameterOperation,
     ParameterState,
+    Pass,
     advance,
+    schedule,
 )
 
+Hook = schedule.Hook
 P, PO, G, GO = ParameterState, ParameterOperation, GradientState, GradientOperation
 Table = Mapping[tuple[Any, Any], Any]
 
@@ -218,3 +222,20 @@ def test_an_illegal_gradient_operation_has_the_same_error_format() -> None:
     )
     with pytest.raises(LifecycleError, match=f"^{re.escape(message)}$"):
         advance(GRADIENT_TRANSITIONS, G.NONE, GO.COMPLETE, "")
+
+
+def test_each_hook_has_actions_in_each_pass_in_which_it_can_fire() -> None:
+    never = {
+        (Pass.IDLE, Hook.POST_FORWARD),
+        (Pass.IDLE, Hook.END_FORWARD),
+        (Pass.BACKWARD, Hook.END_FORWARD),  # recomputation is no forward of its own
+        (Pass.FORWARD, Hook.END_BACKWARD),  # the forward around a backward goes on after it
+    }
+    assert set(ACTIONS_OF_HOOKS) == {(each, hook) for each in Pass for hook in Hook} - never
+
+
+def test_a_hook_of_backward_begins_it_in_any_other_pass() -> None:
+    for hook in (Hook.PRE_BACKWARD, Hook.GRAD_READY, Hook.POST_BACKWARD):
+        begins, *same = ACTIONS_OF_HOOKS[Pass.IDLE, hook]
+        assert ACTIONS_OF_HOOKS[Pass.FORWARD, hook] == (begins, *same)
+        assert ACTIONS_OF_HOOKS[Pass.BACKWARD, hook] == tuple(same)

@@ -62,10 +62,8 @@ class ParamGroupGradients:
         self.divide_factor: float | None = None
         self.sum_only = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.on_grad_bucket: Callable[[], None] = _nothing
-        """Called when the next gradient bucket is ready and is not the last."""
-        self.on_last: Callable[[], None] = _nothing
-        """Called when all gradients of the group are ready."""
+        self.on_ready: Callable[[], None] = _nothing
+        """Called when the next gradient bucket is ready, and when all gradients are: then not ``is_new``."""
         self.state = GradientState.NONE
         self.are_held = False
         """True while there are gradients that are not yet in the sharded ones. Follows ``state``; every hook reads it.
@@ -112,13 +110,13 @@ class ParamGroupGradients:
         self._arrived[grad_bucket] += 1
         if self._ready >= plan.num_trainable:
             self._ready, self.is_new = 0, False
-            self.on_last()
+            self.on_ready()
         elif plan.in_grad_buckets:
             grad_bucket = self._next
             if self._arrived[grad_bucket] >= plan.grad_buckets[grad_bucket] and any(
                 plan.grad_buckets[grad_bucket + 1 :]
             ):
-                self.on_grad_bucket()
+                self.on_ready()
 
     @property
     def _next(self) -> int:

@@ -1,8 +1,8 @@
 """The iteration of one root module: the action of each hook in the current pass, and the end of each pass.
 
 States: IDLE; FORWARD, from the outermost module's pre-forward to its post-forward; BACKWARD, from the first gradient
-that reaches an FSDP state to the end of the autograd run. The action of a hook is a row of ``_ACTIONS``. Recomputation
-under activation checkpointing is a forward inside BACKWARD, so it is a row too.
+that reaches an FSDP state to the end of the autograd run. The actions of a hook are a row of ``ACTIONS_OF_HOOKS``.
+Recomputation under activation checkpointing is a forward inside BACKWARD, so it is a row too.
 
 Invariants: nothing is in flight outside of passes, except reductions if the last backward does not wait. After
 backward, every gradient from autograd is reduced, or held if gradient synchronization is off. Every parameter group is
@@ -43,7 +43,7 @@ from composable_fsdp._runtime.schedule.forward_record import ForwardRecord
 from composable_fsdp._runtime.schedule.schedule import Hook, Schedule
 from composable_fsdp.errors import DivergenceError, PeerError
 
-__all__ = ["Iteration", "Pass"]
+__all__ = ["ACTIONS_OF_HOOKS", "Iteration", "Pass"]
 
 
 class Pass(Key):
@@ -92,8 +92,7 @@ class Iteration:
         self._unused_modules: UnusedModules | None = None
         """Set while the order of groups must not depend on which modules this rank runs."""
         for state in states.values():
-            state.group.gradients.on_grad_bucket = _weak_callback(self, Iteration._grad_bucket_ready, state)
-            state.group.gradients.on_last = _weak_callback(self, Iteration._all_gradients_ready, state)
+            state.group.gradients.on_ready = _weak_callback(self, Iteration.gradients_ready, state)
 
     @property
     def streams(self) -> CommStreams:
@@ -145,33 +144,18 @@ class Iteration:
     @labelled("post_forward", lambda _, call, module: call.state.name)
     def post_forward(self, call: ForwardCall, module: nn.Module) -> bool:
         """Run the actions for the post-forward of ``module``. Return whether a backward may come back to ``call``."""
-        state = call.state
-        if self._unused_modules is not None and self._pass is Pass.FORWARD:
-            self._unused_modules.end(state)
-        run = state.run or call  # each recomputation is a run of its own
+        run = call.state.run or call  # each recomputation is a run of its own
         if run is not call:
             call.first = run
-        if self._pass is Pass.FORWARD and not run.is_recorded:
-            self._record_end(run)
+        if run.remaining:
+            run.remaining.discard(id(module))
         has_grad = torch.is_grad_enabled()
         if has_grad:
             call.is_recomputed = self._pass is Pass.BACKWARD
-            if run.position < 0:  # not in the record of a forward: backward serves it eagerly
-                run.record, run.position = ForwardRecord(), 0
-        if run.remaining:
-            run.remaining.discard(id(module))
-        if not run.remaining or state is self._outermost:
-            self._run(Hook.POST_FORWARD, state)
+        self._run(Hook.POST_FORWARD, call)
+        if has_grad and run.position < 0:  # not in the record of a forward: backward serves it eagerly
+            run.record, run.position = ForwardRecord(), 0
         return has_grad
-
-    def _record_end(self, run: ForwardCall) -> None:
-        """Record the end of the first module in a run."""
-        state, run.is_recorded = run.state, True
-        leads_to_backward = self._leads_to_backward and bool(state.group.parameters)
-        run.position = self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
-        if leads_to_backward:
-            run.record = self._record
-            self._backward.count(state, self._record)
 
     def abort_forward(self, state: FSDPState, error: BaseException | None) -> None:
         """Reshard ``state``, whose forward raised. Return to IDLE if it is the outermost one."""
@@ -191,65 +175,23 @@ class Iteration:
                 state.group.reshard()
 
     def pre_backward(self, call: ForwardCall) -> None:
-        """Begin the backward of ``call``: a gradient reached one of its outputs."""
-        if self._pass is not Pass.BACKWARD:
-            self._begin_backward()
-        if call.entered != self._backward.number:
-            self._enter_backward(call)
-
-    @labelled("pre_backward", lambda _, call: call.state.name)
-    def _enter_backward(self, call: ForwardCall) -> None:
-        state, run = call.state, call.run
-        self._passes.reach(state)
-        self._backward.enter(call)
-        if state.version_check is not None and run.seen is not None:
-            state.version_check.in_backward(run.seen)
-        if self._unused_modules is not None and state.group.parameters:
-            self._unused_modules.reach(run.record, run.position, self._backward.number, state)
-        if state.unshard_in_backward:
-            grad_buckets = not run.ends_unseen and self._reduces_grad_buckets(state)
-            self._runner.in_backward(state, run.record, run.position, reduces_grad_buckets=grad_buckets)
+        """Run the actions for the pre-backward of ``call``: a gradient reached one of its outputs."""
+        self._run(Hook.PRE_BACKWARD, call)
 
     def post_backward(self, call: ForwardCall) -> None:
-        """End the backward of ``call``: the gradients of its inputs and of its use of the parameters are complete."""
-        if self._pass is not Pass.BACKWARD:
-            self._begin_backward()
-        state = call.state
-        self._backward.leave(call)
-        if call.run.ends_unseen:
-            return  # the hook for the last gradient, or for the end of backward, comes later
-        if state.open_calls <= 0 and self._unused_modules is None and not self._reductions.is_waiting(state):
-            self.reduce_gradients(state)
-        if call.run.awaited <= 0:
-            for done in (state, *state.owner_states):
-                if done.reshard_after_backward and not done.user_states:
-                    done.group.reshard()
+        """Run the actions for the post-backward of ``call``.
 
-    def _grad_bucket_ready(self, state: FSDPState) -> None:
-        """Reduce the next gradient bucket of ``state``, which is complete before the rest of the group."""
-        if self._pass is Pass.BACKWARD and self._reduces_grad_buckets(state) and self._backward.was_seen(state):
-            self._reductions.reduce_grad_bucket(state)
-
-    def _reduces_grad_buckets(self, state: FSDPState) -> bool:
-        """Return whether ``state`` now reduces its gradients in buckets.
-
-        It does not while ranks join the collectives of unused modules, in a backward inside this one, or where
-        collectives of other groups may come between two runs of this one.
+        The gradients of its inputs and of its use of the parameters are complete.
         """
-        if not state.reduces_grad_buckets or self._unused_modules is not None or state.runs > 1:
-            return False
-        return self._backward.is_outermost
+        self._run(Hook.POST_BACKWARD, call)
 
-    def _all_gradients_ready(self, state: FSDPState) -> None:
-        """Reduce the gradients of ``state``: every trainable parameter has one."""
-        if self._pass is not Pass.BACKWARD:
-            self._begin_backward()
-        if not self._backward.was_seen(state):
-            raise unseen_output(state)
-        if state.open_calls <= 0 and state.reshard_after_backward and self._backward.is_over_for(state):
-            state.group.reshard()  # first, because the reduction allocates memory
-        if state.accumulation is not Accumulation.UNSHARDED and self._unused_modules is None:
-            self.reduce_gradients(state)
+    def gradients_ready(self, state: FSDPState) -> None:
+        """Run the actions for the gradients of ``state``: those of a bucket, or all of them, are ready."""
+        self._run(Hook.GRAD_READY, state)
+
+    def end_backward(self) -> None:
+        """Run the actions for the end of the autograd run."""
+        self._run(Hook.END_BACKWARD, self.root)
 
     def _verify_ranks(self) -> None:
         """Check the settings and compare the model across ranks, once, before the first collective."""
@@ -260,13 +202,9 @@ class Iteration:
 
     # -- actions
 
-    def _run(self, hook: Hook, state: FSDPState) -> None:
-        for action in _ACTIONS[self._pass, hook]:
-            action(self, state)
-
-    def _after_forward(self, state: FSDPState) -> None:
-        run, state.run = state.run, None
-        self._reshard_after_forward(state, None if run is None else run.after)
+    def _run(self, hook: Hook, subject: Any) -> None:
+        for action in ACTIONS_OF_HOOKS[self._pass, hook]:
+            action(self, subject)
 
     def _begin_forward(self, state: FSDPState) -> None:
         self._pass, self._outermost, self._thread = Pass.FORWARD, state, threading.current_thread()
@@ -293,6 +231,33 @@ class Iteration:
         state.run = call
         if state.version_check is not None and self._leads_to_backward:
             call.seen = state.version_check.in_forward()
+
+    def _join_skipped_inside(self, call: ForwardCall) -> None:
+        if self._unused_modules is not None:
+            self._unused_modules.end(call.state)
+
+    def _record_end(self, call: ForwardCall) -> None:
+        """Record the end of the first module in a run."""
+        run, state = call.run, call.state
+        if run.is_recorded:
+            return
+        run.is_recorded = True
+        leads_to_backward = self._leads_to_backward and bool(state.group.parameters)
+        run.position = self._record.end(state.group.post_forward_event, leads_to_backward=leads_to_backward)
+        if leads_to_backward:
+            run.record = self._record
+            self._backward.count(state, self._record)
+
+    def _end_run(self, call: ForwardCall) -> None:
+        """Perform the actions after the last module of a run, and end the forward after the outermost one."""
+        state, run = call.state, call.run
+        is_outermost = state is self._outermost
+        if run.remaining and not is_outermost:
+            return
+        state.run = None
+        self._reshard_after_forward(state, run.after)
+        if is_outermost:
+            self._run(Hook.END_FORWARD, state)
 
     def end_skipped(self, state: FSDPState) -> None:
         """Do the work of the post-forward hook for a state that only other ranks may run."""
@@ -328,24 +293,20 @@ class Iteration:
             after = None  # the schedule is for the grad mode of the outermost forward
         self._runner.after_forward(state, after, leads_to_backward=leads_to_backward)
 
-    def _end_forward_if_outermost(self, state: FSDPState) -> None:
-        if state is not self._outermost:
-            return
+    def _end_forward(self, outermost: FSDPState) -> None:
         if self._unused_modules is not None:
             self._unused_modules.end_forward()
         self._pass, self._outermost = Pass.IDLE, None
         self._passes.end()
-        if state is self.root and self.root.order_check is not OrderCheck.OFF:
+        if outermost is self.root and self.root.order_check is not OrderCheck.OFF:
             self._order.compare(self._record.ended)
         for other in self.states.values():
             if other.run is not None:  # some modules of the group did not run
                 other.run = None
                 self._reshard_after_forward(other)
         self._runner.end_forward()
-        if self._aliasing:
-            self._end_epoch_after_forward()
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, _: object) -> None:
         self.check_not_lent()
         ask_logger()
         self._pass_around_backward, self._pass = self._pass, Pass.BACKWARD
@@ -356,8 +317,63 @@ class Iteration:
         self._runner.begin_backward()
         self._reductions.begin_backward()
 
-    @labelled("root_post_backward_callback", lambda self: self.root.name)
-    def end_backward(self) -> None:
+    def _enter_backward(self, call: ForwardCall) -> None:
+        """Unshard the group of ``call``, at the first gradient of its outputs in this backward."""
+        if call.entered != self._backward.number:
+            self._enter(call)
+
+    @labelled("pre_backward", lambda _, call: call.state.name)
+    def _enter(self, call: ForwardCall) -> None:
+        state, run = call.state, call.run
+        self._passes.reach(state)
+        self._backward.enter(call)
+        if state.version_check is not None and run.seen is not None:
+            state.version_check.in_backward(run.seen)
+        if self._unused_modules is not None and state.group.parameters:
+            self._unused_modules.reach(run.record, run.position, self._backward.number, state)
+        if state.unshard_in_backward:
+            grad_buckets = not run.ends_unseen and self._reduces_grad_buckets(state)
+            self._runner.in_backward(state, run.record, run.position, reduces_grad_buckets=grad_buckets)
+
+    def _leave_backward(self, call: ForwardCall) -> None:
+        """Reduce the gradients of the group of ``call`` and reshard it, unless another call still needs it."""
+        state = call.state
+        self._backward.leave(call)
+        if call.run.ends_unseen:
+            return  # the hook for the last gradient, or for the end of backward, comes later
+        if state.open_calls <= 0 and self._unused_modules is None and not self._reductions.is_waiting(state):
+            self.reduce_gradients(state)
+        if call.run.awaited <= 0:
+            for done in (state, *state.owner_states):
+                if done.reshard_after_backward and not done.user_states:
+                    done.group.reshard()
+
+    def _reduce_ready(self, state: FSDPState) -> None:
+        """Reduce the gradients of ``state`` that are ready: the next gradient bucket, or all that are left."""
+        was_seen = self._backward.was_seen(state)
+        if state.group.gradients.is_new:  # some gradients are missing
+            if was_seen and self._reduces_grad_buckets(state):
+                self._reductions.reduce_grad_bucket(state)
+            return
+        if not was_seen:
+            raise unseen_output(state)
+        if state.open_calls <= 0 and state.reshard_after_backward and self._backward.is_over_for(state):
+            state.group.reshard()  # first, because the reduction allocates memory
+        if state.accumulation is not Accumulation.UNSHARDED and self._unused_modules is None:
+            self.reduce_gradients(state)
+
+    def _reduces_grad_buckets(self, state: FSDPState) -> bool:
+        """Return whether ``state`` now reduces its gradients in buckets.
+
+        It does not while ranks join the collectives of unused modules, in a backward inside this one, or where
+        collectives of other groups may come between two runs of this one.
+        """
+        if not state.reduces_grad_buckets or self._unused_modules is not None or state.runs > 1:
+            return False
+        return self._backward.is_outermost
+
+    @labelled("root_post_backward_callback", lambda self, _: self.root.name)
+    def _end_backward(self, _: object) -> None:
         """Complete a backward: reduce what is left, reshard, and wait if this is the last backward of the step."""
         if self._unused_modules is not None:
             self._unused_modules.end_backward(self._backward.number)
@@ -402,8 +418,10 @@ class Iteration:
             state.group.note_epoch_end()
         return works
 
-    def _end_epoch_after_forward(self) -> None:
-        if not self._runner.runs_on_all_ranks:  # it gathered nothing, and must not change what ranks do together
+    def _end_epoch_after_forward(self, _: object) -> None:
+        if (
+            not self._aliasing or not self._runner.runs_on_all_ranks
+        ):  # it gathered nothing, and must not change what ranks do together
             return
         if not self._leads_to_backward:  # kept parameters may be used in forwards that other ranks do not run
             for state in self.states.values():
@@ -564,13 +582,27 @@ class Iteration:
             raise left_by_an_exception(state, self._pass.value, self.root)
 
 
-_ACTIONS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, FSDPState], None], ...]] = {
-    (Pass.IDLE, Hook.PRE_FORWARD): (Iteration._begin_forward, Iteration._unshard_in_forward),
-    (Pass.FORWARD, Hook.PRE_FORWARD): (Iteration._unshard_in_forward,),
-    (Pass.BACKWARD, Hook.PRE_FORWARD): (Iteration._unshard_for_recomputation,),
-    (Pass.FORWARD, Hook.POST_FORWARD): (Iteration._after_forward, Iteration._end_forward_if_outermost),
-    (Pass.BACKWARD, Hook.POST_FORWARD): (),  # the backward that asked for recomputation still needs the parameters
+_I, _P = Iteration, Pass
+ACTIONS_OF_HOOKS: Mapping[tuple[Pass, Hook], tuple[Callable[[Iteration, Any], None], ...]] = {
+    (_P.IDLE, Hook.PRE_FORWARD): (_I._begin_forward, _I._unshard_in_forward),
+    (_P.FORWARD, Hook.PRE_FORWARD): (_I._unshard_in_forward,),
+    (_P.BACKWARD, Hook.PRE_FORWARD): (_I._unshard_for_recomputation,),
+    (_P.FORWARD, Hook.POST_FORWARD): (_I._join_skipped_inside, _I._record_end, _I._end_run),
+    (_P.BACKWARD, Hook.POST_FORWARD): (),  # the backward that asked for recomputation still needs the parameters
+    (_P.FORWARD, Hook.END_FORWARD): (_I._end_forward, _I._end_epoch_after_forward),
+    (_P.IDLE, Hook.PRE_BACKWARD): (_I._begin_backward, _I._enter_backward),
+    (_P.FORWARD, Hook.PRE_BACKWARD): (_I._begin_backward, _I._enter_backward),  # a backward inside a forward
+    (_P.BACKWARD, Hook.PRE_BACKWARD): (_I._enter_backward,),
+    (_P.IDLE, Hook.GRAD_READY): (_I._begin_backward, _I._reduce_ready),  # the output is a parameter, or not seen
+    (_P.FORWARD, Hook.GRAD_READY): (_I._begin_backward, _I._reduce_ready),
+    (_P.BACKWARD, Hook.GRAD_READY): (_I._reduce_ready,),
+    (_P.IDLE, Hook.POST_BACKWARD): (_I._begin_backward, _I._leave_backward),  # the output is the input
+    (_P.FORWARD, Hook.POST_BACKWARD): (_I._begin_backward, _I._leave_backward),
+    (_P.BACKWARD, Hook.POST_BACKWARD): (_I._leave_backward,),
+    (_P.BACKWARD, Hook.END_BACKWARD): (_I._end_backward,),
+    (_P.IDLE, Hook.END_BACKWARD): (_I._end_backward,),  # pipelining ends the last of several backwards by hand
 }
+"""The actions of each hook in each pass. Their argument is a state, or a call for the hooks that a call has itself."""
 
 
 def _wait_for(works: Iterable[Work]) -> None:
