@@ -59,8 +59,8 @@ check: $(READY) ## lint, format, types, layering
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_layering.py
 
-goldens: $(READY) ## compare what the library does with the record in tests/goldens (GOLDENS_ARGS=--quick: a tenth)
-	$(BIN)/python -m tests.goldens compare $(GOLDENS_ARGS)
+goldens: $(READY) ## compare what the library does with the record in tests/goldens
+	$(BIN)/python -m tests.goldens compare --quick
 
 format: $(READY) ## mend what ruff can mend
 	$(BIN)/ruff check --fix
