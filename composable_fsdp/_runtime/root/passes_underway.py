@@ -118,7 +118,8 @@ class Backward:
         call.open()
         self._reached_forwards.add(call.run.record)
         self.reached.add(call.state)
-        self.reached.update(call.state.owner_states)
+        if call.state.owner_states:
+            self.reached.update(call.state.owner_states)
 
     def leave(self, call: ForwardCall) -> None:
         """Note that the gradients of ``call``'s inputs are complete."""

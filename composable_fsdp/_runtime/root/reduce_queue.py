@@ -35,6 +35,8 @@ class ReductionQueue:
         self._waiting: set[FSDPState] = set()
         """States whose gradients are complete and wait for those of their fusion."""
         self._fused_buckets = FusedBuckets()
+        self._fusions: dict[FSDPState, Sequence[FSDPState]] = {}
+        """The fusions of this backward, by state: made once, because each of them asks all of its states."""
         self._limit: int | None = 1
         """The number of reductions in flight; ``None`` limits their bytes instead."""
         self._in_flight: deque[PendingReduction] = deque()
@@ -42,6 +44,7 @@ class ReductionQueue:
     def begin_backward(self) -> None:
         """Read the limits that the user has set."""
         self._limit = self._runner.max_reductions
+        self._fusions.clear()
 
     def reduce_grad_bucket(self, state: FSDPState) -> None:
         """Launch the reduction of the next gradient bucket of ``state``'s gradients, which is complete."""
@@ -59,7 +62,7 @@ class ReductionQueue:
         if state.accumulation is Accumulation.UNSHARDED:
             gradients.hold()
             return
-        fusion = [each for each in self._runner.fusion_of(state) if _can_fuse(each)]
+        fusion = self._fusion_of(state)
         if alone or state not in fusion:
             self._reduce((gradients,), partial=state.keeps_partial)
             return
@@ -72,6 +75,15 @@ class ReductionQueue:
             if member.state is not GradientState.LOCAL:
                 member.contribute()
         self._reduce(together, partial=False)
+
+    def _fusion_of(self, state: FSDPState) -> Sequence[FSDPState]:
+        """Return the states whose reductions are fused with those of ``state`` in this backward."""
+        fusion = self._fusions.get(state)
+        if fusion is None:
+            members = self._runner.fusion_of(state)
+            fusion = [each for each in members if _can_fuse(each)]
+            self._fusions.update(dict.fromkeys((state, *members), fusion))
+        return fusion
 
     def is_waiting(self, state: FSDPState) -> bool:
         """Return whether the gradients of ``state`` are complete and wait for those of its fusion."""
