@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,3 +174,30 @@ def test_a_steady_iteration_performs_what_the_schedule_says(drawn: Drawn) -> Non
         # What stayed from the last backward is stale after the optimizer's step, and freed when forward begins.
         stale = next((i for i, line in enumerate(found) if not line.startswith("reshard")), 0)
         assert found[stale:] == expected, model.schedule()
+
+
+def calls_per_group(groups: int) -> float:
+    """Return the number of Python calls of a steady step, per group. All groups but the root are fused."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(groups)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    inputs, calls = torch.ones(1, 4), 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for step in range(3):
+        if step == 2:
+            sys.setprofile(count)
+        try:
+            model(inputs).sum().backward()
+        finally:
+            sys.setprofile(None)
+    return calls / groups
+
+
+def test_host_work_is_linear_in_the_number_of_fused_groups() -> None:
+    with fake_ranks():
+        assert calls_per_group(64) < 1.2 * calls_per_group(16)
