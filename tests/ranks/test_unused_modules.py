@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from composable_fsdp import LifecycleError, MixedPrecisionPolicy, fully_shard
 from composable_fsdp.testing import run_ranks
 from tests._internals import state_of
-from tests.helpers.transports import SOCKETS
+from tests.helpers.transports import SOCKETS, TRANSPORTS, Environment
 
 STEPS = 6
 SKIP, RUN, RUN_IN_VAIN = 0, 1, 2
@@ -406,3 +406,49 @@ def zeros_for_unused_parameters() -> None:
 @pytest.mark.behaviour("C-17")
 def test_parameters_that_no_rank_used_get_zeros_if_asked_for_as_with_torchs_fsdp2() -> None:
     run_ranks(zeros_for_unused_parameters, 2)
+
+
+class Tower(nn.Module):
+    """Its inputs need no gradient, so no hook shows the end of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(300, 300), nn.Linear(300, 300)
+
+    def forward(self, x: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        x = self.first(x)
+        return cast(torch.Tensor, self.second(x)) if uses_second else x
+
+
+class TwoTowers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = Tower(), Tower(), nn.Linear(300, 1)
+
+    def forward(self, x: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        loss: torch.Tensor = self.head(self.left(x, True) + self.right(x, uses_second)).sum()
+        return loss
+
+
+def use_other_parameters_of_a_tower() -> None:
+    """Only rank 0 uses ``right.second``."""
+    torch.manual_seed(0)
+    reference, x = TwoTowers(), torch.ones(2, 300)
+    model: Any = copy.deepcopy(reference)
+    for tower in (model.left, model.right):
+        fully_shard(tower)
+    fully_shard(model).set_reduce_scatter_unused_params(True)
+    for _ in range(2):
+        model.zero_grad()
+        model(x, dist.get_rank() == 0).backward()
+    for rank in range(2):
+        (reference(x, rank == 0) / 2).backward()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), reference.get_parameter(name).grad)
+
+
+@pytest.mark.behaviour("C-17")
+@pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_ranks_may_use_different_parameters_of_modules_whose_inputs_need_no_gradient(transport: Environment) -> None:
+    run_ranks(use_other_parameters_of_a_tower, 2, environment=transport)
