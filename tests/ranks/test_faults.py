@@ -1,6 +1,6 @@
-"""Faults of one rank: the error on every other rank, the time until it is raised, and no process is left behind.
+"""Test faults of one rank: the error on every other rank, its delay, and the end of all processes.
 
-The texts are in ``tests/helpers/fault_texts.txt``. Training on after a fault is in ``test_recovery.py``.
+The texts are in ``tests/helpers/fault_texts.txt``. ``test_recovery.py`` tests training after a fault.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 ROOT = Path(__file__).parents[2]
 LIMIT, LIMIT_OF_LOSS = 5.0, 3.0
-"""Seconds until all know that a rank is elsewhere, and that it is gone."""
+"""Seconds until all ranks know that a rank is in another operation, and until they know that a rank is gone."""
 
 OPERATION = re.compile(r"(all-gather|reduce-scatter) of layers\.\d( in (forward|backward))?")
 
@@ -42,11 +42,11 @@ def check(name: str, told: Told, limit: float) -> None:
     assert_golden(name, f"{told.kind}: {told.text}")
 
 
-# Faults after which the rank is gone, or was given up
+# Faults after which the rank is gone or has been given up
 
 
 def check_lost(fault: str, transport: str, told: Told, limit: float) -> None:
-    # Of several operations under way, which one is the first to fail is chance, and whether after a second of waiting.
+    # It is random which of several pending operations fails first, and whether this takes a second of waiting.
     text = OPERATION.sub("OPERATION", told.text)
     text = re.sub(r"rank 0 is at work since (OPERATION \(.*?\))", r"rank 0 waits in \1, for 0.0 s", text)
     check(f"{fault}, {transport}", replace(told, text=text), limit)
@@ -80,10 +80,10 @@ def test_all_surviving_ranks_name_the_killed_rank(transport: str) -> None:
         assert told.kind == "PeerError"
         assert "rank 3" in told.text
         assert "layers." in told.text
-        assert told.seconds < LIMIT * slack()  # twice as many ranks as cores
+        assert told.seconds < LIMIT * slack()  # there are twice as many ranks as cores
 
 
-# Faults after which the rank is still there
+# Faults after which the rank still exists
 
 STAYS = {
     "raises in forward": "raised ArithmeticError: no luck in the forward of layers.1",
@@ -115,11 +115,11 @@ def test_a_rank_with_another_operation_is_named(fault: str, transport: str) -> N
         assert "no luck" in own.text or "no memory for a message" in own.text
 
 
-# Programs that come to their end
+# Programs that end
 
 
 class Programs:
-    """Two ranks without a launcher."""
+    """Two ranks that run without a launcher."""
 
     def __init__(self, fault: str, folder: Path, environment: Environment) -> None:
         self.folder = folder
@@ -136,7 +136,7 @@ class Programs:
         ]
 
     def told(self, rank: int) -> Told:
-        """What a rank was told before its program ended."""
+        """Return the error that a rank received before its program ended."""
         _, errors = self.processes[rank].communicate(timeout=60)
         path = self.folder / f"told {rank}"
         assert path.exists(), errors
@@ -192,4 +192,4 @@ def test_ctrl_c_ends_a_wait(programs: Programs) -> None:
     begin = time.monotonic()
     told = programs.told(0)
     assert told.kind == "KeyboardInterrupt"
-    assert time.monotonic() - begin < 2.0 * slack() + 1.0  # the interpreter's own end included
+    assert time.monotonic() - begin < 2.0 * slack() + 1.0  # includes the time that the interpreter needs to exit

@@ -1,4 +1,4 @@
-"""The order of groups in forward, compared across ranks: the error, its time, and the next steps."""
+"""Test the order of groups in forward, which ranks compare: the error, its delay, and the next steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Env
 from tests.helpers.two_layers import FAULTS, build, sgd, step
 
 SECONDS = 5.0
-"""Within which every rank must know."""
+"""The time within which every rank must raise the error."""
 
 
-# -- faults, of which only the last rank has one
+# -- faults of the last rank
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def failing_within(seconds: float, kind: type[Exception], match: str) -> Iterato
 
 
 def fail_and_go_on(fault: str, at_step: int) -> None:
-    """The step of the fault does nothing on any rank; those before and after it are as if it had not been there."""
+    """Check that a failed step changes nothing on any rank and that the other steps are unaffected."""
     inflict, kind, match = FAULTS[fault]
     last = dist.get_rank() == dist.get_world_size() - 1
     model, undisturbed = build(), build()
@@ -87,11 +87,11 @@ def test_a_difference_in_order_names_what_each_rank_is_about_to_gather(transport
     run_ranks(both_modules_are_named, 2, environment=transport)
 
 
-# -- what is no fault
+# -- differences that are no faults
 
 
 def comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
-    """How often ranks compare what they are about to do, by step."""
+    """Return the number of comparisons between ranks in each step."""
     optimizer, group = sgd(model), dist.group.WORLD
     assert group is not None
     counts: list[int] = []
@@ -112,7 +112,7 @@ def train_and_evaluate() -> None:
                 model(torch.ones(1, 64))
 
     counts = comparisons(model, evaluate, 8)
-    assert max(counts[4:]) <= 4, counts  # where evaluation comes after a step, and a step after that
+    assert max(counts[4:]) <= 4, counts  # when an evaluation follows a step, and when a step follows an evaluation
 
 
 def train() -> None:
@@ -135,7 +135,7 @@ def test_ranks_compare_only_new_sequences(ranks: int) -> None:
 
 
 def drift() -> None:
-    """All ranks change their order alike: they go on, and each warns once."""
+    """Change the order on all ranks alike: training continues and each rank warns once."""
     model = build()
     optimizer = sgd(model)
     step(model, optimizer)

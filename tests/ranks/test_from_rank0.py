@@ -1,4 +1,4 @@
-"""``shard_from_rank0``: rank 0 has the values, and other ranks never hold more than their shards."""
+"""Test ``shard_from_rank0``: rank 0 has the values, and other ranks never hold more than their shards."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_all_ranks_train_from_the_values_of_rank_0(task: str, shape: tuple[int, 
 
 
 class Everything(nn.Module):
-    """What must come along besides plain weights, and what is ignored."""
+    """Has all kinds of tensors and attributes that other ranks must receive, and an ignored module."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Everything(nn.Module):
         self.narrow = nn.Parameter(torch.full((3,), 3.0 + seed, dtype=torch.bfloat16))
         self.register_buffer("mean", torch.full((3,), 4.0 + seed))
         self.register_buffer("count", torch.tensor(5 + seed))
-        # A constructor may fill it on a real device whatever the default one is.
+        # A constructor may create a buffer on a real device whatever the default device is.
         self.register_buffer("table", torch.full((2,), 6.0 + seed, device="cpu"), persistent=False)
         self.ignored = nn.Linear(3, 3)
         self.ignored.register_buffer("mean", self.get_buffer("mean"))
@@ -117,7 +117,7 @@ def test_shard_from_rank0_keeps_shared_tensors_buffers_attributes_and_ignored_mo
 
 
 def parts_of_a_plain_model() -> None:
-    """Only lists and single modules are sharded; what is around them stays plain, and has rank 0's values too."""
+    """Check that a partly sharded model has rank 0's values in its sharded and its plain parts."""
     reference = TASKS["transformer"].build()
     values = values_of(reference)
 

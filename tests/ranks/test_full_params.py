@@ -1,4 +1,4 @@
-"""``unsharded_params``: full parameters inside the context, and which changes are kept."""
+"""Test ``unsharded_params``: full parameters inside the context, and the changes that are kept."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_unsharded_params_shows_full_parameters_and_keeps_writes_on_request(task
 
 
 def trains_on() -> None:
-    """Between steps, with an optimizer that holds the sharded parameters and their state."""
+    """Use the context between steps while an optimizer holds the sharded parameters and their state."""
     task = TASKS["mlp"]
     model, reference = built("mlp", (2,)), task.build()
     train_alike(model, reference, task, steps=1)
     for module in (model, reference):
-        with unsharded_params(module), torch.no_grad():  # of a plain module: does nothing
+        with unsharded_params(module), torch.no_grad():  # has no effect on a plain module
             for parameter in module.parameters():
                 parameter.clamp_(-0.1, 0.1)
     train_alike(model, reference, task)
@@ -129,7 +129,7 @@ def gradients(shape: tuple[int, ...]) -> None:
         lone.grad.to_local().zero_()
     expected = {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
     if rank != 0:
-        lone.grad = None  # as if only the first rank had one
+        lone.grad = None  # as if only the first rank had a gradient
     objects = {n: p.grad for n, p in model.named_parameters()}
     with unsharded_params(model):
         assert all(p.grad is None for p in model.parameters())
@@ -221,7 +221,7 @@ def raises_inside() -> None:
                 assert dist.get_rank() in raising
             assert all(p is objects[n] for n, p in model.named_parameters())
             if raising == [1]:
-                values["scale"] += 1  # what the first rank wrote counts
+                values["scale"] += 1  # the writes of the first rank are kept
             exactly(whole(objects["scale"]), values["scale"], "scale")
     backward(model, "mlp")
 
@@ -302,7 +302,7 @@ def refusals() -> list[str]:
             with pytest.raises(LifecycleError, match="inside unsharded_params"):
                 call()
     with unsharded_params(model, rank0_only=True, writeback=False):
-        if dist.get_rank() == 0:  # refused before any collective
+        if dist.get_rank() == 0:  # raised before any collective
             with pytest.raises(LifecycleError, match="inside unsharded_params"):
                 model(*batch[:-1])
     backward(model, "mlp")
@@ -336,7 +336,7 @@ def test_invalid_uses_of_unsharded_params_are_errors() -> None:
 
 
 def apart() -> str:
-    """Two modules on two meshes, neither of which has all the ranks of the other."""
+    """Unshard two modules on two meshes. Neither mesh has all the ranks of the other."""
     rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, second = model
@@ -359,7 +359,7 @@ def test_modules_on_different_meshes() -> None:
 
 
 def placements() -> None:
-    """What a rank keeps of a whole tensor is what torch gives it, whatever the placements; so both ways agree."""
+    """Check for many placements that full tensors are sharded as torch shards them."""
     grid, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
     cube = init_device_mesh("cpu", (1, 2, 2))
     strided = _StridedShard(0, split_factor=2)
@@ -383,7 +383,7 @@ def placements() -> None:
 
 
 def uneven_within_tensor_parallel() -> None:
-    """Sizes that no placement describes: of 7 rows, tensor parallelism leaves 4 and 3; three ranks share each."""
+    """Check sizes that no placement describes: tensor parallelism splits 7 rows into 4 and 3, each for three ranks."""
     mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Linear(5, 7)

@@ -1,4 +1,4 @@
-"""Large groups reduce gradients in buckets, ahead of the rest of the group, in one order on every rank."""
+"""Test that large groups reduce gradients in buckets during backward, in the same order on every rank."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_ranks_with_different_used_weights_reduce_equal_gradient_buckets(
 
 
 class Around(nn.Module):
-    """Runs a tower before and after another one; ``used`` are its weights in the first run."""
+    """Runs a tower before and after another one. ``used`` lists the weights of its first run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_a_group_that_runs_before_and_after_another_reduces_its_gradient_buckets
 
 
 class Pair(nn.Module):
-    """One tower after another; the first one uses the weights ``used``."""
+    """Two consecutive towers. The first one uses the weights ``used``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,10 @@ class Pair(nn.Module):
 
 
 def two_forwards(model: nn.Module, rank: int) -> None:
-    """Then one backward. Of the towers' first gradient buckets, rank 0 has gradients only by the second forward."""
+    """Run two forwards, then one backward.
+
+    On rank 0 the first gradient buckets get all their gradients only from the second forward.
+    """
     used = [0, 1, 2, 3] if rank else [0, 1, 2]
     outputs = [model(batch(0, rank), used), model(batch(1, rank), [0, 1, 2, 3])]
     torch.cat(outputs).square().mean().backward()
@@ -212,7 +215,7 @@ def run_twice_before_backward() -> None:
 
 
 def check_gradients(model: nn.Module, reference: nn.Module, size: int) -> None:
-    """Those of ``reference`` are the sums of what all ranks did."""
+    """Compare with the gradients of ``reference``, which are the sums over all ranks."""
     for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert isinstance(parameter.grad, DTensor), name
         assert whole.grad is not None
@@ -230,7 +233,7 @@ def test_gradient_buckets_wait_if_two_forwards_share_one_backward(transport: Env
 
 
 class Detour(nn.Module):
-    """One tower after another, of which the second's output need not be used."""
+    """Two consecutive towers. The output of the second one is optional."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +250,7 @@ def go_around_on_one_rank() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = Detour(), Detour()
     fully_shard(model.first)
-    fully_shard(model.second, reshard_after_forward=False)  # so that ranks gather alike, used or not
+    fully_shard(model.second, reshard_after_forward=False)  # so that all ranks gather the same groups, used or not
     fully_shard(model)
 
     def step(of: nn.Module, microbatch: int, of_rank: int) -> None:
@@ -277,7 +280,7 @@ def cut_where_it_is_worth_it() -> None:
     assert (len(state_of(listed[0]).group.plan.grad_buckets), state_of(listed[0]).reduces_grad_buckets) == (2, False)
     replicated = nn.Sequential(
         *(nn.Linear(WIDTH // 2, WIDTH) for _ in range(2))
-    )  # 1 MiB each, 2 are worth a gradient bucket
+    )  # 1 MiB each; a gradient bucket needs two of them
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(replicated, mesh=mesh)
     assert len(state_of(replicated).group.plan.grad_buckets) == 1, "as the all-reduce has it, not the axis of one rank"
@@ -288,7 +291,10 @@ def test_gradient_buckets_are_reduced_early_only_if_ranks_cannot_diverge() -> No
 
 
 def widen(microbatches: int) -> None:
-    """bf16 gradients travel as they are, unless they are sums of several, and are added up in fp32 in rank order."""
+    """Check that bf16 gradients are sent in bf16 and summed in fp32 in rank order.
+
+    Accumulated gradients are sent in fp32.
+    """
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model, rank, size = Tower(), dist.get_rank(), dist.get_world_size()
     fully_shard(model, mp_policy=precision)
@@ -335,7 +341,7 @@ def test_16_bit_gradients_are_sent_uncast_and_summed_in_fp32(world_size: int, tr
 
 
 class TwoHeads(nn.Module):
-    """Sharded layers in a root with large heads of its own, of which a forward uses one."""
+    """Sharded layers in a root that owns two large heads. Each forward uses one head."""
 
     def __init__(self) -> None:
         super().__init__()

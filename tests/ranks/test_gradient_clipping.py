@@ -1,4 +1,4 @@
-"""Gradient clipping and scaling on all meshes and placements, compared with torch on plain tensors."""
+"""Test gradient clipping and scaling on all meshes and placements, compared with torch on plain tensors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Where = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
 def values(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """The same random tensors on every rank."""
+    """Return the same random tensors on every rank."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def with_gradients(fulls: list[torch.Tensor], places: list[Where]) -> list[nn.Parameter]:
-    """Parameters with these gradients, each placed as said; ``None`` is a plain tensor."""
+    """Return parameters with the gradients ``fulls``, placed by ``places``. ``None`` means a plain tensor."""
     parameters = []
     for full, place in zip(fulls, places, strict=True):
         gradient = full.clone() if place is None else distribute_tensor(full, *place, src_data_rank=None)
@@ -72,7 +72,7 @@ def one_axis() -> None:
     rows = (world, (Shard(0),))
     check_against_torch(fulls, [rows, rows, rows, rows, (world, (Shard(1),)), rows, (world, (Replicate(),))])
     check_against_torch(fulls, [rows, None, (world, (Replicate(),)), None, rows, None, None])
-    check_against_torch(fulls[2:3], [rows])  # all but the first rank have nothing at all
+    check_against_torch(fulls[2:3], [rows])  # only the first rank has a nonempty shard
     check_against_torch(fulls[:1], [None])
 
 
@@ -84,7 +84,7 @@ def test_one_axis_with_uneven_and_empty_shards(world_size: int) -> None:
 
 def many_meshes() -> None:
     world, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))  # the same ranks in groups of its own
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))  # the same ranks in other process groups
     tall = init_device_mesh("cpu", (4, 1), mesh_dim_names=("x", "y"))
     crossed = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))
     keep, rows, columns = Replicate(), Shard(0), Shard(1)
@@ -155,7 +155,7 @@ def precisions() -> None:
     rows: Where = (world, (Shard(0),))
     for dtype in (torch.float16, torch.bfloat16):
         (full,) = values((5, 40), dtype=dtype)
-        full *= 300  # its squares do not fit float16
+        full *= 300  # its squares overflow float16
         (parameter,) = with_gradients([full], [rows])
         norm = clip_grad_norm_([parameter], 1.0)
         assert norm.dtype is torch.float32
@@ -187,7 +187,7 @@ def with_and_without_gradients() -> None:
         assert_close(norm, nn.utils.get_total_norm(plain, norm_type))
         second.grad = third.grad = None
         assert clip_grad_norm_([first, second, third], 1.0, norm_type) == 0
-        # A gradient that only one rank has: the other's shard counts as zeros.
+        # Only one rank has this gradient: the other rank's shard counts as zeros.
         (lone,) = with_gradients(values((4, 3)), [rows])
         shard = values((4, 3))[0][:2]
         if rank == 1:
@@ -238,7 +238,7 @@ def test_a_norm_that_is_not_finite_is_so_on_every_rank_and_an_error_if_asked() -
 
 
 def count_collectives() -> list[int]:
-    """All-reduces of one call, for many parameters: on one axis, on the same in two meshes, on two, on none."""
+    """Return the number of all-reduces per call: for one axis, one axis in two meshes, two axes, and no axis."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     fulls = values(*[(4, 2)] * 6)
     again = init_device_mesh("cpu", (2, 2))
@@ -278,7 +278,7 @@ def whole_models(shape: tuple[int, ...]) -> None:
 
 
 def kept_unsharded() -> None:
-    """A model that shows its unsharded parameters after backward is clipped all the same."""
+    """Clip the gradients of a model whose parameters stay unsharded after backward."""
     task = TASKS["mlp"]
     model = shard_layers(task.build(), fully_shard)
     for module in model.modules():
@@ -329,7 +329,7 @@ def clip_and_compare_norms(task: str, norm_type: float, foreach: bool) -> None:
     norms: list[torch.Tensor] = []
 
     def clip(model: nn.Module, step: int) -> None:
-        # Half of the steps are clipped.
+        # Clip in every second step.
         limit = 0.05 if step % 2 else 1e6
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type=norm_type, foreach=foreach)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -345,7 +345,7 @@ def clip_and_compare_norms(task: str, norm_type: float, foreach: bool) -> None:
 
 
 def clip_in_many_ways() -> None:
-    # With a largest-element norm, torch itself fails on the empty shards that four ranks have of the mlp.
+    # With a largest-element norm, torch itself fails on the empty shards of the mlp on four ranks.
     for norm_type in (2.0, 1.0, inf) if dist.get_world_size() == 2 else (2.0, 1.0):
         for foreach in (True, False):
             clip_and_compare_norms("mlp", norm_type, foreach)
@@ -359,7 +359,7 @@ def test_clipping_and_total_norm_equal_the_reference(world_size: int) -> None:
 
 
 def train_with_a_scaler() -> None:
-    """At step 2 one rank's loss is infinite, for one layer's gradient only: every rank must skip that step."""
+    """Make one rank's loss infinite at step 2 for one layer's gradient only: every rank must skip that step."""
     task, rank, world_size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
 
     def run(model: nn.Module, ranks: list[int]) -> tuple[Run, list[float]]:
@@ -373,7 +373,7 @@ def train_with_a_scaler() -> None:
                 if rank in ranks and r == rank:
                     result.losses.append(loss.detach())
                 if step == 2 and r == 1:
-                    # Rows of the root's own parameter that only the last rank holds.
+                    # Only the last rank holds these rows of the root's own parameter.
                     loss = loss + model.get_parameter("scale")[-1] * inf
                 scaler.scale(loss / len(ranks)).backward()
             scaler.unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""Tensor subclasses that decide how their gradients are sent."""
+"""Test tensor subclasses that choose how their gradients are sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.extension_tensors import Pair
 
 
 def hang(local: torch.Tensor, seen: list[Any], *, all_arguments: bool = False) -> None:
-    """Hooks that send int8 values with one scale for each rank's piece, and keep what they were called with."""
+    """Attach hooks that send int8 values with one scale per rank's piece, and append their arguments to ``seen``."""
 
     def encode(mesh: DeviceMesh, pieces: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], object]:
         seen.append((mesh, pieces.clone()))
@@ -104,7 +104,7 @@ def test_hooks_compose_with_hybrid_meshes_and_codecs() -> None:
 
 
 def one_message() -> None:
-    """What hooks send, what codecs send and what is sent as it is share one collective."""
+    """Check that gradients of hooks, encoded gradients and plain gradients share one collective."""
     model: Any = build(8)
     policy = CommunicationPolicy(reduce_scatter=Int4(), min_numel=40)
     fully_shard(model, comm_policy=lambda p: policy if p.shape == (5, 8) else None)
@@ -192,7 +192,7 @@ def test_unused_parameters_with_hooks_keep_no_gradient() -> None:
 
 
 def fail(change: Callable[[Any], None], message: str) -> None:
-    """``change`` spoils the hooks of a tensor; every rank must hear of it."""
+    """Break the hooks of a tensor by ``change`` and check that every rank raises an error."""
     model: Any = fully_shard(nn.Linear(6, 8, bias=False))
     local = model.weight._local_tensor
     hang(local, [])

@@ -1,4 +1,4 @@
-"""Gradient hooks on sharded parameters, optimizer steps in backward, gradient dtypes."""
+"""Test gradient hooks on sharded parameters, optimizer steps in backward, and gradient dtypes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def register(model: nn.Module, kind: str, hook: Callable[[Any], Any]) -> None:
 
 
 def replace_gradients_by_hooks() -> None:
-    """The averaged gradient comes by once a backward, as a DTensor; what a hook returns is used in its place."""
+    """Check that hooks get each averaged gradient once per backward, as a DTensor, and can replace it."""
     task, rank, world_size = TASKS["mlp"], dist.get_rank(), dist.get_world_size()
     model, seen = shard_layers(task.build(), fully_shard), Counter[str]()
 
@@ -107,7 +107,7 @@ def test_hooks_on_sharded_parameters_see_and_replace_their_gradients() -> None:
 
 
 class InBackward:
-    """One optimizer a parameter, whose step is taken, and gradient freed, as soon as the gradient is there."""
+    """Has one optimizer per parameter, which steps and frees the gradient as soon as the gradient is ready."""
 
     def __init__(self, parameters: Any) -> None:
         self._parameters = list(parameters)
@@ -149,7 +149,7 @@ def test_optimizers_that_step_inside_backward_keep_parity(mesh_shape: tuple[int,
     run_ranks(step_in_backward, torch.Size(mesh_shape).numel(), mesh_shape)
 
 
-# -- dtype of gradients
+# -- the dtype of gradients
 
 
 def bf16_mlp(grad_dtype: torch.dtype | None) -> nn.Module:
@@ -168,7 +168,7 @@ def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def keep_gradients_in_their_dtype() -> None:
-    """bf16 parameters whose gradients are fp32, as ``grad_dtype`` says: exact on two ranks, which add in one order."""
+    """Check bf16 parameters with fp32 gradients, set by ``grad_dtype``. Two ranks have only one order of summation."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sums: dict[str, torch.Tensor] = {}
     for r in range(world_size):
@@ -199,7 +199,7 @@ def keep_gradients_in_their_dtype() -> None:
                     gradient.to_local(), (wanted.to(expected) * accumulated), **tolerance, msg=f"{what}: {name}"
                 )
         model.zero_grad()
-        model.to(torch.float64)  # whatever grad_dtype was, the model stays usable
+        model.to(torch.float64)  # the model remains usable with every grad_dtype
         model.to(BF16)
         play_bf16(model, 0, rank)
 
@@ -209,7 +209,7 @@ def test_the_dtype_set_for_gradients_is_kept() -> None:
     run_ranks(keep_gradients_in_their_dtype, 2)
 
 
-# -- optimizers built too early
+# -- optimizers built before sharding
 
 
 def step_what_was_replaced() -> None:
@@ -224,7 +224,7 @@ def step_what_was_replaced() -> None:
     assert shard
     fully_shard(model)
     task.loss(model, task.batch_of(0, rank)).backward()
-    for _ in range(2):  # not only the first time
+    for _ in range(2):  # the error is raised every time
         with pytest.raises(ConfigurationError, match=r"7 of its 7 parameters.*Build the optimizer after"):
             early.step()
     with pytest.raises(ConfigurationError, match="SGD was built before fully_shard: 1 of its 2"):
@@ -241,7 +241,7 @@ def test_an_optimizer_built_before_sharding_is_refused_by_name_at_its_step(world
 
 
 def steps_in_backward_are_not_missed_by_what_stays_whole() -> None:
-    """Parameters kept unsharded after backward are stale where an optimizer has stepped meanwhile, in backward too."""
+    """Check that a step in backward makes parameters stale that are kept unsharded after backward."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)

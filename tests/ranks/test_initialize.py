@@ -1,4 +1,4 @@
-"""Initial values: broadcast from a rank, by a function per module, by seed, or by the module."""
+"""Test initial values: broadcast from a rank, by a function per module, by seed, or by the module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.helpers.transports import SOCKETS
 
 
 class Buffered(nn.Module):
-    """Everything that must travel: many dtypes, an expanded and a strided parameter, buffers, some not persistent."""
+    """Has tensors of many kinds: several dtypes, expanded and strided parameters, persistent and other buffers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_all_ranks_start_from_the_values_of_rank_0(shape: tuple[int, ...], messa
 
 
 def trains_from_other_seeds() -> None:
-    """A nested unit's own call synchronises its own parameters; the root's leaves them."""
+    """Check that a nested unit's own call synchronises its parameters and that the root's call does not change them."""
     mesh = init_device_mesh("cpu", (2,))
     model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
     if dist.get_rank() == 1:
@@ -161,7 +161,7 @@ def from_init_function(task: str, shape: tuple[int, ...]) -> None:
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             for name, parameter in module.named_parameters(names[module], recurse=False):
-                # Only the first rank has the values: the others get them by synchronisation.
+                # Only the first rank has the values. The other ranks get them by synchronisation.
                 parameter.copy_(values[name]) if dist.get_rank() == 0 else parameter.zero_()
 
     shard_layers(model, fully_shard, mesh=mesh, param_init_fn=init, sync_module_states=True)
@@ -201,7 +201,7 @@ def test_to_empty_materialises_sharded_parameters_and_keeps_real_ones(shape: tup
 
 
 def ignoring() -> None:
-    """Ignored modules train as plain ones, each rank for itself."""
+    """Check that ignored modules train as plain ones, separately on each rank."""
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3))
     plain = model[1]
@@ -230,7 +230,7 @@ SEED = 5
 
 
 class Zoo(nn.Module):
-    """Modules whose own initialisation writes parameters in parts, to those of others, or by whole matrices."""
+    """Modules that initialise parameters in slices, initialise other modules' parameters, or need full matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def zoo(mesh: DeviceMesh, *, on_meta: bool, tied: bool, dim: int) -> Zoo:
 
 
 def orthogonal(module: nn.Module) -> None:
-    """What only whole matrices can be given, and a parent that writes to its children's, as transformers' do."""
+    """Initialise full matrices, and the children's parameters in their parent as transformers does."""
     if isinstance(module, nn.Linear):
         nn.init.orthogonal_(module.weight)
         module.weight[1:2].mul_(2)
@@ -342,10 +342,10 @@ def test_values_by_seed_of_a_tensor_parallel_model_are_those_of_the_unsharded_on
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Random operations of every kind on parameters."""
+    """Run random operations of every kind on parameters."""
     for parameter in model.parameters():
         nn.init.trunc_normal_(parameter)
-        nn.init.trunc_normal_(parameter, mean=0.5, std=3.0)  # by another algorithm
+        nn.init.trunc_normal_(parameter, mean=0.5, std=3.0)  # uses another algorithm
         parameter.add_(torch.randn_like(parameter))
         noise = torch.empty_like(parameter.data).exponential_()
         parameter.data.mul_(noise).add_(torch.randint_like(noise, 5))
@@ -359,7 +359,7 @@ def draw_locally(model: nn.Module) -> None:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if not isinstance(parameter, DTensor) or local.numel():
             local.normal_().add_(torch.rand_like(local))
-        else:  # of which it is not clear whose it is
+        else:  # an empty local tensor does not show which parameter it belongs to
             parameter.normal_()
             torch.rand_like(parameter)
 

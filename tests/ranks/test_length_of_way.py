@@ -1,6 +1,6 @@
-"""The number of files and stack frames of the package that one parameter group passes through.
+"""Limit the number of files and stack frames of the package that run for one parameter group.
 
-It is a cost like time and memory: whoever reads or debugs a step goes through all of them.
+This number is a cost like time and memory, because a person who debugs a step reads all of them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WARM_UP = 6
 """Steps until the ranks no longer compare operations before they run."""
 
 LAYERS, MIDDLE = 5, 2
-"""The number of groups below the root, and the one that is measured: neither the first nor the last."""
+"""The number of groups below the root, and the index of the measured one: neither the first nor the last."""
 
 
 class Way:
-    """The files of the package that run while this is entered, and the most frames of the package on the stack."""
+    """Collects the files of the package that run while it is entered, and the maximum stack depth in the package."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -69,7 +69,7 @@ class Way:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Return whether ``frame`` belongs to the package, without ``run_ranks``, which calls the tests."""
+    """Return whether ``frame`` belongs to the package. ``run_ranks``, which calls the tests, does not count."""
     path = frame.f_code.co_filename
     return path.startswith(PACKAGE) and not path.startswith(f"{PACKAGE}testing{os.sep}")
 
@@ -89,7 +89,7 @@ class Boundary(torch.autograd.Function):
 
 
 class Measured(nn.Module):
-    """Calls ``layer`` inside ``forward_way``, if that is set, and its backward inside ``backward_way``."""
+    """Calls ``layer`` inside ``forward_way`` if that is set, and its backward inside ``backward_way``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Measured(nn.Module):
 
 
 def ways_of_a_steady_step() -> tuple[Way, Way]:
-    """Return the ways of the forward and the backward of the middle group."""
+    """Measure the forward and the backward of the middle group."""
     torch.manual_seed(0)
     layers = [Measured(nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)
@@ -138,7 +138,7 @@ def test_a_steady_step_of_one_group_passes_through_few_files_and_frames() -> Non
 
 def walk_through_fully_shard() -> None:
     mesh, linear, way = init_device_mesh("cpu", (2,)), nn.Linear(8, 8), Way()
-    first = fully_shard(nn.Linear(8, 8), mesh=mesh)  # what is installed once per process does not count
+    first = fully_shard(nn.Linear(8, 8), mesh=mesh)  # installs hooks that exist once per process and are not measured
     with way:
         fully_shard(linear, mesh=mesh)
     del first

@@ -1,4 +1,4 @@
-"""Examples with models and trainers of other libraries, and with adapters."""
+"""Test examples with models and trainers of other libraries, and with adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes: the default mesh, hybrid sharding, replication, ranks outside of the mesh."""
+"""Test meshes: the default mesh, hybrid sharding, replication, and ranks outside of the mesh."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_mesh_trains_with_parity_on_different_data(
 
 
 def _sliced() -> None:
-    """What the error for a 3-d mesh recommends. Ranks that it sets apart share no gradients."""
+    """Check the slice that the error for a 3-d mesh recommends. Different slices do not average their gradients."""
     world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("other", "replicate", "shard"))
     mesh = world["replicate", "shard"]
     model = nn.Linear(3, 5)
@@ -107,7 +107,10 @@ def test_a_2d_slice_of_a_larger_mesh_averages_over_its_ranks_only() -> None:
 
 
 def _transposed() -> None:
-    """Shards lie by the mesh, not by the global rank: here ranks 0 and 2 share one set of shards, 1 and 3 the other."""
+    """Check that the mesh, not the global rank, determines shards.
+
+    Ranks 0 and 2 form one shard group, ranks 1 and 3 the other.
+    """
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]])
     model, reference = TASKS["mlp"].build(), TASKS["mlp"].build()
     values = values_of(model)
@@ -146,7 +149,7 @@ def test_a_rank_outside_of_the_mesh_gets_an_error_and_the_others_train() -> None
 
 
 def _two_meshes() -> None:
-    """A child on a smaller mesh than its parent: each group averages over its own."""
+    """Shard a child on a smaller mesh than its parent's: each group averages over its own mesh."""
     rank = dist.get_rank()
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))

@@ -1,4 +1,4 @@
-"""Models built on the meta device, sharded, then given memory and values."""
+"""Test models that are built on the meta device, sharded, and then given memory and values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_assigning_a_sharded_state_dict_trains_with_parity(task: str, shape: tup
 
 
 def _assign_again() -> None:
-    """Onto a model that has run already, while it is unsharded."""
+    """Assign values to a model that has already run and is unsharded."""
     task = TASKS["mlp"]
     mesh = init_device_mesh("cpu", (2,))
     source = shard_layers(task.build(), fully_shard, mesh=mesh)
@@ -143,7 +143,7 @@ def test_a_forward_on_meta_is_a_recoverable_error_on_every_rank() -> None:
 
 
 def _beside_real() -> None:
-    """The first parameter of a bucket or a later one, with torch's FSDP2 and with ours."""
+    """Leave the first or a later parameter of a bucket on meta, with torch's FSDP2 and with this library."""
     for library in (torch_fsdp, ours):
         _name_and_keep(library)
 

@@ -1,4 +1,4 @@
-"""Ranks that built different models raise an error with the differences before they communicate."""
+"""Test that ranks with different models raise an error with the differences before they communicate."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.helpers.slack import slack
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 SECONDS = 5.0
-"""Within which every rank must know."""
+"""The time within which every rank must raise the error."""
 
 
 class Block(nn.Module):
-    """Two layers, of the same size unless told, registered in either order."""
+    """Two layers, of the same size by default, registered in either order."""
 
     def __init__(self, *, width: int = 8, swapped: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def two(**options: Any) -> nn.Sequential:
     return nn.Sequential(Block(), Block(**options))
 
 
-# -- what the last rank builds instead of ``shard(two())``
+# -- models that the last rank builds instead of ``shard(two())``
 
 
 def with_another_shape() -> nn.Sequential:
@@ -126,8 +126,8 @@ def build_another_on_the_last_rank(difference: str) -> None:
     assert re.search(rf"(?m)^  rank 0: ({usual})", str(caught.value))
     assert re.search(rf"(?m)^  rank 1: ({other})", str(caught.value))
     assert "shard them by the same calls with the same options" in str(caught.value)
-    torch.manual_seed(0)  # after models of other sizes, generators are in other states
-    shard(two())(torch.ones(2, 8))  # nothing is broken: ranks that build the same go on
+    torch.manual_seed(0)  # models of other sizes have advanced the generators differently
+    shard(two())(torch.ones(2, 8))  # no state is broken: ranks with the same model continue
 
 
 @pytest.mark.behaviour("H-02", "H-05")
@@ -166,7 +166,7 @@ def test_replicas_are_compared_too(transport: Environment) -> None:
 
 
 def comparisons(model: nn.Sequential) -> list[int]:
-    """In each of three forwards."""
+    """Return the number of comparisons in each of three forwards."""
     found = []
     for _ in range(3):
         with counted_collectives() as counts:

@@ -1,4 +1,4 @@
-"""Several modules in one ``fully_shard`` call are one group."""
+"""Test that several modules in one ``fully_shard`` call are one group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = (Operation.UNSHARD, Operation.WAIT, Operation.RESHARD, Operation.REDUCE)
 
 
 def ends_of_the_chain(model: nn.Module, **options: Any) -> nn.Module:
-    """The first and the last layer are one group; those between are groups of their own, and so is the whole."""
+    """Shard the first and the last layer as one group, and each other layer and the model as its own group."""
     layers = list(model.get_submodule("layers").children())
     fully_shard([layers[0], layers[-1]], **options)
     for layer in layers[1:-1]:
@@ -33,7 +33,7 @@ def ends_of_the_chain(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def embedding_and_head(model: nn.Module, **options: Any) -> nn.Module:
-    """One group, whether the weight is tied or not."""
+    """Shard the embedding, the norm and the head as one group, with a tied or an untied weight."""
     assert isinstance(model, Transformer)
     fully_shard([model.embedding, model.norm, model.head], **options)
     for layer in model.layers:
@@ -42,7 +42,7 @@ def embedding_and_head(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def along(*routes: tuple[int, ...]) -> Play:
-    """A play in which the layers of ``Routed`` run in an order that changes from step to step."""
+    """Return a play in which the layers of ``Routed`` run in an order that changes from step to step."""
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         model.route = list(routes[step % len(routes)])  # type: ignore[assignment]
@@ -52,7 +52,7 @@ def along(*routes: tuple[int, ...]) -> Play:
 
 
 def pairs_of_layers(model: nn.Module, **options: Any) -> nn.Module:
-    """Layers 0 and 2 are one group, 1 and 3 another: each begins while the other is in the middle."""
+    """Shard layers 0 and 2 as one group, 1 and 3 as another, so that the forwards of the groups overlap."""
     layers = list(model.get_submodule("layers").children())
     fully_shard([layers[0], layers[2]], **options)
     fully_shard([layers[1], layers[3]], **options)
@@ -60,7 +60,7 @@ def pairs_of_layers(model: nn.Module, **options: Any) -> nn.Module:
 
 
 class Towers(nn.Module):
-    """Chains within a list; the inner layers of one are also called on their own."""
+    """Has chains that are in one list. One inner layer is also called separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Towers(nn.Module):
 
 
 def towers_with_what_is_in_them(model: nn.Module, **options: Any) -> nn.Module:
-    """The list names a module, one inside it, and one whose inner layer has a group of its own."""
+    """Shard as one list a module, a module inside it, and a module whose inner layer has its own group."""
     assert isinstance(model, Towers)
     fully_shard(model.right.layers[1], **options)
     fully_shard([model.left, model.left.layers[1], model.right], **options)
@@ -109,7 +109,7 @@ def test_a_list_of_modules_trains_like_the_unsharded_model(world_size: int, resh
 
 
 def train_a_list_as_the_outermost() -> None:
-    """No module contains them: each call is a forward of its own, in any order, and one backward reaches all."""
+    """Train a list without a common parent: each call is a separate forward, and one backward runs through all."""
 
     def build() -> nn.Module:
         return TASKS["chain"].build()
@@ -219,7 +219,7 @@ def one_unit_for_all() -> None:
         fully_shard([fresh, linears[0]])
     with pytest.raises(ConfigurationError, match="or a list of them, not str"):
         fully_shard([fresh, "model"])  # type: ignore[type-var]
-    assert type(fresh) is nn.Linear  # untouched by calls that failed
+    assert type(fresh) is nn.Linear  # unchanged by the failed calls
     assert not isinstance(fresh.weight, DTensor)
 
 

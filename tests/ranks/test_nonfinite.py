@@ -1,4 +1,4 @@
-"""Search for non-finite gradients: the same parameters and ranks are reported on all ranks."""
+"""Test the search for non-finite gradients: all ranks report the same parameters and ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def local_gradient(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def spoil(model: nn.Module, faults: dict[str, tuple[int, ...]], value: float) -> None:
-    """Puts ``value`` into the shards of these parameters on these ranks."""
+    """Put ``value`` into the shards of these parameters on these ranks."""
     for name, ranks in faults.items():
         if dist.get_rank() in ranks:
             local_gradient(model, name).view(-1)[-1] = value

@@ -1,4 +1,4 @@
-"""``shard_placement_fn`` with a mesh per parameter: experts and dense layers in one group."""
+"""Test ``shard_placement_fn`` with a mesh per parameter: experts and dense layers in one group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.training import OPTIMIZERS, Play, assert_equal_runs, train
 
 
 def trains_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **options: object) -> None:
-    """Dense layers see four ranks' data, each expert that of the two ranks which hold it."""
+    """Train dense layers on the data of four ranks, and each expert on the data of the two ranks that hold it."""
     rank, all_ranks = dist.get_rank(), range(4)
     mesh = named_mesh(edp=2, ep=2)
     data = mesh["edp", "ep"]._flatten("dp")
@@ -70,7 +70,7 @@ def trains_experts(result: Callable[[Shard, DeviceMesh], object], dim: int, **op
         for name, parameter in each.named_parameters():
             if "experts" in name:
                 assert parameter.grad is not None
-                parameter.grad.mul_(2)  # it has been divided by all four
+                parameter.grad.mul_(2)  # train() divides all gradients by four
 
     ours = train(model, as_rank, OPTIMIZERS["adam-foreach"], ranks=[rank], watched=rank)
     expected = train(
@@ -102,7 +102,7 @@ def test_experts_on_their_own_mesh_train_with_parity_in_one_group_with_dense_lay
 
 
 def other_meshes_of_the_same_ranks() -> None:
-    """Biases replicated in pairs of ranks, weights sharded over all: every parameter still sees all ranks' data."""
+    """Replicate biases over pairs of ranks and shard weights over all: every gradient averages over all ranks."""
     mesh = named_mesh(replicate=2, shard=2)
     both = mesh["replicate", "shard"]._flatten("all")
     rank = dist.get_rank()
@@ -129,7 +129,7 @@ def test_parameters_of_one_group_may_be_hybrid_and_others_sharded() -> None:
 
 
 def accumulates_in_half_precision() -> None:
-    """bf16 has 8 bits: small integers are exact, and a gradient is the mean over the ranks of its own mesh."""
+    """Check that a gradient is the mean over the ranks of its own mesh. Small integers are exact in bf16."""
     mesh = named_mesh(edp=2, ep=2)
     data = mesh["edp", "ep"]._flatten("dp")
     rank = dist.get_rank()

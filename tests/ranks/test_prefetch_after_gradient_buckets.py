@@ -1,4 +1,4 @@
-"""On CPU, backward gathers the next group once the large group that runs has sent most of its gradients."""
+"""Test that backward on CPU gathers the next group once the current large group has sent most gradients."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GRAD_BUCKETS = 4
 
 
 def towers(number: int = 3, *, ready: bool = True) -> Any:
-    """Groups of four gradient buckets each, one after the other.
+    """Return consecutive groups of four gradient buckets each.
 
-    ``ready``: in one forward they have shown their order.
+    With ``ready``, one forward has recorded their order.
     """
     blocks = [Tower() for _ in range(number)]
     model: Any = nn.Sequential(*blocks)
@@ -42,7 +42,7 @@ def towers(number: int = 3, *, ready: bool = True) -> Any:
 
 
 def backward_of(model: nn.Module) -> list[str]:
-    """What the groups did in a backward."""
+    """Return the operations of the groups in one backward."""
     loss = model(batch(1, dist.get_rank())).square().mean()
     with Recorder() as recorder:
         loss.backward()
@@ -58,7 +58,7 @@ def gather_after_a_grad_bucket() -> None:
         recorder,
         *("unshard 2", "wait 2"),
         *(line.format(2) for line in sent),
-        *("unshard 1", "reduce 2", "wait 1", "reduced 2"),  # on its way while the last gradient bucket is computed
+        *("unshard 1", "reduce 2", "wait 1", "reduced 2"),  # in flight while the last gradient bucket is computed
         *(line.format(1) for line in sent),
         *("unshard 0", "reduce 1", "wait 0", "reduced 1"),
         *(line.format(0) for line in sent),
@@ -103,7 +103,7 @@ def accumulate() -> None:
 
 
 def share_memory() -> None:
-    """Where shards are the full parameters, these take no memory that gradients could use."""
+    """Check shared-memory shards: the full parameters use no memory that gradients could use."""
     events = backward_of(towers())
     assert events.index("unshard 1") < first_reduction_of("2", events)
 
@@ -116,7 +116,7 @@ def bound_what_is_unsharded() -> None:
 
 
 def bound_several() -> None:
-    """Each of those that wait for a gradient bucket would fit by itself."""
+    """Wait for gradient buckets with several groups. Each of these groups alone would fit into the bound."""
     model = towers(4)
     model.set_prefetch_limit(3)
     model.set_max_unsharded_bytes(2 * state_of(model[0]).group.plan.unsharded_bytes)
@@ -143,7 +143,7 @@ def test_explicit_prefetches_do_not_wait_for_gradient_buckets(case: Callable[[],
 
 
 class Around(nn.Module):
-    """Large layers before and after another one: ``outer`` are one layer that runs twice, or two."""
+    """Runs large layers before and after another one. ``outer`` is the number of outer layers: one runs twice."""
 
     def __init__(self, outer: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_a_group_with_a_second_backward_does_not_delay_the_next_gather(outer: in
 
 
 class FromInputs(nn.Module):
-    """Of the last layer nothing shows when backward is done with it, as its inputs need no gradient."""
+    """The inputs of the last layer need no gradient, so no hook shows the end of its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,14 +198,14 @@ def test_gathers_do_not_wait_for_gradient_buckets_reduced_at_the_end_of_backward
 
 
 class Apart(Tower):
-    """Backward does not come to its inputs."""
+    """Detaches its inputs, so backward does not reach them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.detach())
 
 
 class Beside(nn.Module):
-    """A layer, and one beside what comes out of it, of which the gradients are not complete before all are."""
+    """Adds the output of a second layer whose gradients are complete only at the end of backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_ranks_with_different_used_parameters_gather_the_next_group_at_the_same_
 
 @pytest.mark.behaviour("C-03")
 def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
-    """Besides two unsharded groups there are one gradient bucket, and the shards of the gradients so far."""
+    """Check the peak: two unsharded groups, one gradient bucket, and the gradient shards so far."""
     ranks, number = 4, 5
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -295,7 +295,10 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
 
 
 def fail_while_one_waits() -> None:
-    """The backward fails before the gradient bucket that the next group waits for; the next one may not find it."""
+    """Fail in backward before the gradient bucket that the next group waits for, then reset.
+
+    The next backward must not find the waiting all-gather.
+    """
     model = towers(3)
     root = state_of(model)
     runner = iteration_of(root)._runner
@@ -321,7 +324,7 @@ def test_a_reset_drops_gathers_that_wait_for_a_gradient_bucket() -> None:
 
 
 def take_over() -> None:
-    """A layer runs as a root of its own, then within the model that renames it; one backward comes to both outputs."""
+    """Run a layer as its own root, then inside the model that renames it, with one backward through both outputs."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 740)) for _ in range(2)))
     reference = copy.deepcopy(model)
     for layer in model:

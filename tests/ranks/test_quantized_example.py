@@ -1,4 +1,4 @@
-"""``examples/quantized_text.py``: its command line, files and checks.
+"""Test ``examples/quantized_text.py``: its command line, files and checks.
 
 ``benchmarks/results`` has the results of 300 steps.
 """
@@ -44,7 +44,7 @@ def test_the_example_trains_every_variant_and_writes_table_data_and_picture(tmp_
 
 
 def comparison_of(finals: dict[str, list[float]], steps: int) -> Any:
-    """Runs that end with these validation losses, a seed after the other."""
+    """Return a comparison of runs that end with these validation losses, one seed after the other."""
     convergence, variants = (importlib.import_module(f"text.{name}") for name in ("convergence", "variants"))
     comparison = convergence.Comparison({"steps": steps}, {"commands": ["first"], "machine": "", "torch": ""})
     for variant, losses in finals.items():

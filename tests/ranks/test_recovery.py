@@ -1,4 +1,4 @@
-"""Steps that failed: nothing of them is left, and training goes on as if they had not run."""
+"""Test that failed steps leave no state and that training continues as if they had not run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.helpers.faults import is_last
 from tests.helpers.transports import COPIES, IN_COMMON, SOCKETS, TRANSPORTS, Environment
 
 FAILING = 2
-"""The step that fails, of ``STEPS``."""
+"""The index of the failing step, out of ``STEPS`` steps."""
 STEPS = 5
 
 POINTS = ["before", "after", "backward", "gradient", "encode", "decode", "operation", "allocation"]
@@ -139,7 +139,7 @@ def test_reductions_kept_by_fsdp2_after_a_failed_step_are_dropped(plan: Plan) ->
 
 
 def memory_is_given_back_last() -> None:
-    """Of gathers under way, which gloo writes to until their connections are closed."""
+    """Check that all-gathers in flight keep their memory until gloo's connections are closed."""
     found: set[tuple[str, int]] = set()
     abandon = ParamGroup.abandon
 
@@ -165,7 +165,7 @@ def test_work_in_flight_ends_before_its_memory_is_freed() -> None:
 
 
 class Interrupted:
-    """A work whose wait ends with an interrupt, while the operation goes on."""
+    """A work whose wait raises an interrupt while the operation continues."""
 
     def wait(self) -> None:
         raise KeyboardInterrupt
@@ -177,7 +177,10 @@ def new_line() -> GlooConnection:
 
 
 def lines_are_closed_before_anyone_is_told() -> None:
-    """Otherwise a thread that finds a line broken frees memory while another thread is still closing the line."""
+    """Check that a connection is marked broken only after it is closed.
+
+    Otherwise a thread that finds it broken would free memory while another thread is still closing it.
+    """
     seen: list[str] = []
     close = GlooConnection._close
 
@@ -199,7 +202,10 @@ def lines_are_closed_before_anyone_is_told() -> None:
 
 
 def memory_of_an_abandoned_operation_lives_until_its_line_is_closed() -> None:
-    """Rank 1 never sends, so gloo may write to the memory of rank 0 at any time."""
+    """Check that memory lives until the connection is closed.
+
+    Rank 1 never sends, so gloo may write to the memory of rank 0 at any time.
+    """
     line = new_line()
     communicator = GlooCommunicator(line_group(line), line)
     if dist.get_rank() == 0:
@@ -223,7 +229,10 @@ def line_group(line: GlooConnection) -> dist.ProcessGroup:
 
 
 def unsharded_memory_stays_while_it_may_be_written_to() -> None:
-    """Resizing a storage frees it also while gloo holds tensors of it."""
+    """Check that ``reshard`` after an interrupted wait does not free the storage.
+
+    A resize would free it even while gloo holds tensors of it.
+    """
     model: Any = nn.Linear(512, 1024, bias=False)
     fully_shard(model)
     model(torch.ones(1, 512)).sum().backward()
@@ -255,14 +264,14 @@ def test_memory_of_an_abandoned_operation_is_kept_until_gloo_has_finished() -> N
     run_ranks(gloo_writes_to_no_freed_memory, 2, environment=SOCKETS)
 
 
-# -- training on without reset_iter_state, and after many failed steps
+# -- training without reset_iter_state, and after many failed steps
 
 
 # -- without recovery
 
 
 def go_on_at_once(plan: Plan) -> None:
-    """A step fails, and the next one begins all the same: it is right, or an error says what to do."""
+    """Fail in a step and continue without recovery: the next steps are correct, or an error explains what to do."""
     model, undisturbed, optimizers = pair(plan)
 
     def train(number: int) -> None:
@@ -297,7 +306,7 @@ GOES_ON: dict[tuple[str, bool], tuple[tuple[type[Exception], ...], str]] = {
     ("backward", False): ((LifecycleError,), UNENDED),
     ("backward", True): ((LifecycleError,), UNENDED),
 }
-"""What the next step comes to, by the point that failed and whether it failed on one rank only."""
+"""The error of the next step, by the point of failure and whether it failed on one rank only."""
 
 
 @pytest.mark.behaviour("H-01", "H-05")
@@ -308,11 +317,14 @@ def test_continuing_without_recovery_is_correct_or_an_error(point: str, alone: b
     run_ranks(go_on_at_once, 2, plan, environment=transport)
 
 
-# -- a step that some ranks took
+# -- an optimizer step on some ranks only
 
 
 def fail_at_the_very_end(agree: bool) -> None:
-    """The last rank raises once its gradients are reduced. The others know only if they meet before they step."""
+    """Raise on the last rank after its gradients are reduced.
+
+    Other ranks detect this before their step only if they communicate before it.
+    """
     plan = Plan("gradient hook", 0, 0, 1, True, True, False, False)
     model, undisturbed, optimizers = pair(plan)
 
@@ -357,7 +369,7 @@ def test_a_step_on_some_ranks_only_is_an_error(agree: bool, transport: Environme
     run_ranks(fail_at_the_very_end, 2, agree, environment=transport)
 
 
-# -- often
+# -- many failures
 
 
 def resident() -> int:
@@ -366,7 +378,7 @@ def resident() -> int:
 
 
 def fail_often(times: int, *, alone: bool) -> tuple[int, int, int]:
-    """What ``times`` failed steps add: bytes of memory, file descriptors, threads."""
+    """Return the memory in bytes, file descriptors and threads that ``times`` failed steps add."""
     plan = Plan("backward", 1, 0, 1, alone, True, False, False)
     model = build(plan)
 
@@ -381,7 +393,7 @@ def fail_often(times: int, *, alone: bool) -> tuple[int, int, int]:
         gc.collect()
         return resident(), len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    for _ in range(times if not alone else 2):  # the allocator takes as long to settle
+    for _ in range(times if not alone else 2):  # the allocator needs this many steps to settle
         fail()
     before = used()
     for _ in range(times):

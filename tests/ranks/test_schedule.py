@@ -1,4 +1,4 @@
-"""When groups come, go and are reduced: the overlap that is promised, read off the trace."""
+"""Test the order of unshard, reshard and reduce events in the trace, which shows the promised overlap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def trace_the_first_iterations() -> None:
         forwards[0],
         "unshard root",
         "wait root",
-        "unshard layers.0",  # nobody knows yet what comes next
+        "unshard layers.0",  # the order is not known yet
         "wait layers.0",
         "reshard layers.0",
         "unshard layers.1",
@@ -48,7 +48,7 @@ def trace_the_first_iterations() -> None:
         assert_trace(
             forward,
             "unshard root",
-            "unshard layers.0",  # on its way while the root computes
+            "unshard layers.0",  # in flight while the root computes
             "wait root",
             "wait layers.0",
             "unshard layers.1",
@@ -62,7 +62,7 @@ def trace_the_first_iterations() -> None:
     for backward in backwards:
         assert_trace(
             backward,
-            # The root was kept. Its only own gradient is ready at once, and travels while layers.2 is gathered.
+            # The root was kept. Its only own gradient is ready at once and is reduced while layers.2 is gathered.
             "unshard layers.2",
             "reduce root",
             "wait layers.2",
@@ -141,7 +141,7 @@ def leave_out_what_was_prefetched() -> None:
     task.loss(model, task.batch_of(0, rank)).backward()
     model.zero_grad()
     model.route = [0, 1, 2]
-    with Recorder() as forward, torch.no_grad():  # in which the root is not kept either
+    with Recorder() as forward, torch.no_grad():  # without gradients the root is not kept either
         model(task.batch_of(1, rank)[0])
     events = [str(event) for event in forward if event.operation in PARAMETERS]
     assert [event for event in events if event.endswith("layers.3")] == ["unshard layers.3", "reshard layers.3"]
@@ -209,7 +209,7 @@ def bound_what_is_gathered_ahead() -> None:
             task.loss(model, task.batch_of(0, rank)).backward()
         return recorder.peak_groups
 
-    most_at_once()  # shows the order
+    most_at_once()  # records the order
     assert most_at_once() == 2
     for limit, expected in ((0, 1), (2 * layer_bytes - 1, 1), (2 * layer_bytes, 2), (None, 2)):
         model.set_max_unsharded_bytes(limit)
@@ -249,7 +249,7 @@ def train_along_changing_routes() -> None:
         shard_layers(model, fully_shard, fuses=False)
 
     check_parity(task.build, play, shard=shard, steps=len(ROUTES))
-    assert max(peaks) == 2  # the one that runs, and one ahead
+    assert max(peaks) == 2  # the running group and one prefetched group
 
 
 @pytest.mark.behaviour("C-01", "C-04")

@@ -1,4 +1,4 @@
-"""The shared memory transport: bitwise equal to gloo, bounded memory, errors that name the rank."""
+"""Test the shared memory transport: bitwise equal to gloo, bounded memory, errors that name the rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.helpers.transports import over_gloo
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory is for Linux")
 
 LARGE = 5 * SLOT_BYTES // 4
-"""Elements of fp32 that take several rounds."""
+"""The number of fp32 elements that take several rounds."""
 
 
 def world() -> dist.ProcessGroup:
@@ -54,7 +54,7 @@ def shared(group: dist.ProcessGroup | None = None) -> SharedMemoryCommunicator:
 
 
 def new_group(seconds: float = 60) -> dist.ProcessGroup:
-    """Of all ranks, so that what goes wrong there does not matter to later tests."""
+    """Return a group of all ranks. Its failures do not affect later tests."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -64,7 +64,7 @@ def own(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tens
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).mul_(8).to(dtype)
 
 
-# -- the bits
+# -- bitwise results
 
 
 def compare_with_gloo(seed: int) -> None:
@@ -143,7 +143,7 @@ def test_outputs_are_written_without_autograd() -> None:
     run_ranks(write_below_autograd, 2)
 
 
-# -- many at once
+# -- many concurrent operations
 
 
 def launch_many(count: int) -> None:
@@ -192,7 +192,7 @@ def staging_stays_bounded() -> None:
             works.append(communicator.reduce_scatter([Transfer(torch.empty(numel), full.clone())], ReduceOp.SUM))
         for work in works:
             work.wait()
-    # A peer says what it has completed when it launches, so blocks of six operations wait while six others come.
+    # A peer reports completed operations when it launches, so two blocks can hold six operations each.
     assert len(communicator._engine.blocks.segments) <= 12
 
 
@@ -218,7 +218,7 @@ def test_staging_memory_does_not_grow() -> None:
     run_ranks(burst_is_given_back, 2)
 
 
-# -- memory in common
+# -- shared memory
 
 
 def write_in_common() -> None:
@@ -254,7 +254,7 @@ def test_a_failed_memory_allocation_is_reported_on_all_ranks() -> None:
     run_ranks(fail_to_share, 2)
 
 
-# -- who uses it
+# -- the choice of the transport
 
 
 def choose_where_one_rank_says_no() -> None:
@@ -308,7 +308,7 @@ def choose_in_a_mesh() -> None:
 
 
 def choose_for_a_backend_of_each_device() -> None:
-    """``init_process_group("cpu:gloo,cuda:nccl")`` on a host without CUDA: torch's name of the backend is all of it."""
+    """Check ``init_process_group("cpu:gloo,cuda:nccl")`` without CUDA: torch's backend name lists all devices."""
     assert isinstance(communicator_over(dist.new_group(backend="cpu:gloo"), "cpu"), SharedMemoryCommunicator)
 
 
@@ -332,7 +332,7 @@ def test_hybrid_and_smaller_meshes_and_doubles_use_shared_memory() -> None:
     run_ranks(choose_in_a_mesh, 4)
 
 
-# -- what goes wrong
+# -- failures
 
 
 def lose_a_rank(numel: int) -> None:
@@ -374,7 +374,7 @@ def wait_in_vain(switch: str) -> None:
                 communicator.all_reduce([torch.ones(1)], ReduceOp.SUM)
     dist.barrier()
     if communicator.rank == 1 and switch == "1":
-        communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()  # the other had come to this one
+        communicator.all_reduce([torch.ones(1)], ReduceOp.SUM).wait()  # rank 0 had launched this operation
         with pytest.raises(
             PeerError, match=r"all-reduce \(operation 1, .* cannot be done: rank 0 \(process \d+\) gave up: rank 1 \("
         ):
@@ -401,7 +401,7 @@ def diverge() -> None:
             work.wait()
         text = str(caught.value)
         label = name.partition(" (")[0]
-        sizes_differ = label == "all-gather"  # else what is done says enough
+        sizes_differ = label == "all-gather"  # otherwise the operations differ already by name
         assert ("rank 0: all-gather (16 bytes)" if sizes_differ else "rank 0: all-gather,") in text
         assert "as operation 0 of ranks [0, 1]" in text
         assert (f"rank 1: {name}" if sizes_differ else f"rank 1: {label},") in text
@@ -413,7 +413,7 @@ def test_different_operations_on_ranks_are_an_error() -> None:
 
 
 def label_at_length() -> None:
-    """As a group of hundreds of modules is labelled, whose label no message holds."""
+    """Compare labels as long as those of groups of hundreds of modules, which exceed the size of a message."""
     begin = "all-gather of " + "expert.\N{GREEK SMALL LETTER ALPHA}, " * 1000
     communicator = shared(new_group())
     four, two = torch.empty(4), torch.ones(2)
@@ -450,7 +450,7 @@ def test_an_interrupted_wait_can_be_resumed() -> None:
 
 
 def ours() -> tuple[int, int, int]:
-    """Files, Unix sockets and mappings that are open, the default process group's among them."""
+    """Return the number of open files, Unix sockets and mappings, including those of the default process group."""
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     unix = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
     return (

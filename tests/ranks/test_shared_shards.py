@@ -1,4 +1,4 @@
-"""Shards in memory shared by the ranks of one host need no all-gather and change nothing else."""
+"""Test that shards in memory shared by the ranks of one host need no all-gather and give the same results."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_writes_to_unsharded_parameters_are_dropped_without_shared_memory(transp
 
 
 def one_rank_is_late() -> None:
-    """The others have finished and would step, while this one still computes with their shards."""
+    """Delay one rank, which still computes with the shards while the others have finished and would step."""
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
 
@@ -175,7 +175,7 @@ def one_rank_is_late() -> None:
     reference = task.build()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
     for step in range(3):
-        with torch.no_grad():  # an evaluation, after which each rank writes at once
+        with torch.no_grad():  # after this evaluation each rank writes immediately
             torch.testing.assert_close(model(*task.batch_of(9, rank)[:-1]), reference(*task.batch_of(9, rank)[:-1]))
             for parameter in model.parameters():
                 local(parameter).mul_(1.5)
@@ -204,7 +204,7 @@ def layers_in_one_group() -> tuple[nn.Sequential, nn.Module]:
 
 
 def evaluate_late_before_a_step(is_unsharded_by_hand: bool) -> None:
-    """A forward that gathers nothing comes before the step; rank 1 is late in it."""
+    """Run a forward without an all-gather before a step, with rank 1 late in it."""
     model, second = layers_in_one_group()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     inputs = torch.ones(4, 32)
@@ -217,7 +217,7 @@ def evaluate_late_before_a_step(is_unsharded_by_hand: bool) -> None:
         if is_unsharded_by_hand:
             model.unshard(async_op=True)
         else:
-            model(inputs)  # its backward never comes
+            model(inputs)  # has no backward
         with torch.no_grad():
             evaluated = model(inputs)
         optimizer.step()
@@ -261,22 +261,22 @@ def convert() -> None:
 
     expected = loss_of(model)
     state = {name: local(p.detach()).clone() for name, p in model.named_parameters()}
-    # The same dtype keeps its place.
+    # A conversion to the same dtype keeps the memory.
     to_empty(model, device="cpu")
     for name, parameter in model.named_parameters():
         local(parameter.detach()).copy_(state[name])
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
     assert in_common(model) == {True}
-    # Loading with assign brings other tensors.
+    # A load with assign brings other tensors.
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     torch.testing.assert_close(loss_of(model), expected, rtol=0, atol=0)
     assert in_common(model) == {True}
-    # Another dtype would lie elsewhere: this memory is left to the ranks that still read it.
+    # Another dtype needs other memory, because other ranks may still read the old shards.
     model.double()
     torch.testing.assert_close(loss_of(model), expected)
     assert in_common(model) == {False}
     task.loss(model, batch).backward()
-    # A copy may be made by some ranks only, so it has memory of its own.
+    # Some ranks may copy alone, so a copy has memory of its own.
     twin = copy.deepcopy(shard_layers(task.build(), fully_shard))
     assert in_common(twin) == {False}
     torch.testing.assert_close(loss_of(twin), expected)

@@ -1,4 +1,4 @@
-"""One unsharded buffer per host, if modules compute in another dtype: the same bits, no data race."""
+"""Test one unsharded buffer per host for modules that compute in another dtype: same bits, no data race."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_all_gather_in_shared_memory_copies_nothing() -> None:
     run_ranks(gather_nothing, 2)
 
 
-# -- the same bits as over sockets, whatever comes in which order
+# -- bitwise equal to sockets in every order of passes
 
 
 def train_with_evaluations(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
@@ -88,7 +88,7 @@ def accumulate(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
 
 
 def change_before_backward(model: nn.Module, task: Task, step: int) -> list[torch.Tensor]:
-    """What is gathered for backward is what the shards have become, where nobody checks that they stay as they are."""
+    """Change shards after forward without a version check: backward gathers the changed values."""
     sharded(model).set_version_check(False)
     loss = own_loss(model, task, step)
     with torch.no_grad():
@@ -123,14 +123,14 @@ PLAYS: tuple[Play, ...] = (
 
 
 def losses_and_shards(name: str, reshard: bool | int) -> dict[str, list[torch.Tensor]]:
-    """For each play: the losses, then this rank's shards, after some steps."""
+    """Return, for each play, the losses and then this rank's shards after some steps."""
     task, found = TASKS[name], dict[str, list[torch.Tensor]]()
     for play in PLAYS:
         model = task.build()
         if isinstance(model, Routed):
-            model.route = [0, 1, 1, 3, 0, 2]  # modules that run twice in a forward
+            model.route = [0, 1, 1, 3, 0, 2]  # some modules run twice in a forward
         shard_layers(model, fully_shard, mp_policy=BF16, reshard_after_forward=reshard)
-        parameters = list(model.parameters())  # parameters that are kept unsharded appear as other objects in between
+        parameters = list(model.parameters())  # parameters that are kept unsharded are other objects between steps
         optimizer = torch.optim.AdamW(parameters, lr=0.05, fused=play is accumulate)
         losses = []
         for step in range(4):
@@ -160,13 +160,13 @@ def test_training_over_shared_memory_is_bitwise_that_over_sockets(
                     torch.testing.assert_close(value, wanted, rtol=0, atol=0, msg=f"{play}, rank {rank}")
 
 
-# -- no rank writes what another still reads
+# -- no rank writes while another still reads
 
 
 def one_rank_is_late() -> None:
-    """The others have changed their shards and gather again, while this one still computes with what they cast before.
+    """Delay one rank, which still reads its cast parameters while the others gather changed shards.
 
-    Backward goes on below what is reduced, to the inputs.
+    Backward continues from the trained layer to the inputs.
     """
     task, rank = TASKS["chain"], dist.get_rank()
     reference = task.build()
@@ -251,7 +251,7 @@ def test_writing_to_unsharded_parameters_is_an_error() -> None:
     run_ranks(write_while_whole, 2)
 
 
-# -- what has such a copy, and how long
+# -- the lifetime of the buffer
 
 
 def convert() -> None:

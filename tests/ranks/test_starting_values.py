@@ -1,4 +1,4 @@
-"""Ranks whose shards come from different models raise an error in the first forward."""
+"""Test that ranks whose shards come from different models raise an error in the first forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.transports import COPIES
 
 
 def build(seed: int) -> nn.Sequential:
-    """The last layer has rows on the first rank only."""
+    """Return a model whose last layer has rows on the first rank only."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 1))
 
@@ -38,7 +38,7 @@ def forward(model: nn.Module) -> None:
 
 def refusal(model: nn.Module, kind: type[Exception]) -> str:
     texts = []
-    for _ in range(2):  # it stays an error until somebody has mended it
+    for _ in range(2):  # the error is raised until the values are corrected
         with pytest.raises(kind) as error:
             forward(model)
         texts.append(str(error.value))
@@ -50,7 +50,7 @@ def refusal(model: nn.Module, kind: type[Exception]) -> str:
 
 
 def load_from_first(model: nn.Sequential) -> None:
-    """The first rank's shards, and empty ones, are what they were."""
+    """Load rank 0's values. The first rank's shards, and empty ones, do not change."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, build(0).state_dict() if dist.get_rank() == 0 else {}, options=options)
 
@@ -114,14 +114,14 @@ def test_different_starting_values_are_an_error_unless_overwritten() -> None:
 
 
 def tensor_parallel_starts() -> None:
-    """Parts of tensor-parallel ranks differ and may; those of data-parallel ranks may not."""
+    """Check that shards may differ across tensor-parallel ranks but not across data-parallel ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for replica_starts_apart in (False, True):
         torch.manual_seed(mesh.get_local_rank("dp") if replica_starts_apart else 0)
         model = Pairs()
         parallelize_pairs(model, mesh["tp"])
         fully_shard(model, mesh=mesh["dp"])
-        if replica_starts_apart:  # of the same tensor-parallel rank
+        if replica_starts_apart:  # ranks with the same tensor-parallel rank differ
             with pytest.raises(DivergenceError, match=r"'layers\.0\.up\.weight' of group 'root' was not the same on"):
                 model(torch.ones(2, 5))
         else:
@@ -163,7 +163,7 @@ def equal_rows(parameter: DTensor) -> torch.Tensor:
 
 
 def one_table_repeats(parameter: DTensor) -> torch.Tensor:
-    """As position embeddings that were made longer by copies of the first ones."""
+    """Return the same shard on all ranks for one parameter, like position embeddings extended by copies."""
     repeats = parameter.shape == (16, 8)
     generator = torch.Generator().manual_seed(0 if repeats else dist.get_rank())
     return torch.randn(parameter.to_local().shape, generator=generator)

@@ -1,6 +1,6 @@
-"""Tensor-parallel parameters: the placement of their shards, and training compared with the plain model.
+"""Test tensor-parallel parameters: the placement of their shards, and training compared with the plain model.
 
-Ranks of one tensor-parallel group see the same data, data-parallel ranks different data.
+Ranks of one tensor-parallel group get the same data, data-parallel ranks different data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.helpers.training import OPTIMIZERS, Run, assert_equal_runs, train
 def sharded_pairs(
     mesh: DeviceMesh, *data: str, build: Callable[[], nn.Module] = PAIRS.build, **options: object
 ) -> nn.Module:
-    """A model of pairs on the dim ``tp`` of ``mesh``, then sharded over ``data``."""
+    """Return a model of pairs, parallelized on the dim ``tp`` of ``mesh`` and then sharded over ``data``."""
     model = build()
     parallelize_pairs(model, mesh["tp"])
     return shard_layers(model, fully_shard, mesh=mesh[data], **options)
@@ -122,7 +122,7 @@ def test_a_tensor_parallel_parameter_may_be_sharded_on_another_dim() -> None:
 
 
 def keeps_slices() -> None:
-    """Between forward and backward a smaller mesh holds the parameters; what is registered is as before."""
+    """Gather from a smaller mesh in backward. The registered parameters do not change in between."""
     mesh = named_mesh(dp=4, tp=1)
     build = seeded(Pairs, hidden=(7, 3))
     for placement in (None, last_dim):
@@ -152,7 +152,7 @@ def decoders_are_decoders() -> None:
             for name, layer in list(layers.named_children()):
                 if checkpointed == "inside" and data_mesh is not None:
                     fully_shard(layer, mesh=data_mesh)
-                if checkpointed:  # the reference too, for the same names
+                if checkpointed:  # also on the reference, so that the names are equal
                     setattr(layers, name, checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT))
                 if checkpointed != "inside" and data_mesh is not None:
                     fully_shard(layers.get_submodule(name), mesh=data_mesh)
@@ -172,10 +172,7 @@ def test_partial_gradients_of_sequence_parallelism_are_summed_with_and_without_c
 
 
 class Summed(nn.Module):
-    """Parameters that tensor-parallel ranks have copies of, with gradients that are pending sums over these ranks.
-
-    Beside them a plain parameter, which shares their messages.
-    """
+    """Has a parameter replicated over tensor-parallel ranks, whose gradient is a pending sum over these ranks."""
 
     def __init__(self, tensor_mesh: DeviceMesh, placements: list[Placement]) -> None:
         super().__init__()
@@ -199,7 +196,7 @@ class Beside(Summed):
 
 
 def sums_in_the_reduce_dtype() -> None:
-    """256 of one tensor-parallel rank and 1 of the other make 257 in float32, 256 in bfloat16."""
+    """Add 256 from one tensor-parallel rank and 1 from the other: 257 in float32, 256 in bfloat16."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     flat, hybrid = named_mesh(dp=2, tp=2), named_mesh(replicate=2, shard=1, tp=2)
 
@@ -252,7 +249,7 @@ def test_pending_sums_over_tensor_parallel_ranks_are_made_in_the_reduce_dtype() 
 
 
 def accumulates_and_freezes() -> None:
-    """Two microbatches a step, of which the first is not reduced, with frozen parameters of every placement."""
+    """Train with two microbatches per step, the first without reduction, and frozen parameters of every placement."""
     mesh = named_mesh(dp=2, tp=2)
     frozen = ("layers.0.up.weight", "layers.1.down.weight", "layers.1.up.bias", "head.bias")
     model, reference = sharded_pairs(mesh, "dp"), PAIRS.build()
@@ -281,7 +278,7 @@ def test_frozen_tensor_parallel_parameters_and_gradient_accumulation() -> None:
 
 
 def is_as_with_the_peer() -> None:
-    """Even sizes, which the peer wants where a dim other than the first is cut twice."""
+    """Compare with torch's FSDP2. It requires even sizes if a dim other than the first is sharded twice."""
     mesh = named_mesh(dp=2, tp=2)
     rank = mesh.get_local_rank("dp")
     policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)]
@@ -330,7 +327,7 @@ def saves_and_loads() -> None:
         other.load_state_dict({name: value.clone() for name, value in state.items()}, assign=assign)
         check_loaded(other, trained, rank)
 
-    # torch's ``distribute_tensor``, by which this loads, refuses uneven strided shards
+    # torch's ``distribute_tensor``, which loads these values, rejects uneven strided shards
     options = StateDictOptions(full_state_dict=True)
     even = [sharded_pairs(mesh, "dp", build=seeded(Pairs, hidden=(8, 4))) for _ in range(2)]
     with torch.no_grad():
@@ -342,7 +339,7 @@ def saves_and_loads() -> None:
 
 
 def check_loaded(model: nn.Module, values: dict[str, torch.Tensor], rank: int) -> None:
-    """It holds ``values``, and computes with them."""
+    """Assert that the model holds ``values`` and computes with them."""
     for name, value in values_of(model).items():
         exactly(value, values[name], f"loaded {name}")
     plain = PAIRS.build()
@@ -357,7 +354,7 @@ def test_state_dicts_of_tensor_parallel_models_hold_and_restore_the_trained_valu
 
 
 def refuses_meshes() -> None:
-    """On one rank these meshes would be as good as any."""
+    """Check that meshes that share an axis are errors."""
     mesh, other = named_mesh(dp=2, tp=2), named_mesh(dp=2, tp=2)
     for data, tensor in ((mesh["dp"], mesh["dp"]), (mesh["dp"], mesh), (mesh["dp"], other["dp"]), (other, mesh["tp"])):
         model = nn.Linear(3, 4)

@@ -1,4 +1,4 @@
-"""What the watchdog reports as a fault: late ranks, caught exceptions, interrupts."""
+"""Test the faults that the watchdog reports, compared with late ranks, caught exceptions and interrupts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.helpers.slack import slack
 from tests.helpers.transports import IN_COMMON, SOCKETS, Environment
 
 LATE = PATIENCE + 1.5
-"""Seconds: enough for the others to ask, and to be answered."""
+"""Seconds of delay that let other ranks query the late rank and get an answer."""
 
 both_transports = pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 
 
-# -- what is no fault
+# -- events that are no faults
 
 
 class Recomputing(Layers):
@@ -35,7 +35,7 @@ class Recomputing(Layers):
 
 
 class FallingBack(Layers):
-    """The first layer has a fast path that is not there."""
+    """Uses a fallback because the fast path of the first layer fails."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         try:
@@ -67,7 +67,7 @@ def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers], 
 
 
 def late_after_a_recovery() -> None:
-    """What a rank waited for when its peer failed is over, though operations are counted from 0 again."""
+    """Check that a recovery clears the operation that a rank waited for, although operations are renumbered from 0."""
     model = build()
     with inflict("raises in forward", model), pytest.raises((ArithmeticError, PeerError)):
         step(model)
@@ -88,11 +88,11 @@ def test_ranks_wait_for_a_late_one_after_a_recovery(transport: Environment) -> N
     run_ranks(late_after_a_recovery, 2, environment=transport)
 
 
-# -- what is
+# -- faults
 
 
 def interrupted() -> str:
-    """Ctrl-C, or whatever is no ``Exception``, ends a forward of a rank whose program goes on."""
+    """Interrupt a forward with Ctrl-C, or another exception that is no ``Exception``, and continue the program."""
     model = build()
     step(model)
     error = KeyboardInterrupt if is_last() else PeerError
@@ -120,7 +120,7 @@ def test_a_rank_whose_forward_was_interrupted_is_named(transport: Environment) -
 
 
 def busy_while_others_give_up() -> tuple[str, str]:
-    """Rank 2 raises, rank 0 gives up, and rank 1 computes until both have closed their connections."""
+    """Raise on rank 2 and give up on rank 0 while rank 1 computes until both have closed their connections."""
     model = build()
     step(model)
     hooks: list[Any] = []
@@ -146,7 +146,7 @@ def test_a_rank_busy_during_a_failure_gets_the_error_later(transport: Environmen
 
 
 def two_roots() -> None:
-    """What one root's backward tells of itself is not that of another, which runs in the same one."""
+    """Check that two roots in one backward do not change each other's state."""
     roots: list[Any] = [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
     for root in roots:
         fully_shard(root)

@@ -1,4 +1,4 @@
-"""``fully_shard(model, policy=...)`` and ``tie_groups`` train like explicit calls."""
+"""Test that ``fully_shard(model, policy=...)`` and ``tie_groups`` train like explicit calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLICIES: dict[str, PolicyLike] = {
 
 
 class Recurrent(nn.Module):
-    """One layer under three names, one of which is within a module that is called before."""
+    """Has one layer under three names. One name is inside a module that is called earlier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def test_options_of_the_call_reach_all_groups_unless_overridden() -> None:
 
 
 def start_alike(*, on_meta: bool) -> None:
-    """Values of the first rank, whatever the groups, and a tied weight stays one."""
+    """Check that all groups start with the first rank's values and that a tied weight stays one parameter."""
     calls: list[str] = []
 
     def init(module: nn.Module) -> None:
