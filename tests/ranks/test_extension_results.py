@@ -32,7 +32,7 @@ class Travelling(torch.Tensor):
     fsdp_post_all_gather: Any
 
 
-def kept_in(kind: Any) -> Any:
+def build_linear(kind: Any) -> Any:
     """Return a linear layer from 3 to 9 features whose weight has the class ``kind``."""
     torch.manual_seed(6)
     layer: Any = nn.Linear(3, 9, bias=False)
@@ -96,7 +96,7 @@ class PadsColumns(Travelling):
         return None
 
 
-def plain_full(tensor: Any) -> torch.Tensor:
+def gather_plain(tensor: Any) -> torch.Tensor:
     """Return the full tensor of a DTensor whose class torch's functional collectives cannot return."""
     local, spec = tensor._local_tensor.detach().as_subclass(torch.Tensor), tensor._spec
     return DTensor(local, spec, requires_grad=False).full_tensor()
@@ -111,7 +111,7 @@ def pad_outputs(world_size: int) -> None:
     kinds = ((PadsRows, 0), (PadsFurther, 0), (ReturnsFlat, 0), (PadsColumns, 1))
     for (kind, dim), dtype, reshard in product(kinds, (None, torch.bfloat16), (True, False, world_size // 2)):
         what = f"{kind.__name__}, {dtype}, {reshard}"
-        model, reference = kept_in(kind), kept_in(torch.Tensor)
+        model, reference = build_linear(kind), build_linear(torch.Tensor)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         placement_of = partial(place, dim)
         fully_shard(model, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=placement_of)
@@ -125,12 +125,12 @@ def pad_outputs(world_size: int) -> None:
             loss.backward()
             reference.zero_grad()
             torch.stack(losses).mean().backward()
-            gradient = plain_full(model.weight.grad)
+            gradient = gather_plain(model.weight.grad)
             torch.testing.assert_close(gradient, reference.weight.grad, rtol=2e-2, atol=1e-3)
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                reference.weight.copy_(plain_full(model.weight))
+                reference.weight.copy_(gather_plain(model.weight))
 
 
 @pytest.mark.behaviour("E-01", "E-03", "E-04")
@@ -185,7 +185,7 @@ def ignore_out() -> None:
     fills = ("copies", "copies by data, returns another", "returns views", "keeps")
     for later in (*fills, "returns nothing", "returns another", "forgets, returns another"):
         for weight in (None, marked):
-            model = kept_in(type("Fills", (Fills,), {"later": later, "cached": {}}))
+            model = build_linear(type("Fills", (Fills,), {"later": later, "cached": {}}))
             if weight is not None:
                 model.weight.data.copy_(weight)
             exact = model.weight.detach().as_subclass(torch.Tensor).clone()
@@ -288,7 +288,7 @@ class Hookless(Uncut):
     fsdp_pre_all_gather = fsdp_post_all_gather = property()
 
 
-def cut_by_what_is_known() -> None:
+def shard_by_supported_operations() -> None:
     torch.manual_seed(4)
     for rows in (4, 3, 1):
         value = torch.randn(rows, 2)
@@ -308,7 +308,7 @@ def cut_by_what_is_known() -> None:
 
 @pytest.mark.behaviour("A-16", "H-02")
 def test_a_tensor_class_is_sharded_by_its_operations_or_named_in_an_error() -> None:
-    run_ranks(cut_by_what_is_known, 2)
+    run_ranks(shard_by_supported_operations, 2)
 
 
 class Forgetful(Pair):

@@ -42,7 +42,7 @@ def sharded(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-def whole(parameter: Any) -> torch.Tensor:
+def gather_value(parameter: Any) -> torch.Tensor:
     """Return the full value of a sharded parameter. Its local tensor may be a ``Pair``."""
     local = parameter._local_tensor
     if not isinstance(local, Pair):
@@ -74,7 +74,7 @@ def train_pairs(width: int, reshard: bool | int | None, replicate: int = 1) -> N
             each.step()
             each.zero_grad()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(p), q.detach(), msg=f"{name}, width {width}, {reshard}")
+        torch.testing.assert_close(gather_value(p), q.detach(), msg=f"{name}, width {width}, {reshard}")
 
 
 @pytest.mark.behaviour("E-01", "E-03", "E-04", "E-05")
@@ -129,7 +129,7 @@ def train_pairs_from_meta(width: int, reshard: bool) -> None:
             each.step()
             each.zero_grad()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close({name: whole(p)}, {name: q.detach()}, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close({name: gather_value(p)}, {name: q.detach()}, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.behaviour("D-01", "E-01", "E-05")
@@ -153,7 +153,7 @@ def evaluate_then_step() -> None:
         optimizer.step()
         after = model(batch_of(1, rank))
         model.reshard()
-        values = {name: whole(p) for name, p in model.named_parameters()}
+        values = {name: gather_value(p) for name, p in model.named_parameters()}
         torch.testing.assert_close(after, functional_call(build(7), values, batch_of(1, rank)))
         assert not torch.allclose(after, before)
 
@@ -294,7 +294,7 @@ def compare_gradients(model: nn.Module, reference: nn.Module, rank: int, step: i
     assert_gradients(model, reference, what)
 
 
-def pairs_beside_tensor_parallelism() -> None:
+def train_pairs_with_tensor_parallelism() -> None:
     mesh = named_mesh(dp=2, tp=2)
     rank, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
     for reshard in (True, False, None):
@@ -324,15 +324,15 @@ def pairs_beside_tensor_parallelism() -> None:
 
 @pytest.mark.behaviour("A-06", "E-01", "E-02", "E-03", "E-05", "E-07")
 def test_hooks_with_tensor_parallelism_get_the_shard_axis_and_the_local_shard() -> None:
-    run_ranks(pairs_beside_tensor_parallelism, 4)
+    run_ranks(train_pairs_with_tensor_parallelism, 4)
 
 
-def rounded_by_row(part: torch.Tensor) -> torch.Tensor:
+def round_by_row(part: torch.Tensor) -> torch.Tensor:
     scale = part.abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 127
     return (part / scale).round() * scale
 
 
-def patches_beside_tensor_parallelism() -> None:
+def train_patched_with_tensor_parallelism() -> None:
     """Train with scales for the rows of each rank's part, which has all columns or a slice of them."""
     mesh = named_mesh(dp=2, tp=2)
     for reshard in (True, False):
@@ -346,7 +346,7 @@ def patches_beside_tensor_parallelism() -> None:
         for name in names:
             dim = 1 if "down" in name else 0
             value = reference.get_parameter(name).data
-            value.copy_(torch.cat([rounded_by_row(part) for part in value.chunk(2, dim)], dim))
+            value.copy_(torch.cat([round_by_row(part) for part in value.chunk(2, dim)], dim))
         for step in range(2):  # the second step fills the full tensors again
             model.zero_grad()
             reference.zero_grad()
@@ -355,7 +355,7 @@ def patches_beside_tensor_parallelism() -> None:
 
 @pytest.mark.behaviour("A-06", "E-03", "E-06", "E-07")
 def test_hooks_on_local_tensors_compose_with_tensor_parallelism() -> None:
-    run_ranks(patches_beside_tensor_parallelism, 4)
+    run_ranks(train_patched_with_tensor_parallelism, 4)
 
 
 class OwnProduct(nn.Module):
@@ -381,7 +381,7 @@ def save_local_tensors() -> None:
         out = model(x)
         fsdp(model).reshard()
         out.sum().backward()
-        torch.testing.assert_close(x.grad, rounded_by_row(exact).sum(0).expand(2, 3))
+        torch.testing.assert_close(x.grad, round_by_row(exact).sum(0).expand(2, 3))
 
 
 @pytest.mark.behaviour("A-06", "E-03", "E-06")
@@ -389,7 +389,7 @@ def test_saved_local_tensors_are_refilled_with_tensor_parallelism() -> None:
     run_ranks(save_local_tensors, 4)
 
 
-def codecs_beside_tensor_parallelism() -> None:
+def encode_with_tensor_parallelism() -> None:
     """Check that each tensor-parallel rank encodes its own part and that replicated parameters stay equal.
 
     An encoded block must not contain values of both kinds.
@@ -431,7 +431,7 @@ def assert_alike(local: Any, mesh: DeviceMesh, name: str) -> None:
 
 @pytest.mark.behaviour("A-06", "E-08")
 def test_codecs_beside_tensor_parallelism() -> None:
-    run_ranks(codecs_beside_tensor_parallelism, 4)
+    run_ranks(encode_with_tensor_parallelism, 4)
 
 
 class Padded(Pair):

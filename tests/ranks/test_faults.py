@@ -135,7 +135,7 @@ class Programs:
             for rank in range(2)
         ]
 
-    def told(self, rank: int) -> Told:
+    def read_report(self, rank: int) -> Told:
         """Return the error that a rank received before its program ended."""
         _, errors = self.processes[rank].communicate(timeout=60)
         path = self.folder / f"told {rank}"
@@ -156,7 +156,7 @@ def programs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Program
     started.end()
 
 
-def ending(*faults: str) -> pytest.MarkDecorator:
+def parametrize_programs(*faults: str) -> pytest.MarkDecorator:
     cases = [(fault, transport) for fault in faults for transport in BOTH]
     return pytest.mark.parametrize("programs", cases, indirect=True, ids=map(", ".join, cases))
 
@@ -169,12 +169,12 @@ ENDINGS = {
 
 
 @pytest.mark.behaviour("H-03", "H-05")
-@ending(*ENDINGS)
+@parametrize_programs(*ENDINGS)
 def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
     programs: Programs, request: pytest.FixtureRequest
 ) -> None:
     fault, transport = request.node.callspec.params["programs"]
-    told = programs.told(0)
+    told = programs.read_report(0)
     check(f"{fault} and ends, {transport}", told, LIMIT_OF_LOSS)
     assert told.kind == "PeerError"
     assert f"cannot be done: rank 1 {ENDINGS[fault]}" in told.text
@@ -182,7 +182,7 @@ def test_a_rank_whose_program_ended_is_named_with_what_ended_it(
 
 
 @pytest.mark.behaviour("H-06")
-@ending("keeps another waiting")
+@parametrize_programs("keeps another waiting")
 def test_ctrl_c_ends_a_wait(programs: Programs) -> None:
     deadline = time.monotonic() + 60
     while not (programs.folder / "waiting").exists() and time.monotonic() < deadline:
@@ -190,6 +190,6 @@ def test_ctrl_c_ends_a_wait(programs: Programs) -> None:
     time.sleep(0.5)
     programs.processes[0].send_signal(signal.SIGINT)
     begin = time.monotonic()
-    told = programs.told(0)
+    told = programs.read_report(0)
     assert told.kind == "KeyboardInterrupt"
     assert time.monotonic() - begin < 2.0 * slack() + 1.0  # includes the time that the interpreter needs to exit

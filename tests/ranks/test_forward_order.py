@@ -71,7 +71,7 @@ def test_a_fault_in_the_first_step_is_an_error_on_four_ranks(transport: Environm
     run_ranks(fail_and_go_on, 4, "order", 0, environment=transport)
 
 
-def both_modules_are_named() -> None:
+def name_both_modules() -> None:
     model = build()
     model.swapped = dist.get_rank() == 1
     with pytest.raises(DivergenceError) as caught:
@@ -84,13 +84,13 @@ def both_modules_are_named() -> None:
 @pytest.mark.behaviour("G-01")
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 def test_a_difference_in_order_names_what_each_rank_is_about_to_gather(transport: Environment) -> None:
-    run_ranks(both_modules_are_named, 2, environment=transport)
+    run_ranks(name_both_modules, 2, environment=transport)
 
 
 # -- differences that are no faults
 
 
-def comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
+def count_comparisons(model: nn.Module, play: Callable[[int], None], steps: int) -> list[int]:
     """Return the number of comparisons between ranks in each step."""
     optimizer, group = sgd(model), dist.group.WORLD
     assert group is not None
@@ -111,19 +111,19 @@ def train_and_evaluate() -> None:
             with torch.no_grad():
                 model(torch.ones(1, 64))
 
-    counts = comparisons(model, evaluate, 8)
+    counts = count_comparisons(model, evaluate, 8)
     assert max(counts[4:]) <= 4, counts  # when an evaluation follows a step, and when a step follows an evaluation
 
 
 def train() -> None:
     model = build()
-    counts = comparisons(model, lambda number: None, 6)
+    counts = count_comparisons(model, lambda number: None, 6)
     assert counts[0] > 0
     assert counts[3:] == [0, 0, 0]
     model.set_order_check("always")
-    assert min(comparisons(model, lambda number: None, 2)) > 0
+    assert min(count_comparisons(model, lambda number: None, 2)) > 0
     model.set_order_check("off")
-    assert comparisons(model, lambda number: None, 2) == [0, 0]
+    assert count_comparisons(model, lambda number: None, 2) == [0, 0]
     model.set_order_check("first")
 
 
@@ -134,7 +134,7 @@ def test_ranks_compare_only_new_sequences(ranks: int) -> None:
     run_ranks(train_and_evaluate, ranks, environment=SOCKETS)
 
 
-def drift() -> None:
+def change_order_on_all_ranks() -> None:
     """Change the order on all ranks alike: training continues and each rank warns once."""
     model = build()
     optimizer = sgd(model)
@@ -157,14 +157,14 @@ def drift() -> None:
 @pytest.mark.parametrize("transport", [SOCKETS, IN_COMMON], ids=["sockets", "in common"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_order_that_changes_on_all_ranks_is_warned_of_once(ranks: int, transport: Environment) -> None:
-    run_ranks(drift, ranks, environment=transport)
+    run_ranks(change_order_on_all_ranks, ranks, environment=transport)
 
 
-def wrong_level() -> None:
+def set_wrong_level() -> None:
     model: FSDPModule = build()
     with pytest.raises(ValueError, match="the order check is one of 'off', 'first', 'always', not 'sometimes'"):
         model.set_order_check("sometimes")
 
 
 def test_an_unknown_level_is_an_error() -> None:
-    run_ranks(wrong_level, 2)
+    run_ranks(set_wrong_level, 2)

@@ -103,7 +103,7 @@ def test_two_networks_that_freeze_each_other_in_turns_train(nested: bool) -> Non
     run_ranks(train_in_turns, 2, nested)
 
 
-def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
+def unfreeze_layer_by_layer(precision: MixedPrecisionPolicy) -> None:
     """Freeze all parameters in the first forward, unfreeze one more layer in every step, then freeze all again."""
 
     def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
     # parameters that would have been frozen. Training must be the same.
     rank = dist.get_rank()
 
-    def play_thawed(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    def play_unfrozen(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         loss = task.loss(model, task.batch_of(step, rank))
         loss.backward()
         thawed = list(model.get_submodule("layers").children())[::-1][: step % 5]
@@ -136,7 +136,7 @@ def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
 
     runs = [
         train(shard_layers(task.build(), fully_shard, mp_policy=precision), p, ranks=[rank], watched=rank, steps=7)
-        for p in (play, play_thawed)
+        for p in (play, play_unfrozen)
     ]
     assert_equal_runs(*runs, exact=True)
 
@@ -155,7 +155,7 @@ def thaw_bit_by_bit(precision: MixedPrecisionPolicy) -> None:
 def test_a_model_frozen_in_its_first_forward_can_be_unfrozen_and_frozen_again(
     precision: MixedPrecisionPolicy,
 ) -> None:
-    run_ranks(thaw_bit_by_bit, 2, precision)
+    run_ranks(unfreeze_layer_by_layer, 2, precision)
 
 
 def keep_frozen_groups() -> None:
@@ -219,7 +219,7 @@ def test_parameters_can_be_frozen_and_thawed_while_they_are_unsharded(reshard_af
     run_ranks(freeze_while_unsharded, 2, reshard_after_backward)
 
 
-def ask_for_gradients_of_inputs() -> None:
+def compare_input_gradients() -> None:
     rank = dist.get_rank()
     task, gradients = TASKS["transformer"], []
 
@@ -251,7 +251,7 @@ def ask_for_gradients_of_inputs() -> None:
 
 @pytest.mark.behaviour("C-05")
 def test_inputs_get_their_gradients_where_they_need_them() -> None:
-    run_ranks(ask_for_gradients_of_inputs, 2)
+    run_ranks(compare_input_gradients, 2)
 
 
 class Layered(nn.Module):
@@ -275,7 +275,7 @@ LOOKS: dict[str, Callable[[FSDPModule], object]] = {
 """The first call that can detect that parameters were frozen."""
 
 
-def freeze_while_gradients_are_on_their_way(summed: str, look: str) -> None:
+def freeze_while_gradients_are_in_flight(summed: str, look: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, reference = seeded(Layered)(), seeded(Layered)()
     fully_shard(model)
@@ -308,7 +308,7 @@ def freeze_while_gradients_are_on_their_way(summed: str, look: str) -> None:
 @pytest.mark.parametrize("summed", ["reduced", "sharded", "unsharded"])
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_parameters_can_be_frozen_while_gradients_are_in_flight(transport: Environment, summed: str, look: str) -> None:
-    run_ranks(freeze_while_gradients_are_on_their_way, 2, summed, look, environment=transport)
+    run_ranks(freeze_while_gradients_are_in_flight, 2, summed, look, environment=transport)
 
 
 def freeze_between_forward_and_backward(flips: bool) -> None:

@@ -44,13 +44,13 @@ def count_collectives() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     layers = list(model.get_submodule("layers").children())
 
-    def only_this_one_is_whole(layer: nn.Module, *_: object) -> None:
+    def check_only_this_one_is_unsharded(layer: nn.Module, *_: object) -> None:
         whole = [other for other in layers if not isinstance(other.weight, DTensor)]
         assert whole in ([], [layer])
 
     for layer in layers:
-        layer.register_forward_pre_hook(only_this_one_is_whole)
-        layer.register_forward_hook(only_this_one_is_whole)
+        layer.register_forward_pre_hook(check_only_this_one_is_unsharded)
+        layer.register_forward_hook(check_only_this_one_is_unsharded)
     gathers, reductions, messages = [], [], []
     for step in range(3):
         with counted_collectives() as counts:
@@ -64,7 +64,7 @@ def count_collectives() -> None:
     assert gathers[1] == gathers[2] <= 4, "one each way, and the ends of both passes"
 
 
-def fuse_nothing_by_option() -> None:
+def disable_fusion() -> None:
     model = shard_layers(STACK.build(), fully_shard)
     assert isinstance(model, FSDPModule)
     model.set_max_fused_bytes(0)
@@ -75,7 +75,7 @@ def fuse_nothing_by_option() -> None:
 
 
 def test_a_limit_of_zero_fuses_no_groups() -> None:
-    run_ranks(fuse_nothing_by_option, 2)
+    run_ranks(disable_fusion, 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
@@ -192,7 +192,7 @@ class Gated(nn.Module):
         return x
 
 
-def use_different_neighbours() -> None:
+def use_different_groups() -> None:
     """Use different layers of fused groups on each rank. Neither rank uses the last layer."""
     rank, task = dist.get_rank(), TASKS["chain"]
     used = {0: [0, 1], 1: [1, 2]}
@@ -218,7 +218,7 @@ def use_different_neighbours() -> None:
 
 @pytest.mark.behaviour("C-17")
 def test_ranks_may_use_different_groups_of_a_fusion() -> None:
-    run_ranks(use_different_neighbours, 2)
+    run_ranks(use_different_groups, 2)
 
 
 def set_limits() -> None:

@@ -62,7 +62,7 @@ def train_tower() -> None:
 
 
 def accumulate_in_grad_buckets(sharded: bool) -> None:
-    def several(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    def play_several(model: nn.Module, step: int, rank: int) -> torch.Tensor:
         total = torch.zeros(())
         for i in range(3):
             if isinstance(model, FSDPModule) and i < 2:
@@ -72,7 +72,7 @@ def accumulate_in_grad_buckets(sharded: bool) -> None:
                 total += play(model, 3 * step + i, rank)
         return total
 
-    check_parity(Tower, several, shard=fully_shard, steps=2)
+    check_parity(Tower, play_several, shard=fully_shard, steps=2)
 
 
 @pytest.mark.behaviour("C-07")
@@ -105,14 +105,14 @@ def tower_with_a_trained_middle() -> Tower:
     return model
 
 
-def freeze_all_after_the_first_that_leaves() -> None:
+def train_middle_weight_only() -> None:
     check_parity(tower_with_a_trained_middle, play, shard=fully_shard, steps=2)
 
 
 @pytest.mark.behaviour("C-05")
 def test_frozen_parameters_are_in_no_gradient_bucket() -> None:
     run_ranks(freeze_all_of_a_grad_bucket, 2, environment=SOCKETS)
-    run_ranks(freeze_all_after_the_first_that_leaves, 2, environment=SOCKETS)
+    run_ranks(train_middle_weight_only, 2, environment=SOCKETS)
 
 
 @pytest.mark.behaviour("C-17")
@@ -188,7 +188,7 @@ class Pair(nn.Module):
         return cast(torch.Tensor, second(first(x * self.scale)))
 
 
-def two_forwards(model: nn.Module, rank: int) -> None:
+def run_two_forwards(model: nn.Module, rank: int) -> None:
     """Run two forwards, then one backward.
 
     On rank 0 the first gradient buckets get all their gradients only from the second forward.
@@ -205,11 +205,11 @@ def run_twice_before_backward() -> None:
         fully_shard(tower)
     fully_shard(model)
     for other in range(size):
-        two_forwards(reference, other)
+        run_two_forwards(reference, other)
     play_one(model, rank)
     for _ in range(2):
         model.zero_grad()
-        two_forwards(model, rank)
+        run_two_forwards(model, rank)
     check_gradients(model, reference, size)
     assert [state_of(tower).runs for tower in model.towers] == [0, 0], "so that the next step's batches leave ahead"
 
@@ -274,7 +274,7 @@ def test_a_backward_skipped_on_one_rank_leaves_no_state(transport: Environment) 
     run_ranks(go_around_on_one_rank, 2, environment=transport)
 
 
-def cut_where_it_is_worth_it() -> None:
+def check_early_reductions() -> None:
     listed = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     fully_shard(listed)
     assert (len(state_of(listed[0]).group.plan.grad_buckets), state_of(listed[0]).reduces_grad_buckets) == (2, False)
@@ -287,10 +287,10 @@ def cut_where_it_is_worth_it() -> None:
 
 
 def test_gradient_buckets_are_reduced_early_only_if_ranks_cannot_diverge() -> None:
-    run_ranks(cut_where_it_is_worth_it, 2, environment=SOCKETS)
+    run_ranks(check_early_reductions, 2, environment=SOCKETS)
 
 
-def widen(microbatches: int) -> None:
+def sum_bf16_gradients_in_fp32(microbatches: int) -> None:
     """Check that bf16 gradients are sent in bf16 and summed in fp32 in rank order.
 
     Accumulated gradients are sent in fp32.
@@ -337,7 +337,7 @@ def play_bf16(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 @pytest.mark.parametrize("transport", TRANSPORTS.values(), ids=TRANSPORTS)
 def test_16_bit_gradients_are_sent_uncast_and_summed_in_fp32(world_size: int, transport: Environment) -> None:
     for microbatches in (1, 3):
-        run_ranks(widen, world_size, microbatches, environment=transport)
+        run_ranks(sum_bf16_gradients_in_fp32, world_size, microbatches, environment=transport)
 
 
 class TwoHeads(nn.Module):

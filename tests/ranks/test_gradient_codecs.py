@@ -66,7 +66,7 @@ def gradients_of(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tenso
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def rows_of(gradient: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
+def split_into_rows(gradient: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
     """Return the flattened pieces of all ranks, padded to the size of the first piece and to 16 bytes."""
     pieces = torch.chunk(gradient, num_shards, dim)
     rows = torch.zeros(num_shards, -(-pieces[0].numel() // 4) * 4)
@@ -75,10 +75,10 @@ def rows_of(gradient: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
     return rows
 
 
-def summed_as_by_ranks(codec: GradientCodec, per_rank: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+def sum_encoded(codec: GradientCodec, per_rank: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Encode each rank's gradient separately and return the fp32 mean, summed in rank order."""
     num_shards = len(per_rank)
-    all_rows = [rows_of(gradient, num_shards, dim) for gradient in per_rank]
+    all_rows = [split_into_rows(gradient, num_shards, dim) for gradient in per_rank]
     if isinstance(codec, Float8):
         codec = codec.for_parameter(torch.chunk(per_rank[0], num_shards, dim)[0].shape)
     numel = all_rows[0].size(1)
@@ -116,13 +116,13 @@ def compare(codec: GradientCodec, dim: int, reduce_dtype: torch.dtype | None, re
     for k, actual in enumerate(results[0]):
         of_all = [gradients[k] for gradients in per_rank]
         is_small = actual.numel() < 100
-        expected = summed_as_by_ranks(EXACT if is_small else codec, of_all, dim if actual.ndim == 2 else 0)
+        expected = sum_encoded(EXACT if is_small else codec, of_all, dim if actual.ndim == 2 else 0)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         for again in results[1:]:
             assert torch.equal(again[k], actual), "the same from run to run"
 
 
-def narrow_as_wide() -> None:
+def compare_16_bit_with_32_bit() -> None:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policies = (CommunicationPolicy(reduce_scatter=Cast(torch.bfloat16), min_numel=0), None)
     narrow, wide = (sharded(build(), policy, mp_policy=precision) for policy in policies)
@@ -134,7 +134,7 @@ def narrow_as_wide() -> None:
 @pytest.mark.behaviour("E-09")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_gradients_computed_in_16_bits_are_sent_in_16_bits_without_loss(world_size: int) -> None:
-    run_ranks(narrow_as_wide, world_size)
+    run_ranks(compare_16_bit_with_32_bit, world_size)
 
 
 @pytest.mark.behaviour("E-09")
@@ -307,11 +307,11 @@ def count_bytes(policy: CommunicationPolicy | None, replicate: int, slack: int) 
         reported = sum(row.bytes for row in report.rows if row.direction == direction)
         assert nbytes <= reported <= nbytes + slack * (direction != "all-gather"), (direction, str(report))
     assert slack or report.bytes == sum(sent.values())
-    plain = communication_report_of_plain(mesh, world_size)
+    plain = count_plain_bytes(mesh, world_size)
     assert report.plain_bytes == plain if policy is None else report.bytes < 0.45 * plain
 
 
-def communication_report_of_plain(mesh: Any, world_size: int) -> int:
+def count_plain_bytes(mesh: Any, world_size: int) -> int:
     """Return the expected number of bytes.
 
     Every parameter is padded to 16 bytes per rank, gathered twice (once in the root) and reduced once.
@@ -425,7 +425,7 @@ def test_a_checkpoint_within_a_step_has_the_residuals_from_before_it() -> None:
     run_ranks(save_within_a_step, 2, True)
 
 
-def flip() -> None:
+def freeze_one_parameter() -> None:
     """Check that freezing a parameter, which moves the others in the message, resets the residuals."""
     policy = CommunicationPolicy(reduce_scatter=ErrorFeedback(Int4()), min_numel=1)
     model = sharded(build(), policy)
@@ -442,10 +442,10 @@ def flip() -> None:
 
 @pytest.mark.behaviour("E-09")
 def test_freezing_parameters_resets_residuals() -> None:
-    run_ranks(flip, 2)
+    run_ranks(freeze_one_parameter, 2)
 
 
-def copies_stay_alike() -> None:
+def compare_tensor_parallel_copies() -> None:
     """Check that gradients of tensor-parallel copies are not rounded together with those of shards."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -466,4 +466,4 @@ def copies_stay_alike() -> None:
 
 @pytest.mark.behaviour("E-09", "A-07")
 def test_replicated_parameters_on_tensor_parallel_ranks_get_equal_gradients() -> None:
-    run_ranks(copies_stay_alike, 4)
+    run_ranks(compare_tensor_parallel_copies, 4)

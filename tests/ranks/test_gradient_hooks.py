@@ -74,7 +74,7 @@ def replace_gradients_by_hooks() -> None:
     assert_equal_runs(ours, expected)
 
 
-def hooks_can_be_removed_and_see_what_is_accumulated() -> None:
+def remove_hooks_and_accumulate() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard)
     parameter, seen = model.get_parameter("layers.1.weight"), []
@@ -103,7 +103,7 @@ def hooks_can_be_removed_and_see_what_is_accumulated() -> None:
 @pytest.mark.behaviour("C-12")
 def test_hooks_on_sharded_parameters_see_and_replace_their_gradients() -> None:
     run_ranks(replace_gradients_by_hooks, 2)
-    run_ranks(hooks_can_be_removed_and_see_what_is_accumulated, 2)
+    run_ranks(remove_hooks_and_accumulate, 2)
 
 
 class InBackward:
@@ -212,7 +212,7 @@ def test_the_dtype_set_for_gradients_is_kept() -> None:
 # -- optimizers built before sharding
 
 
-def step_what_was_replaced() -> None:
+def step_stale_optimizers() -> None:
     task, rank = TASKS["mlp"], dist.get_rank()
     model = task.build()
     early = torch.optim.AdamW(model.parameters())
@@ -237,10 +237,10 @@ def step_what_was_replaced() -> None:
 @pytest.mark.behaviour("H-02")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_optimizer_built_before_sharding_is_refused_by_name_at_its_step(world_size: int) -> None:
-    run_ranks(step_what_was_replaced, world_size)
+    run_ranks(step_stale_optimizers, world_size)
 
 
-def steps_in_backward_are_not_missed_by_what_stays_whole() -> None:
+def step_in_backward_while_kept_unsharded() -> None:
     """Check that a step in backward makes parameters stale that are kept unsharded after backward."""
     task, rank = TASKS["mlp"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, reshard_after_forward=False)
@@ -257,4 +257,4 @@ def steps_in_backward_are_not_missed_by_what_stays_whole() -> None:
 
 @pytest.mark.behaviour("C-12", "C-08")
 def test_a_step_inside_backward_makes_kept_parameters_stale() -> None:
-    run_ranks(steps_in_backward_are_not_missed_by_what_stays_whole, 2)
+    run_ranks(step_in_backward_while_kept_unsharded, 2)

@@ -106,7 +106,7 @@ class Measured(nn.Module):
         return cast(torch.Tensor, Boundary.apply(x, self.backward_way.__enter__))
 
 
-def ways_of_a_steady_step() -> tuple[Way, Way]:
+def measure_a_steady_step() -> tuple[Way, Way]:
     """Measure the forward and the backward of the middle group."""
     torch.manual_seed(0)
     layers = [Measured(nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
@@ -126,17 +126,17 @@ def ways_of_a_steady_step() -> tuple[Way, Way]:
     return forward, backward
 
 
-def walk_through_a_steady_step() -> None:
-    forward, backward = ways_of_a_steady_step()
+def check_a_steady_step() -> None:
+    forward, backward = measure_a_steady_step()
     forward.assert_at_most(files=FORWARD_FILES, depth=FORWARD_DEPTH)
     backward.assert_at_most(files=BACKWARD_FILES, depth=BACKWARD_DEPTH)
 
 
 def test_a_steady_step_of_one_group_passes_through_few_files_and_frames() -> None:
-    run_ranks(walk_through_a_steady_step, 2, environment=SOCKETS)
+    run_ranks(check_a_steady_step, 2, environment=SOCKETS)
 
 
-def walk_through_fully_shard() -> None:
+def check_fully_shard() -> None:
     mesh, linear, way = init_device_mesh("cpu", (2,)), nn.Linear(8, 8), Way()
     first = fully_shard(nn.Linear(8, 8), mesh=mesh)  # installs hooks that exist once per process and are not measured
     with way:
@@ -146,4 +146,4 @@ def walk_through_fully_shard() -> None:
 
 
 def test_fully_shard_of_a_linear_layer_passes_through_few_files() -> None:
-    run_ranks(walk_through_fully_shard, 2, environment=SOCKETS)
+    run_ranks(check_fully_shard, 2, environment=SOCKETS)

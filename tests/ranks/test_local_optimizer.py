@@ -137,7 +137,7 @@ def adamw(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
-def every_variant(name: str, dtype: torch.dtype) -> None:
+def compare_variants(name: str, dtype: torch.dtype) -> None:
     for options in VARIANTS[name]:
         models, optimizers = pair(partial(getattr(torch.optim, name), **options), dtype)
         for step in range(4):
@@ -154,10 +154,10 @@ def every_variant(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_element_wise_optimizer_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    run_ranks(every_variant, 2, name, dtype)
+    run_ranks(compare_variants, 2, name, dtype)
 
 
-def in_pieces(name: str) -> None:
+def step_in_pieces(name: str) -> None:
     """Step in pieces of 128 elements instead of 2**18. The shards have 520, 13, 1125 and 45 elements."""
     for options in (*VARIANTS.get(name, ()), *NOT_ON_DTENSORS.get(name, ())):
         models = [fully_shard(seeded(lambda: nn.Sequential(nn.Linear(40, 25), nn.Linear(25, 89)))()) for _ in range(2)]
@@ -181,10 +181,10 @@ def in_pieces(name: str) -> None:
 @pytest.mark.behaviour("C-01")
 @pytest.mark.parametrize("name", VARIANTS | NOT_ON_DTENSORS)
 def test_an_update_piece_by_piece_gives_the_same_bits(name: str) -> None:
-    run_ranks(in_pieces, 2, name)
+    run_ranks(step_in_pieces, 2, name)
 
 
-def with_two_threads(dtype: torch.dtype, expected: int) -> None:
+def step_with_two_threads(dtype: torch.dtype, expected: int) -> None:
     model = fully_shard(nn.Linear(40, 25).to(dtype))
     optimizer = local_optimizer(adamw(model.parameters()))
     threads, cut = torch.get_num_threads(), mock.Mock(wraps=twins._pieces)
@@ -201,10 +201,10 @@ def with_two_threads(dtype: torch.dtype, expected: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)], ids=str)
 def test_16_bit_updates_do_not_depend_on_the_split_between_threads(dtype: torch.dtype, expected: int) -> None:
-    run_ranks(with_two_threads, 1, dtype, expected)
+    run_ranks(step_with_two_threads, 1, dtype, expected)
 
 
-def variants_without_dtensors(name: str) -> None:
+def compare_with_plain_shards(name: str) -> None:
     for options in NOT_ON_DTENSORS[name]:
         model = build()
         fully_shard(model)
@@ -230,10 +230,10 @@ def variants_without_dtensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_ON_DTENSORS)
 def test_optimizer_variants_without_dtensor_support_equal_plain_shards_bitwise(name: str) -> None:
-    run_ranks(variants_without_dtensors, 2, name)
+    run_ranks(compare_with_plain_shards, 2, name)
 
 
-def tensor_parallel(options: dict[str, Any]) -> None:
+def step_tensor_parallel(options: dict[str, Any]) -> None:
     mesh = named_mesh(dp=2, tp=2)
     models = (PAIRS.build(), PAIRS.build())
     for model in models:
@@ -255,10 +255,10 @@ def tensor_parallel(options: dict[str, Any]) -> None:
 @pytest.mark.behaviour("C-02")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_shards_of_tensor_parallel_parameters(options: dict[str, Any]) -> None:
-    run_ranks(tensor_parallel, 4, options)
+    run_ranks(step_tensor_parallel, 4, options)
 
 
-def odd_tensors() -> None:
+def step_unusual_tensors() -> None:
     """Step one group of unusual tensors.
 
     It has a 0-d tensor, a plain tensor, a gradient with other placements, and a gradient of another dtype.
@@ -289,10 +289,10 @@ def odd_tensors() -> None:
 
 
 def test_plain_and_unusual_parameters_are_updated_as_before() -> None:
-    run_ranks(odd_tensors, 2)
+    run_ranks(step_unusual_tensors, 2)
 
 
-def bystanders() -> None:
+def use_schedulers_and_hooks() -> None:
     """Check that a scheduler, hooks, closures, accumulation and a group added later behave the same."""
     models, optimizers = pair(adamw)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
@@ -330,10 +330,10 @@ def bystanders() -> None:
 @pytest.mark.behaviour("C-01")
 @pytest.mark.filterwarnings("error")
 def test_schedulers_hooks_closures_and_groups_work_unchanged() -> None:
-    run_ranks(bystanders, 2)
+    run_ranks(use_schedulers_and_hooks, 2)
 
 
-def scaled(fused: bool) -> None:
+def step_with_scaler(fused: bool) -> None:
     models, optimizers = pair(partial(torch.optim.AdamW, fused=fused))
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in optimizers]
     for step in range(4):
@@ -350,10 +350,10 @@ def scaled(fused: bool) -> None:
 @pytest.mark.behaviour("C-11")
 @pytest.mark.parametrize("fused", [False, True])
 def test_scaled_losses_skip_the_same_steps(fused: bool) -> None:
-    run_ranks(scaled, 2, fused)
+    run_ranks(step_with_scaler, 2, fused)
 
 
-def in_backward() -> None:
+def step_in_backward() -> None:
     models = build(), build()
     for model in models:
         fully_shard(model)
@@ -376,10 +376,10 @@ def in_backward() -> None:
 
 @pytest.mark.behaviour("C-12")
 def test_a_local_optimizer_steps_inside_backward() -> None:
-    run_ranks(in_backward, 2)
+    run_ranks(step_in_backward, 2)
 
 
-def saved_and_loaded(full: bool) -> None:
+def save_and_load(full: bool) -> None:
     """Save and load by torch's functions, which initialise the state of a new optimizer by a step."""
     models, optimizers = pair(adamw)
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -402,10 +402,10 @@ def saved_and_loaded(full: bool) -> None:
 @pytest.mark.behaviour("F-09")
 @pytest.mark.parametrize("full", [False, True])
 def test_state_is_saved_and_loaded_as_dtensors(full: bool) -> None:
-    run_ranks(saved_and_loaded, 2, full)
+    run_ranks(save_and_load, 2, full)
 
 
-def replaced_memory() -> None:
+def replace_memory() -> None:
     """Check that the optimizer updates shards that ``assign`` or ``to_empty`` have replaced."""
     models, optimizers = pair(adamw)
     for step in range(4):
@@ -428,4 +428,4 @@ def replaced_memory() -> None:
 
 @pytest.mark.behaviour("F-04")
 def test_a_local_optimizer_follows_replaced_memory() -> None:
-    run_ranks(replaced_memory, 2)
+    run_ranks(replace_memory, 2)

@@ -193,7 +193,7 @@ def test_parameters_kept_after_backward_are_not_stale_after_an_optimizer_step(
 # -- prefetching
 
 
-def prefetch_as_told() -> None:
+def set_prefetch_lists() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, fuses=False)
     layers = sharded_layers(model)
@@ -251,7 +251,7 @@ def prefetch_as_told() -> None:
 
 @pytest.mark.behaviour("C-08")
 def test_prefetch_lists_determine_the_order_of_gathers() -> None:
-    run_ranks(prefetch_as_told, 2, environment=SOCKETS)
+    run_ranks(set_prefetch_lists, 2, environment=SOCKETS)
 
 
 def train_with_prefetch_lists() -> None:

@@ -206,7 +206,7 @@ class Adapted(nn.Module):
         return out
 
 
-def adapters_that_come_late(add: bool) -> list[str]:
+def add_adapters_late(add: bool) -> list[str]:
     model = Adapted()
     fully_shard(model.base)
     fully_shard(model, ignored_modules=[model.own])
@@ -223,10 +223,10 @@ def adapters_that_come_late(add: bool) -> list[str]:
 
 @pytest.mark.behaviour("A-11", "H-02")
 def test_parameters_added_after_sharding_are_named_once_and_ignored_ones_never() -> None:
-    (text,), _ = run_ranks(adapters_that_come_late, 2, add=True)
+    (text,), _ = run_ranks(add_adapters_late, 2, add=True)
     assert text.startswith(
         "parameters were added to Adapted after fully_shard: ['adapters.a0.weight', 'adapters.a0.bias', "
         "'adapters.a1.weight', 'adapters.a1.bias', 'adapters.a2.weight'] and 1 more. They are plain and trainable"
     )
-    assert run_ranks(adapters_that_come_late, 2, add=False) == [[], []]
-    assert run_ranks(adapters_that_come_late, 1, add=True) == [[]], "one rank has no copies that could drift"
+    assert run_ranks(add_adapters_late, 2, add=False) == [[], []]
+    assert run_ranks(add_adapters_late, 1, add=True) == [[]], "one rank has no copies that could drift"

@@ -38,7 +38,7 @@ def batch_of(rank: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
 
 
-def decoded_as_by_ranks(codec: Any, weight: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
+def decode_by_rank(codec: Any, weight: torch.Tensor, num_shards: int, dim: int) -> torch.Tensor:
     """Encode and decode each rank's rows separately in fp32, padded to the size of the first rank's rows."""
     pieces = torch.chunk(weight, num_shards, dim)
     length = pieces[0].numel()
@@ -67,7 +67,7 @@ def compare(codec: Any, dim: int, replicate: int, param_dtype: torch.dtype | Non
     for layer in (0, 2):
         weight = reference.get_parameter(f"{layer}.weight").data
         sent = weight if param_dtype is None else weight.to(param_dtype).float()
-        weight.copy_(decoded_as_by_ranks(codec, sent, num_shards, dim))
+        weight.copy_(decode_by_rank(codec, sent, num_shards, dim))
     if param_dtype is not None:
         reference.to(param_dtype)
     x = batch_of(rank)
@@ -146,7 +146,7 @@ def test_codecs_are_chosen_per_parameter_and_nonsense_is_refused() -> None:
     run_ranks(choose, 2)
 
 
-def on_one_rank() -> None:
+def unshard_on_one_rank() -> None:
     model: Any = fully_shard(nn.Linear(8, 8), comm_policy=CommunicationPolicy(all_gather=Int4(), min_numel=1))
     exact = model.weight.full_tensor()
     model.unshard()
@@ -155,4 +155,4 @@ def on_one_rank() -> None:
 
 @pytest.mark.behaviour("E-08", "A-16")
 def test_one_rank_sends_nothing_and_encodes_nothing() -> None:
-    run_ranks(on_one_rank, 1)
+    run_ranks(unshard_on_one_rank, 1)

@@ -41,7 +41,7 @@ def towers(number: int = 3, *, ready: bool = True) -> Any:
     return model
 
 
-def backward_of(model: nn.Module) -> list[str]:
+def record_backward(model: nn.Module) -> list[str]:
     """Return the operations of the groups in one backward."""
     loss = model(batch(1, dist.get_rank())).square().mean()
     with Recorder() as recorder:
@@ -73,45 +73,45 @@ def test_the_next_group_is_gathered_after_all_gradient_buckets_but_the_last(tran
     run_ranks(gather_after_a_grad_bucket, 2, environment=transport)
 
 
-def first_reduction_of(group: str, events: list[str]) -> int:
+def find_first_reduction(group: str, events: list[str]) -> int:
     return events.index(f"reduce {group}")
 
 
 def choose_the_next_group() -> None:
     model = towers()
     model[2].set_modules_to_backward_prefetch([model[1]])
-    events = backward_of(model)
-    assert events.index("unshard 1") < first_reduction_of("2", events)
-    assert events.index("unshard 0") > first_reduction_of("1", events), "of which no list was set"
+    events = record_backward(model)
+    assert events.index("unshard 1") < find_first_reduction("2", events)
+    assert events.index("unshard 0") > find_first_reduction("1", events), "of which no list was set"
 
 
 def freeze_part() -> None:
     model = towers(ready=False)
     model[2].floors[0].bias.requires_grad_(False)
     play(model, 0, dist.get_rank())
-    events = backward_of(model)
-    assert events.index("unshard 1") < first_reduction_of("2", events)
+    events = record_backward(model)
+    assert events.index("unshard 1") < find_first_reduction("2", events)
 
 
 def accumulate() -> None:
     model = towers()
     model.set_requires_gradient_sync(False)
-    assert backward_of(model) == ["unshard 2", "unshard 1", "wait 2", "wait 1", "unshard 0", "wait 0"]
+    assert record_backward(model) == ["unshard 2", "unshard 1", "wait 2", "wait 1", "unshard 0", "wait 0"]
     model.set_requires_gradient_sync(True)
-    events = backward_of(model)
-    assert events.index("unshard 1") > first_reduction_of("2", events)
+    events = record_backward(model)
+    assert events.index("unshard 1") > find_first_reduction("2", events)
 
 
 def share_memory() -> None:
     """Check shared-memory shards: the full parameters use no memory that gradients could use."""
-    events = backward_of(towers())
-    assert events.index("unshard 1") < first_reduction_of("2", events)
+    events = record_backward(towers())
+    assert events.index("unshard 1") < find_first_reduction("2", events)
 
 
-def bound_what_is_unsharded() -> None:
+def bound_unsharded_bytes() -> None:
     model = towers()
     model.set_max_unsharded_bytes(0)
-    events = backward_of(model)
+    events = record_backward(model)
     assert events.index("unshard 1") > max(i for i, event in enumerate(events) if event == "reduce 2")
 
 
@@ -134,7 +134,7 @@ def bound_several() -> None:
         (freeze_part, SOCKETS),
         (accumulate, SOCKETS),
         (share_memory, TRANSPORTS["in common"]),
-        (bound_what_is_unsharded, SOCKETS),
+        (bound_unsharded_bytes, SOCKETS),
         (bound_several, SOCKETS),
     ],
 )
@@ -155,20 +155,20 @@ class Around(nn.Module):
         return out
 
 
-def come_to_a_group_twice(outer: int, ahead: str) -> None:
+def run_a_group_twice(outer: int, ahead: str) -> None:
     model = Around(outer)
     fully_shard(list(model.outer))
     for layer in (model.first, model.between):
         fully_shard(layer)
     fully_shard(model)
     play(model, 0, dist.get_rank())
-    events = backward_of(model)
+    events = record_backward(model)
     assert events[1] == f"unshard {ahead}", "the gradients of what was gathered first come after both runs"
 
 
 @pytest.mark.parametrize(("outer", "ahead"), [(1, "between"), (2, "first")], ids=["one module", "a list"])
 def test_a_group_with_a_second_backward_does_not_delay_the_next_gather(outer: int, ahead: str) -> None:
-    run_ranks(come_to_a_group_twice, 2, outer, ahead, environment=SOCKETS)
+    run_ranks(run_a_group_twice, 2, outer, ahead, environment=SOCKETS)
 
 
 class FromInputs(nn.Module):
@@ -183,18 +183,18 @@ class FromInputs(nn.Module):
         return out
 
 
-def end_unseen() -> None:
+def end_backward_without_hook() -> None:
     model = FromInputs()
     for layer in (model.first, model.last):
         fully_shard(layer)
     fully_shard(model)
     play(model, 0, dist.get_rank())
-    events = backward_of(model)
-    assert events.index("unshard first") < first_reduction_of("last", events)
+    events = record_backward(model)
+    assert events.index("unshard first") < find_first_reduction("last", events)
 
 
 def test_gathers_do_not_wait_for_gradient_buckets_reduced_at_the_end_of_backward() -> None:
-    run_ranks(end_unseen, 2, environment=SOCKETS)
+    run_ranks(end_backward_without_hook, 2, environment=SOCKETS)
 
 
 class Apart(Tower):
@@ -224,8 +224,8 @@ def reduce_grad_buckets_at_the_end() -> None:
     fully_shard(model.apart)
     fully_shard(model)
     play(model, 0, dist.get_rank())
-    events = backward_of(model)
-    assert events.index("wait first") < first_reduction_of("apart", events)
+    events = record_backward(model)
+    assert events.index("wait first") < find_first_reduction("apart", events)
     assert events.count("unshard first") == 1, "not once more behind a batch that goes at the end"
 
 
@@ -294,7 +294,7 @@ def test_the_next_group_and_most_gradients_are_not_in_memory_together() -> None:
     )
 
 
-def fail_while_one_waits() -> None:
+def fail_while_a_gather_waits() -> None:
     """Fail in backward before the gradient bucket that the next group waits for, then reset.
 
     The next backward must not find the waiting all-gather.
@@ -320,10 +320,10 @@ def fail_while_one_waits() -> None:
 
 @pytest.mark.behaviour("H-01")
 def test_a_reset_drops_gathers_that_wait_for_a_gradient_bucket() -> None:
-    run_ranks(fail_while_one_waits, 2, environment=COPIES)
+    run_ranks(fail_while_a_gather_waits, 2, environment=COPIES)
 
 
-def take_over() -> None:
+def run_alone_and_in_model() -> None:
     """Run a layer as its own root, then inside the model that renames it, with one backward through both outputs."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(740, 740), nn.Tanh(), nn.Linear(740, 740)) for _ in range(2)))
     reference = copy.deepcopy(model)
@@ -341,4 +341,4 @@ def take_over() -> None:
 
 @pytest.mark.behaviour("C-04")
 def test_a_layer_that_ran_before_its_model_is_named_by_its_path() -> None:
-    run_ranks(take_over, 1)
+    run_ranks(run_alone_and_in_model, 1)

@@ -133,7 +133,7 @@ def test_a_group_whose_inputs_need_no_gradient_is_reduced_before_the_next_ones_b
     run_ranks(trace_a_group_whose_inputs_need_no_gradient, 2, environment=SOCKETS)
 
 
-def leave_out_what_was_prefetched() -> None:
+def skip_a_prefetched_group() -> None:
     task, rank = TASKS["routed"], dist.get_rank()
     model = task.build()
     assert isinstance(model, Routed)
@@ -154,7 +154,7 @@ def leave_out_what_was_prefetched() -> None:
 
 @pytest.mark.behaviour("C-08")
 def test_a_prefetched_group_that_did_not_run_is_resharded_at_the_end_of_forward() -> None:
-    run_ranks(leave_out_what_was_prefetched, 2)
+    run_ranks(skip_a_prefetched_group, 2)
 
 
 class Embedded(nn.Module):
@@ -198,33 +198,33 @@ def test_a_root_is_freed_before_its_reduction_if_all_other_backwards_are_done() 
     run_ranks(free_the_root_last, 2, environment=SOCKETS)
 
 
-def bound_what_is_gathered_ahead() -> None:
+def bound_prefetch() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, fuses=False)
     assert isinstance(model, FSDPModule)
     layer_bytes = max(e.group.plan.unsharded_bytes for e in map(state_of, model.get_submodule("layers").children()))
 
-    def most_at_once() -> int:
+    def count_peak_groups() -> int:
         with Recorder() as recorder:
             task.loss(model, task.batch_of(0, rank)).backward()
         return recorder.peak_groups
 
-    most_at_once()  # records the order
-    assert most_at_once() == 2
+    count_peak_groups()  # records the order
+    assert count_peak_groups() == 2
     for limit, expected in ((0, 1), (2 * layer_bytes - 1, 1), (2 * layer_bytes, 2), (None, 2)):
         model.set_max_unsharded_bytes(limit)
-        assert most_at_once() == expected, limit
+        assert count_peak_groups() == expected, limit
     for ahead, expected in ((0, 1), (2, 3), (8, 4), (1, 2)):
         model.set_prefetch_limit(ahead)
-        assert most_at_once() == expected, ahead
+        assert count_peak_groups() == expected, ahead
     model.set_prefetch_limit(3)
     model.set_max_unsharded_bytes(3 * layer_bytes)
-    assert most_at_once() == 3, "both bounds hold"
+    assert count_peak_groups() == 3, "both bounds hold"
 
 
 @pytest.mark.behaviour("C-08")
 def test_the_prefetch_depth_can_be_bounded() -> None:
-    run_ranks(bound_what_is_gathered_ahead, 2, environment=SOCKETS)
+    run_ranks(bound_prefetch, 2, environment=SOCKETS)
 
 
 ROUTES = ([0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 3, 1], [3, 2], [3, 2, 1, 0], [1, 1, 0, 1], [0, 1, 2, 3], [2])

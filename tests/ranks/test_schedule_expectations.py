@@ -20,11 +20,11 @@ STEPS = 4
 Expect = Callable[[list[schedule.Event], random.Random], list[schedule.Event]]
 
 
-def nothing(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
+def expect_nothing(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
     return []
 
 
-def another_order(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
+def expect_another_order(order: list[schedule.Event], draws: random.Random) -> list[schedule.Event]:
     """Return each group of ``order`` at a random position, some groups twice and some never."""
     groups = list(dict.fromkeys(event.group for event in order))
     drawn = draws.choices(groups, k=len(groups) + 1) if groups else []
@@ -79,7 +79,7 @@ def train(task_name: str, expect: Expect | None, options: dict[str, Any]) -> tup
 
 def compare_expectations(task_name: str, options: dict[str, Any]) -> None:
     expected, usual = train(task_name, None, options)
-    for expect in (nothing, another_order):
+    for expect in (expect_nothing, expect_another_order):
         found, eager = train(task_name, expect, options)
         assert found == expected, expect.__name__
         assert eager > usual, "some events came unexpectedly"

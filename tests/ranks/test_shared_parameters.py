@@ -29,7 +29,7 @@ def tied_transformer() -> Transformer:
     return model
 
 
-def own_by_embedding(model: nn.Module, **options: Any) -> nn.Module:
+def shard_with_embedding_as_owner(model: nn.Module, **options: Any) -> nn.Module:
     """Shard the head in a group whose only own parameters are the norm's and a bias, if the head has one."""
     assert isinstance(model, Transformer)
     fully_shard(model.embedding, **options)
@@ -39,7 +39,7 @@ def own_by_embedding(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def own_by_head(model: nn.Module, **options: Any) -> nn.Module:
+def shard_with_head_as_owner(model: nn.Module, **options: Any) -> nn.Module:
     """Make the head, which runs last, the owner of the weight. The embedding runs first and uses it."""
     assert isinstance(model, Transformer)
     fully_shard(model.head, **options)
@@ -96,7 +96,7 @@ def share_with_a_list_around_the_owner(model: nn.Module, **options: Any) -> nn.M
     return fully_shard(model, **options)
 
 
-def nested() -> nn.Module:
+def build_nested() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8)))
     model.get_submodule("2.0").weight = model.get_submodule("0").weight
     return model
@@ -111,13 +111,13 @@ def share_with_a_nested_group(model: nn.Module, **options: Any) -> nn.Module:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], str, Callable[..., nn.Module]]] = {
-    "embedding to head": (tied_transformer, "tied", own_by_embedding),
-    "head to embedding": (tied_transformer, "tied", own_by_head),
+    "embedding to head": (tied_transformer, "tied", shard_with_embedding_as_owner),
+    "head to embedding": (tied_transformer, "tied", shard_with_head_as_owner),
     "tied when sharded": (tied_transformer, "tied", partial(tie_when_sharded, head=True)),
     "tied when sharded, in the root": (tied_transformer, "tied", partial(tie_when_sharded, head=False)),
     "to many": (seeded(Users), "chain", share_with_many),
     "to a list around it": (seeded(Users), "chain", share_with_a_list_around_the_owner),
-    "into a unit": (seeded(nested), "chain", share_with_a_nested_group),
+    "into a unit": (seeded(build_nested), "chain", share_with_a_nested_group),
 }
 
 
@@ -145,7 +145,7 @@ def test_a_parameter_used_by_other_groups_trains_like_a_tied_one(world_size: int
 def trace_a_shared_parameter() -> None:
     """Check that the owner is unsharded with the user and that its gradient is reduced once, after both backwards."""
     task, rank = TASKS["tied"], dist.get_rank()
-    model = own_by_embedding(tied_transformer())
+    model = shard_with_embedding_as_owner(tied_transformer())
     model.set_max_fused_bytes(0)  # type: ignore[operator]
     forward, backward = Recorder(), Recorder()
     for step in range(2):
@@ -164,8 +164,8 @@ def trace_a_shared_parameter() -> None:
     )
 
 
-def a_shared_parameter_stays_one() -> None:
-    model = own_by_embedding(tied_transformer())
+def check_identity_of_a_shared_parameter() -> None:
+    model = shard_with_embedding_as_owner(tied_transformer())
     assert isinstance(model, Transformer)
     assert model.head.weight is model.embedding.weight
     assert isinstance(model.head.weight, DTensor)
@@ -191,10 +191,10 @@ def a_shared_parameter_stays_one() -> None:
 @pytest.mark.behaviour("A-10")
 def test_a_shared_parameter_is_unsharded_with_every_group_that_uses_it() -> None:
     run_ranks(trace_a_shared_parameter, 2, environment=SOCKETS)
-    run_ranks(a_shared_parameter_stays_one, 2)
+    run_ranks(check_identity_of_a_shared_parameter, 2)
 
 
-def share_without_saying_so() -> None:
+def share_without_shared_from() -> None:
     """Share a parameter without ``shared_from``: an error at construction, for every order and nesting."""
     model = tied_transformer()
     fully_shard(model.embedding)
@@ -236,7 +236,7 @@ def tie_after_sharding() -> None:
 @pytest.mark.behaviour("A-10")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_sharing_across_groups_is_an_error_with_both_names_and_the_remedies(world_size: int) -> None:
-    run_ranks(share_without_saying_so, world_size)
+    run_ranks(share_without_shared_from, world_size)
     run_ranks(tie_after_sharding, world_size)
 
 

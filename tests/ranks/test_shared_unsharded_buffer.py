@@ -163,7 +163,7 @@ def test_training_over_shared_memory_is_bitwise_that_over_sockets(
 # -- no rank writes while another still reads
 
 
-def one_rank_is_late() -> None:
+def delay_one_rank() -> None:
     """Delay one rank, which still reads its cast parameters while the others gather changed shards.
 
     Backward continues from the trained layer to the inputs.
@@ -201,10 +201,10 @@ def one_rank_is_late() -> None:
 
 
 def test_no_rank_casts_while_another_still_reads() -> None:
-    run_ranks(one_rank_is_late, 2)
+    run_ranks(delay_one_rank, 2)
 
 
-def read_by_hand() -> None:
+def read_after_explicit_unshard() -> None:
     task, rank = TASKS["chain"], dist.get_rank()
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     layer = model.get_submodule("layers.1")
@@ -223,10 +223,10 @@ def read_by_hand() -> None:
 
 
 def test_no_rank_casts_into_a_buffer_unsharded_by_hand() -> None:
-    run_ranks(read_by_hand, 2)
+    run_ranks(read_after_explicit_unshard, 2)
 
 
-def write_while_whole() -> None:
+def write_while_unsharded() -> None:
     task = TASKS["chain"]
     model = shard_layers(task.build(), fully_shard, mp_policy=BF16)
     before = own_loss(model, task, 0)
@@ -248,7 +248,7 @@ def write_while_whole() -> None:
 
 
 def test_writing_to_unsharded_parameters_is_an_error() -> None:
-    run_ranks(write_while_whole, 2)
+    run_ranks(write_while_unsharded, 2)
 
 
 # -- the lifetime of the buffer
@@ -287,7 +287,7 @@ def test_conversions_loads_and_copies_are_followed() -> None:
     run_ranks(convert, 2)
 
 
-def leave_out() -> None:
+def check_unsuitable_parameters() -> None:
     task = TASKS["mlp"]
     columns, coded, plain = task.build(), task.build(), task.build()
     fully_shard(columns, shard_placement_fn=lambda p: Shard(p.ndim - 1), mp_policy=BF16)
@@ -307,13 +307,13 @@ def leave_out() -> None:
 
 
 def test_only_cast_parameters_have_a_shared_unsharded_buffer() -> None:
-    run_ranks(leave_out, 4)
+    run_ranks(check_unsuitable_parameters, 4)
 
 
-def keep_apart() -> None:
+def disable_sharing() -> None:
     assert storages(shard_layers(TASKS["mlp"].build(), fully_shard, mp_policy=BF16)) == OWNED
 
 
 @pytest.mark.parametrize("transport", [COPIES, SOCKETS], ids=["copies", "sockets"])
 def test_the_switch_keeps_a_buffer_on_every_rank(transport: Environment) -> None:
-    run_ranks(keep_apart, 2, environment=transport)
+    run_ranks(disable_sharing, 2, environment=transport)

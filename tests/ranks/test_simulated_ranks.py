@@ -47,18 +47,18 @@ def simulated_mesh(size: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def originals() -> dict[str, torch.Tensor]:
+def make_originals() -> dict[str, torch.Tensor]:
     """Return small integers, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randint(-9, 10, shape, generator=generator).float() for name, (shape, _) in SHAPES.items()}
 
 
-def groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrecisionPolicy) -> list[ParamGroup]:
+def build_groups_of_all_ranks(mesh: DeviceMesh, world: FakeWorld, precision: MixedPrecisionPolicy) -> list[ParamGroup]:
     groups = []
     for rank in range(world.size):
         owner, sources = nn.Module(), []
         axes = DataParallelAxes(mesh, torch.device("cpu"), world.communicator(rank))
-        for name, value in originals().items():
+        for name, value in make_originals().items():
             parameter = nn.Parameter(value)
             owner.register_parameter(name, parameter)
             sharding = shard_over_axes(parameter, axes, SHAPES[name][1])
@@ -88,9 +88,9 @@ def test_all_ranks_gather_what_was_sharded_and_reduce_to_the_mean(
     precision = MixedPrecisionPolicy(param_dtype=dtype)
     world = FakeWorld(size, zero_copy_min_bytes=zero_copy_min_bytes, all_reduce_bytes=all_reduce_bytes)
     streams = CommStreams(torch.device("cpu"))
-    values = originals()
+    values = make_originals()
     with simulated_mesh(size) as mesh:
-        groups = groups_of_all_ranks(mesh, world, precision)
+        groups = build_groups_of_all_ranks(mesh, world, precision)
         for _ in range(2):
             for group in groups:
                 group.unshard(streams)

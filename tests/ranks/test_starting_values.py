@@ -59,29 +59,29 @@ def load_other(model: nn.Sequential) -> None:
     with torch.no_grad():
         for ours, theirs in zip(model.parameters(), build(7).parameters(), strict=True):
             sharded = cast(DTensor, ours)
-            sharded.data.copy_(distributed_like(theirs, sharded))
+            sharded.data.copy_(distribute_like(theirs, sharded))
 
 
-def distributed_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
+def distribute_like(value: torch.Tensor, sharded: DTensor) -> DTensor:
     return distribute_tensor(value.detach(), sharded.device_mesh, sharded.placements)
 
 
 def assign(model: nn.Sequential) -> None:
     values = {
-        name: distributed_like(value, cast(DTensor, model.get_parameter(name)))
+        name: distribute_like(value, cast(DTensor, model.get_parameter(name)))
         for name, value in build(7).state_dict().items()
     }
     model.load_state_dict(values, assign=True)
 
 
-def by_seed(model: nn.Sequential) -> None:
+def initialize_by_seed(model: nn.Sequential) -> None:
     initialize(model, seed=3)
 
 
-def start_apart() -> list[str]:
+def start_with_different_values() -> list[str]:
     rank = dist.get_rank()
     texts = [refusal(shard(build(rank)), DivergenceError)]
-    for overwrite in (load_from_first, load_other, assign, by_seed):
+    for overwrite in (load_from_first, load_other, assign, initialize_by_seed):
         model = shard(build(rank))
         overwrite(model)
         forward(model)
@@ -99,7 +99,7 @@ def start_apart() -> list[str]:
 
 @pytest.mark.behaviour("J-01", "H-02")
 def test_different_starting_values_are_an_error_unless_overwritten() -> None:
-    first, second = run_ranks(start_apart, 2)
+    first, second = run_ranks(start_with_different_values, 2)
     assert first == second
     everything, rest = first
     assert everything == (
@@ -113,7 +113,7 @@ def test_different_starting_values_are_an_error_unless_overwritten() -> None:
     assert "and so 2 other parameters" in rest
 
 
-def tensor_parallel_starts() -> None:
+def start_tensor_parallel() -> None:
     """Check that shards may differ across tensor-parallel ranks but not across data-parallel ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for replica_starts_apart in (False, True):
@@ -130,13 +130,13 @@ def tensor_parallel_starts() -> None:
 
 @pytest.mark.behaviour("J-01", "A-06")
 def test_initial_values_are_compared_on_data_parallel_axes_only() -> None:
-    run_ranks(tensor_parallel_starts, 4)
+    run_ranks(start_tensor_parallel, 4)
 
 
 # -- equal random shards
 
 
-def on_meta(**options: Any) -> nn.Sequential:
+def build_on_meta(**options: Any) -> nn.Sequential:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
     model = shard(model, **options)
@@ -162,7 +162,7 @@ def equal_rows(parameter: DTensor) -> torch.Tensor:
     return row.expand(parameter.to_local().shape)
 
 
-def one_table_repeats(parameter: DTensor) -> torch.Tensor:
+def repeat_one_table(parameter: DTensor) -> torch.Tensor:
     """Return the same shard on all ranks for one parameter, like position embeddings extended by copies."""
     repeats = parameter.shape == (16, 8)
     generator = torch.Generator().manual_seed(0 if repeats else dist.get_rank())
@@ -173,12 +173,12 @@ HARMLESS: tuple[Callable[[DTensor], torch.Tensor], ...] = (
     lambda _: torch.zeros(()),
     lambda _: torch.ones(()),
     equal_rows,
-    one_table_repeats,
+    repeat_one_table,
 )
 
 
 def equal_shards() -> list[str]:
-    model, trusted = on_meta(), on_meta()
+    model, trusted = build_on_meta(), build_on_meta()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
         reset(model)
@@ -189,13 +189,13 @@ def equal_shards() -> list[str]:
     with sharded_rng(model, 0):
         reset(model)
     forward(model)
-    model = on_meta()
+    model = build_on_meta()
     initialize(model, seed=0)
     with counted_collectives() as counts:
         forward(model)
     assert counts["comparison"] == 1
     for values in HARMLESS:
-        model = on_meta()
+        model = build_on_meta()
         fill(model, values)
         forward(model)
     return texts
@@ -214,8 +214,8 @@ def test_equal_random_shards_are_an_error_and_other_equal_ones_are_not() -> None
     ]
 
 
-def replicas_are_equal() -> None:
-    model = on_meta(mesh=init_device_mesh("cpu", (2, 2)))
+def compare_equal_replicas() -> None:
+    model = build_on_meta(mesh=init_device_mesh("cpu", (2, 2)))
     initialize(model, seed=0)
     forward(model)
     model = shard(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), mesh=init_device_mesh("cpu", (4, 1)))
@@ -224,4 +224,4 @@ def replicas_are_equal() -> None:
 
 @pytest.mark.behaviour("J-01")
 def test_replicas_may_hold_the_same_values() -> None:
-    run_ranks(replicas_are_equal, 4)
+    run_ranks(compare_equal_replicas, 4)

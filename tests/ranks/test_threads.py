@@ -66,7 +66,7 @@ def train(model: Any, seed: int, steps: int = 2) -> torch.optim.Optimizer:
     return optimizer
 
 
-def live(seed: int, mesh: DeviceMesh, folder: Path) -> list[dict[str, torch.Tensor]]:
+def use_models(seed: int, mesh: DeviceMesh, folder: Path) -> list[dict[str, torch.Tensor]]:
     """Build, train, copy, save, load and drop models in one thread, and return their values."""
     found = []
     for number in range(MODELS):
@@ -90,8 +90,8 @@ def exactly(found: object, expected: object) -> None:
 @pytest.mark.behaviour("J-04", "H-06")
 def test_eight_threads_train_the_same_models_as_one(alone: None, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (1,))
-    expected = [live(100 * i, mesh, tmp_path / f"one-{i}") for i in range(THREADS)]
-    calls = [partial(live, 100 * i, mesh, tmp_path / f"of-several-{i}") for i in range(THREADS)]
+    expected = [use_models(100 * i, mesh, tmp_path / f"one-{i}") for i in range(THREADS)]
+    calls = [partial(use_models, 100 * i, mesh, tmp_path / f"of-several-{i}") for i in range(THREADS)]
     exactly(together(calls, 1e-5), expected)
 
 

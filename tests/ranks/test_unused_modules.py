@@ -207,7 +207,7 @@ def recompute_a_container() -> None:
         loss.backward()
 
 
-def list_in_step() -> None:
+def shard_a_list() -> None:
     model: Any = Encoded()
     fully_shard([model.encoder, model.inner])
     fully_shard(model)
@@ -221,7 +221,7 @@ def list_in_step() -> None:
 @pytest.mark.behaviour("C-17")
 def test_unsupported_models_for_unused_modules_are_an_error() -> None:
     run_ranks(recompute_a_container, 2)
-    run_ranks(list_in_step, 2)
+    run_ranks(shard_a_list, 2)
 
 
 class Partly(nn.Module):
@@ -349,7 +349,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else None for name, p in model.named_parameters()}
 
 
-def of_unused_parameters(shard: Any) -> dict[str, dict[str, torch.Tensor | None]]:
+def collect_gradients(shard: Any) -> dict[str, dict[str, torch.Tensor | None]]:
     """Return the gradients in many cases. All ranks do the same."""
     found, x = {}, torch.ones(())
     for zeros in (True, False):
@@ -377,8 +377,8 @@ def of_unused_parameters(shard: Any) -> dict[str, dict[str, torch.Tensor | None]
     return found
 
 
-def zeros_for_unused_parameters() -> None:
-    ours, theirs = of_unused_parameters(fully_shard), of_unused_parameters(peer.fully_shard)
+def compare_zeros_with_torch() -> None:
+    ours, theirs = collect_gradients(fully_shard), collect_gradients(peer.fully_shard)
     for case, expected in theirs.items():
         assert {n for n, g in ours[case].items() if g is None} == {n for n, g in expected.items() if g is None}, case
         torch.testing.assert_close(ours[case], expected, msg=lambda m, case=case: f"{case}: {m}")  # type: ignore[misc]
@@ -405,7 +405,7 @@ def zeros_for_unused_parameters() -> None:
 
 @pytest.mark.behaviour("C-17")
 def test_parameters_that_no_rank_used_get_zeros_if_asked_for_as_with_torchs_fsdp2() -> None:
-    run_ranks(zeros_for_unused_parameters, 2)
+    run_ranks(compare_zeros_with_torch, 2)
 
 
 class Tower(nn.Module):

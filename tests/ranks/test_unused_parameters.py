@@ -46,7 +46,7 @@ class Model(nn.Module):
         return out
 
 
-def chosen_by(step: int, rank: int, layer: int) -> list[int]:
+def choose_experts(step: int, rank: int, layer: int) -> list[int]:
     """Return the chosen experts: one per rank in step 0, partly shared ones in step 1, the same ones in step 2."""
     return [[rank % 4], [layer, 1] if rank else [3], [0, 2], [3 - rank % 4, rank % 2]][step % 4]
 
@@ -54,7 +54,7 @@ def chosen_by(step: int, rank: int, layer: int) -> list[int]:
 def play(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     assert isinstance(model, Model)
     for i, layer in enumerate(model.layers):
-        layer.chosen = chosen_by(step, rank, i)  # type: ignore[assignment]
+        layer.chosen = choose_experts(step, rank, i)  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(100 * step + rank)
     loss: torch.Tensor = model(torch.randn(4, model.width, generator=generator, requires_grad=True)).square().mean()
     loss.backward()
@@ -140,7 +140,7 @@ def train_unequally_with_direct_messages() -> None:
             train_unequally((2,), 8, 4)
 
 
-def flags_in_low_precision() -> None:
+def sum_flags_in_low_precision() -> None:
     """Check that a flag summed over ranks does not vanish in bf16 and fp16, which divide messages before the sum."""
     for dtype in (torch.bfloat16, torch.float16):
         model = Model(experts=300)
@@ -160,4 +160,4 @@ def flags_in_low_precision() -> None:
 @pytest.mark.behaviour("C-17", "C-04")
 def test_flags_are_sent_with_zero_copy_messages_and_in_low_precision() -> None:
     run_ranks(train_unequally_with_direct_messages, 2)
-    run_ranks(flags_in_low_precision, 4)
+    run_ranks(sum_flags_in_low_precision, 4)

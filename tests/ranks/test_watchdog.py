@@ -45,7 +45,7 @@ class FallingBack(Layers):
         return self.layers[2](self.layers[1](x))  # type: ignore[no-any-return]
 
 
-def late_with_a_grad_bucket(kind: type[Layers]) -> None:
+def delay_a_grad_bucket(kind: type[Layers]) -> None:
     model: Any = kind()
     for layer in model.layers:
         fully_shard(layer)
@@ -63,10 +63,10 @@ def late_with_a_grad_bucket(kind: type[Layers]) -> None:
 @pytest.mark.parametrize("kind", [Recomputing, FallingBack])
 @both_transports
 def test_ranks_wait_for_one_that_has_only_caught_exceptions(kind: type[Layers], transport: Environment) -> None:
-    run_ranks(late_with_a_grad_bucket, 2, kind, environment=transport)
+    run_ranks(delay_a_grad_bucket, 2, kind, environment=transport)
 
 
-def late_after_a_recovery() -> None:
+def delay_after_a_recovery() -> None:
     """Check that a recovery clears the operation that a rank waited for, although operations are renumbered from 0."""
     model = build()
     with inflict("raises in forward", model), pytest.raises((ArithmeticError, PeerError)):
@@ -85,13 +85,13 @@ def late_after_a_recovery() -> None:
 @pytest.mark.behaviour("G-03", "H-01")
 @both_transports
 def test_ranks_wait_for_a_late_one_after_a_recovery(transport: Environment) -> None:
-    run_ranks(late_after_a_recovery, 2, environment=transport)
+    run_ranks(delay_after_a_recovery, 2, environment=transport)
 
 
 # -- faults
 
 
-def interrupted() -> str:
+def interrupt_a_forward() -> str:
     """Interrupt a forward with Ctrl-C, or another exception that is no ``Exception``, and continue the program."""
     model = build()
     step(model)
@@ -115,11 +115,11 @@ def _interrupt(*_: object) -> None:
 @pytest.mark.behaviour("H-01", "H-03", "H-06")
 @both_transports
 def test_a_rank_whose_forward_was_interrupted_is_named(transport: Environment) -> None:
-    told, _ = run_ranks(interrupted, 2, environment=transport)
+    told, _ = run_ranks(interrupt_a_forward, 2, environment=transport)
     assert "rank 1 was interrupted in the forward of root" in told
 
 
-def busy_while_others_give_up() -> tuple[str, str]:
+def compute_while_others_give_up() -> tuple[str, str]:
     """Raise on rank 2 and give up on rank 0 while rank 1 computes until both have closed their connections."""
     model = build()
     step(model)
@@ -138,14 +138,14 @@ def busy_while_others_give_up() -> tuple[str, str]:
 @pytest.mark.behaviour("H-01", "H-05")
 @both_transports
 def test_a_rank_busy_during_a_failure_gets_the_error_later(transport: Environment) -> None:
-    *told, failed = run_ranks(busy_while_others_give_up, 3, environment=transport)
+    *told, failed = run_ranks(compute_while_others_give_up, 3, environment=transport)
     assert failed == ("ArithmeticError", "no luck")
     for kind, text in told:
         assert kind == "PeerError"
         assert "rank 2 raised ArithmeticError: no luck in the forward of layers.1" in text
 
 
-def two_roots() -> None:
+def run_two_roots() -> None:
     """Check that two roots in one backward do not change each other's state."""
     roots: list[Any] = [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
     for root in roots:
@@ -160,4 +160,4 @@ def two_roots() -> None:
 
 @pytest.mark.behaviour("H-03")
 def test_roots_that_share_a_backward_count_it_once() -> None:
-    run_ranks(two_roots, 2, environment=SOCKETS)
+    run_ranks(run_two_roots, 2, environment=SOCKETS)
